@@ -1,0 +1,60 @@
+"""One frozen dataclass of configuration per room. Flags, environment and file keys are derived from these fields.
+
+A field that is None means "choose from model and hardware"; `core.resolve` does so once, and prints the origin of each
+value. Nothing changes afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, text: str, *flags: str) -> Any:
+    """A configuration field: its default, one line of help, and further names users know for its flag."""
+    return field(default=default, metadata={"help": text, "flags": flags})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how its weights are read."""
+
+    model: str = option("", "folder, hub name, or empty for the shipped model", "--model-path", "-m")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    load_format: str = option("auto", "auto reads safetensors; dummy fills random weights from config.json alone")
+    dtype: str = option("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
+    max_model_len: int | None = option(None, "longest prompt plus answer in tokens", "--context-length", "-c")
+    seed: int = option(0, "seed of dummy weights and of requests that bring none")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine batches, and how much memory it may hold."""
+
+    device: str = option("auto", "auto, cpu or cuda")
+    max_num_seqs: int | None = option(None, "most requests running at once", "-np")
+    max_num_batched_tokens: int | None = option(None, "most query tokens in one step (the prefill chunk)")
+    gpu_memory_utilization: float = option(0.90, "share of the GPU's memory to use", "--mem-fraction-static")
+    kv_cache_memory: int | None = option(None, "bytes for the KV cache; None takes what the share leaves")
+    block_size: int | None = option(None, "tokens in a block of KV cache")
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    batching: str = option("continuous", "continuous, static:N or dynamic:N,WINDOW_MS")
+    steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
+    enforce_eager: bool = option(False, "no CUDA graphs")
+    threads: int | None = option(None, "CPU threads for the model")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Where and to whom the API answers."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    api_key: str | None = option(None, "key that every route but /health asks for")
+    served_model_name: str | None = option(None, "name of the model in the API")
+    chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
+    max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")
+    max_body_mb: float = option(32.0, "largest request body in MiB")
+    keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
+    drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
+    metrics_alias: str = option("", "vllm: emit metrics under vLLM's prefix too")

@@ -1,0 +1,109 @@
+"""Every error Ridgeline raises on purpose, drawn once, each with its HTTP status.
+
+RidgelineError                 500  something of ours broke
+├── RequestError               400  the caller can mend it; names the field and the remedy
+│   ├── UnsupportedField       400  a known field whose value we do not honour
+│   ├── ContextTooLong         400  prompt and answer cannot fit the model's context
+│   ├── BadGrammar             400  a schema, regex or grammar that does not compile
+│   ├── Unauthorized           401
+│   ├── ModelNotFound          404
+│   ├── NotFound               404  no such route or object
+│   ├── BodyTooLarge           413
+│   └── Overloaded             429  the queue is full; carries when to come back
+├── Unavailable                503  loading or draining, never load
+├── EngineFailed               500  a step failed or the engine process ended
+└── ConfigError                 -   start-up: an option or a model we cannot serve
+    ├── UnsupportedModel        -   architecture, format or feature, by name
+    └── DoesNotFit              -   not enough memory; carries a command that works
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RidgelineError(Exception):
+    """Base of all errors; `status` is the HTTP status, `type` and `code` fill OpenAI's error object."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(RidgelineError):
+    """The caller can mend it. `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class UnsupportedField(RequestError):
+    code = "unsupported_value"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class BadGrammar(RequestError):
+    code = "invalid_grammar"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class Overloaded(RequestError):
+    """The queue is full. `retry_after_s`: seconds until a place is expected."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RidgelineError):
+    status = 503
+    type = "service_unavailable"
+    code = "unavailable"
+
+
+class EngineFailed(RidgelineError):
+    code = "engine_failed"
+
+
+class ConfigError(RidgelineError):
+    """Raised while starting; the command line prints the message and exits with 2."""
+
+
+class UnsupportedModel(ConfigError):
+    pass
+
+
+class DoesNotFit(ConfigError):
+    pass

@@ -1,0 +1,132 @@
+"""The two records that cross the middle: `StepPlan` goes down to the device, `StepResult` comes back. Plain data.
+
+A plan is a delta. A request *joins* a row once, with everything the device must know of it, and *leaves* it once; in
+between a step names only rows, how many query tokens each runs, and the pages it gained. It never states a running
+row's position: the device owns that (`rows.position`), because with steps in flight the host does not know it yet.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+from ridgeline.core.sampling import SamplingParams
+
+
+class Logits(IntEnum):
+    """Which query tokens of a row need logits in this step."""
+
+    NONE = 0
+    """A chunk in the middle of known tokens: nothing is sampled."""
+    LAST = 1
+    """The last query token samples the next token (with drafts: the last 1 + n_draft query tokens verify them)."""
+    ALL = 2
+    """As LAST when the chunk reaches the end of the known tokens (`samples`), and every query token is also scored."""
+
+
+class Flag(IntFlag):
+    """What the device saw when it wrote a row's last token."""
+
+    STOP = 1
+    """The token is one of the row's stop ids (and min_tokens was reached). The stop token is the last one returned."""
+    LIMIT = 2
+    """The row holds as many tokens as its limit allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A request takes a row. `tokens` are all it knows (prompt and, after a preemption, its own output).
+
+    computed: tokens whose keys and values already lie in the pages given in the same plan (a prefix hit, a fork).
+    limit: most tokens the row may ever hold (prompt + max_tokens). stop_ids: tokens that end it.
+    seed, choice: with the position they determine the noise of every draw, whatever else is in the batch.
+    """
+
+    row: int
+    generation: int
+    tokens: Sequence[int]
+    prompt_len: int
+    computed: int
+    limit: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    choice: int
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Parallel flat arrays; row i of the step is `rows[i]`.
+
+    rows, generations, n_query, n_draft, logits, samples: per scheduled row. n_query counts the drafts. `samples[i]` is 1
+    when the query tokens reach the end of what the row knows, so that a new token is drawn.
+    drafts: host-made draft tokens, flat, for rows with n_draft > 0 (empty when the device drafts itself).
+    tree: parent index of each draft (-1 is the row's last known token), flat like `drafts`; empty means chains.
+    pages: flat quadruples (row, group, index in the row's table, page). Device tables change before anything else runs.
+    copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
+    masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows.
+    score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none), the token *after* each query.
+    bound: per scheduled row an upper bound of tokens it holds after this step, to choose launch shapes.
+    """
+
+    step: int
+    joins: list[Join] = field(default_factory=list)
+    leaves: array[int] = field(default_factory=lambda: array("i"))
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    generations: array[int] = field(default_factory=lambda: array("i"))
+    n_query: array[int] = field(default_factory=lambda: array("i"))
+    n_draft: array[int] = field(default_factory=lambda: array("i"))
+    logits: array[int] = field(default_factory=lambda: array("b"))
+    samples: array[int] = field(default_factory=lambda: array("b"))
+    bound: array[int] = field(default_factory=lambda: array("i"))
+    drafts: array[int] = field(default_factory=lambda: array("i"))
+    tree: array[int] = field(default_factory=lambda: array("i"))
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    copies: array[int] = field(default_factory=lambda: array("i"))
+    masks: dict[int, bytes] = field(default_factory=dict)
+    score_ids: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(self.n_query)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one place, of the model's own distribution (before temperature, filters and penalties).
+
+    logprob, rank: of the token itself (rank 1 is the most probable). top_ids, top_logprobs: the alternatives asked for.
+    logsumexp: of the raw logits, so that a score can be renormalized elsewhere.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+    logsumexp: float
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did, in the order of its plan's rows.
+
+    counts: tokens each row gained (0 for a chunk, 1 + accepted drafts when it sampled). tokens: those tokens, flat.
+    accepted: drafts kept. flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
+    scores: index in the step -> one entry per scored query token. device_s: seconds on the device.
+    error: the step failed; its rows end with this reason and nothing of it may be used.
+    """
+
+    step: int
+    rows: Sequence[int]
+    generations: Sequence[int]
+    counts: Sequence[int]
+    tokens: Sequence[int]
+    accepted: Sequence[int]
+    flags: Sequence[int]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    device_s: float = 0.0
+    error: str | None = None

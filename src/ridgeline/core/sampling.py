@@ -1,0 +1,104 @@
+"""What a request asks of the sampler: one frozen value, checked once where it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ridgeline.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 16
+"""Stop ids a device row holds, the model's own end tokens included; a request that needs more is refused."""
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the output. `source` is the schema (JSON text), pattern, JSON list of choices, or Lark text."""
+
+    kind: GrammarKind
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends.
+
+    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Penalties follow OpenAI
+    (presence, frequency: subtracted once, or per occurrence, of tokens in the *output*) and CTRL (repetition: divides
+    positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
+    `logprobs` / `prompt_logprobs`: None, or how many alternatives per token (0..20) beside the token itself.
+    `seed` None draws one per request. `max_tokens` None means up to the context's end.
+    Raises RequestError naming the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
+        _integer("top_k", self.top_k, -1, 1 << 20)
+        _integer("n", self.n, 1, 128)
+        _integer("min_tokens", self.min_tokens, 0, 1 << 30)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 1 << 30)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it.", param="min_tokens"
+                )
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        for token, bias in self.logit_bias:
+            _integer("logit_bias", token, 0, 1 << 30)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _number(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (exclusive_low and value == low):
+        bound = "above" if exclusive_low else "at least"
+        raise RequestError(f"{name} is {value!r}: give a number {bound} {low:g} and at most {high:g}.", param=name)
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}: give a whole number from {low} to {high}.", param=name)

@@ -1,0 +1,228 @@
+"""What a decoder is, per layer, and what it costs: the one place for parameters, FLOPs, weight bytes and KV bytes.
+
+Everything that sizes, predicts or reports (engine, `fit`, metrics, planner, bench) reads these formulas; a test holds
+them equal to the tensors that `models.build` really makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding (Su et al. 2021). `scaling` names how frequencies are stretched beyond the trained context.
+
+    none: as trained. linear: positions divided by `factor` (Chen et al. 2023). llama3: long wavelengths divided by
+    `factor`, short ones kept, a ramp between (Llama 3.1 model card). yarn: NTK-by-parts (Peng et al. 2023) with
+    `attention_factor` multiplying the rotated values.
+    """
+
+    theta: float = 10_000.0
+    dim: int = 64
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer. `window`: keys at most `window - 1` positions back are seen; None is the whole past.
+
+    `share_from`: index of the layer whose keys and values this one reads instead of its own.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope: Rope
+    window: int | None = None
+    softcap: float | None = None
+    share_from: int | None = None
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of keys and values that one token leaves in this layer's cache."""
+        return 0 if self.share_from is not None else 2 * self.n_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One decoder-only model. Sizes are counts; `dtype` is that of the checkpoint's weights.
+
+    `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 norm the output of attention and
+    feed-forward too, before the residual. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
+    weights' dtype. `query_scale`: what replaces 1/sqrt(head_dim) in attention.
+    """
+
+    architecture: str
+    vocab_size: int
+    d_model: int
+    layers: tuple[LayerSpec, ...]
+    max_len: int
+    norm_eps: float = 1e-5
+    norm_offset: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tied: bool = False
+    embed_scale: float = 1.0
+    query_scale: float | None = None
+    final_softcap: float | None = None
+    dtype: str = "bfloat16"
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def scale_of(self, layer: LayerSpec) -> float:
+        return self.query_scale if self.query_scale is not None else layer.head_dim**-0.5
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def layer_linear_params(self, layer: LayerSpec) -> int:
+        """Elements of the weight matrices of one layer (no biases, no norms)."""
+        q = self.d_model * layer.n_heads * layer.head_dim
+        kv = 2 * self.d_model * layer.n_kv_heads * layer.head_dim
+        out = layer.n_heads * layer.head_dim * self.d_model
+        return q + kv + out + 3 * self.d_model * layer.d_ff
+
+    def layer_vector_params(self, layer: LayerSpec) -> int:
+        """Elements of norms and biases of one layer."""
+        norms = (4 if self.post_norms else 2) * self.d_model + (2 * layer.head_dim if self.qk_norm else 0)
+        bias = (layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim if self.qkv_bias else 0
+        bias += self.d_model if self.out_bias else 0
+        bias += 2 * layer.d_ff + self.d_model if self.mlp_bias else 0
+        return norms + bias
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * self.d_model
+
+    @property
+    def params(self) -> int:
+        """All parameters; a tied head counts once."""
+        layers = sum(self.layer_linear_params(one) + self.layer_vector_params(one) for one in self.layers)
+        return layers + self.d_model + self.embedding_params * (1 if self.tied else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.params * DTYPE_BYTES[self.dtype]
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that every step reads whatever its batch: all but the embedding's rows (the head counts)."""
+        layers = sum(self.layer_linear_params(one) + self.layer_vector_params(one) for one in self.layers)
+        return (layers + self.d_model + self.embedding_params) * DTYPE_BYTES[self.dtype]
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def linear_flops(self, tokens: int, logits: int) -> int:
+        """FLOPs (a multiply-add is 2) of all matrix products for `tokens` tokens, the head for `logits` of them."""
+        layers = sum(self.layer_linear_params(one) for one in self.layers)
+        return 2 * (tokens * layers + logits * self.embedding_params)
+
+    def attention_flops(self, start: int, tokens: int) -> int:
+        """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected."""
+        total = 0
+        for one in self.layers:
+            seen = _causal_pairs(start, tokens, one.window)
+            total += 4 * seen * one.n_heads * one.head_dim
+        return total
+
+    # --- KV cache ---------------------------------------------------------------------------------------------------
+
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """Bytes one token leaves in the cache of all layers together (windows not yet applied)."""
+        return sum(one.kv_elements for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
+
+    def kv_bytes(self, length: int, dtype: str | None = None) -> int:
+        """Bytes of keys and values alive for a sequence of `length` tokens: a window keeps at most its own width."""
+        width = DTYPE_BYTES[dtype or self.dtype]
+        return sum(one.kv_elements * min(length, one.window or length) for one in self.layers) * width
+
+    def kv_read_bytes(self, start: int, tokens: int, dtype: str | None = None) -> int:
+        """Bytes of cache one step must read for a sequence at `start` that runs `tokens` queries (each key once)."""
+        width = DTYPE_BYTES[dtype or self.dtype]
+        total = 0
+        for one in self.layers:
+            own = 2 * one.n_kv_heads * one.head_dim
+            total += own * (start + tokens if one.window is None else min(start + tokens, one.window - 1 + tokens))
+        return total * width
+
+
+def _causal_pairs(start: int, tokens: int, window: int | None) -> int:
+    """Number of (query, key) pairs of `tokens` causal queries at positions start.., each seeing at most `window` keys."""
+    end = start + tokens
+    if window is None or end <= window:
+        return tokens * start + tokens * (tokens + 1) // 2
+    growing = max(0, min(end, window) - start)
+    return growing * start + growing * (growing + 1) // 2 + (tokens - growing) * window
+
+
+# --- groups of layers that share a page table --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers of one kind that share a page table. A page of the group holds `page_tokens` slots of each of its layers."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    kv_elements: int
+    """Elements of keys and values per token over all layers of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How the cache is cut: every page of every group has `page_bytes` bytes, so one pool serves all groups."""
+
+    groups: tuple[KvGroup, ...]
+    page_tokens: int
+    page_bytes: int
+    dtype: str
+
+    @property
+    def max_width(self) -> int:
+        return max(len(one.layers) for one in self.groups)
+
+    def pages_for(self, length: int, chunk: int) -> int:
+        """Most pages a sequence of `length` tokens holds at once, when a step adds at most `chunk` tokens to it."""
+        total = 0
+        for group in self.groups:
+            live = length if group.window is None else min(length, group.window + chunk + self.page_tokens)
+            total += -(-live // self.page_tokens)
+        return total
+
+
+def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str | None = None) -> KvLayout:
+    """Cut the layers into groups of one kind (window, KV heads, head size) and of equal byte size per page.
+
+    Kinds of different depth (Gemma 3: five local layers to one global) are cut into pieces as deep as the shallowest
+    kind, so that pages stay interchangeable; the last piece of a kind may be padded.
+    """
+    kinds: dict[tuple[int | None, int], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        if layer.share_from is None:
+            kinds.setdefault((layer.window, layer.kv_elements), []).append(index)
+    depth = min(len(members) for members in kinds.values())
+    groups = []
+    for (window, elements), members in kinds.items():
+        pieces = -(-len(members) // depth)
+        per_piece = -(-len(members) // pieces)
+        for first in range(0, len(members), per_piece):
+            part = tuple(members[first : first + per_piece])
+            groups.append(KvGroup(part, window, elements * len(part)))
+    width = DTYPE_BYTES[dtype or spec.dtype]
+    page_bytes = max(group.kv_elements for group in groups) * page_tokens * width
+    return KvLayout(tuple(groups), page_tokens, page_bytes, dtype or spec.dtype)

@@ -1,0 +1,61 @@
+"""What a step hands to every layer and op: where its tokens stand, and where their keys and values lie.
+
+Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table holds. All tensors on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """One layer's part of the paged cache.
+
+    kv: [pages, 2, kv_heads, page_tokens, head_dim], keys at index 0 and values at 1; any strides except a contiguous
+    last dimension (offsets must be computed in int64). Page 0 is scratch: padding writes there and nobody reads it.
+    table: int32 [R, P], pages of each row in slot order. A windowed group's table entries behind the window are stale.
+    slots: int64 [T], where each query token's key goes: page * page_tokens + place in the page.
+    window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
+    """
+
+    kv: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    window: int | None
+    softcap: float | None
+    scale: float
+
+    @property
+    def page_tokens(self) -> int:
+        return self.kv.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's device data. Row i of the step owns query tokens q_start[i] .. q_start[i + 1] - 1.
+
+    rows: int32 [B], device row of each scheduled row. q_start: int32 [B + 1]. length: int32 [B], slots the row holds
+    with this step's keys written. position: int32 [T], when each query token was said. row_of: int32 [T], index into
+    rows of each query token. ancestors: int64 [T] for draft trees: bit j says that the token sees the j-th query token
+    of its own row (None: plain causal order). max_query, max_length: host-side upper bounds over the step's rows.
+    decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
+    Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
+    int32 [R, slots] (None: position == slot).
+    """
+
+    rows: torch.Tensor
+    q_start: torch.Tensor
+    length: torch.Tensor
+    position: torch.Tensor
+    row_of: torch.Tensor
+    max_query: int
+    max_length: int
+    ancestors: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
+
+    @property
+    def decode(self) -> bool:
+        return self.max_query == 1

@@ -1,0 +1,1 @@
+"""The one border between service and engine: messages, the service's client and the engine's inbox."""

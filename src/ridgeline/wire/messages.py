@@ -1,0 +1,152 @@
+"""What crosses the border. One msgspec frame per send, each `length (uint32, little endian) + msgpack`.
+
+Up (service to engine): Submit, Cancel, Finish, Control. Down (engine to service): Ready, Deltas, Reply, Failed.
+A request is named by the service's id; its choices are numbered 0 .. n-1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.sampling import SamplingParams
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """Start a request. `tokens`: prompt ids, at least one. `arrival`: time.time() seconds when the service got it.
+
+    priority: lower runs first. salt: prefixes are shared only among equal salts. cache: False neither reads nor writes
+    the prefix cache.
+    """
+
+    id: str
+    tokens: list[int]
+    sampling: SamplingParams
+    arrival: float
+    priority: int = 0
+    salt: str = ""
+    cache: bool = True
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """The client has gone: end all choices of the request. Unknown or ended ids are fine."""
+
+    id: str
+    reason: str = "cancelled"
+
+
+class Finish(msgspec.Struct, tag="finish", array_like=True):
+    """The service ended a choice itself (a stop string): `kept` output tokens count, later ones are dropped."""
+
+    id: str
+    choice: int
+    reason: str
+    kept: int
+
+
+class Control(msgspec.Struct, tag="control", array_like=True):
+    """An order with a Reply: "stats" (numbers of the engine, `free`, `used` and `total` pages among them), "reset_prefix_cache",
+    "drain" (admit nothing new), "stop"."""
+
+    id: str
+    order: str
+
+
+Up = Submit | Cancel | Finish | Control
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """News of one choice: tokens it gained and, when it ended, why.
+
+    finish: "" while it runs, else "stop", "length", "cancelled" or "error". stop_id: the stop token that ended it (it is
+    also the last of `tokens`), else -1. error: a sentence when finish is "error". cached: prompt tokens taken from the
+    prefix cache (sent with the first delta, else -1). logprobs: one per token when asked for. prompt_logprobs: sent once,
+    for prompt tokens 1.. (the first has none), when asked for.
+    times: sent with the finish: seconds (queued, prefill, decode), preemption count.
+    """
+
+    id: str
+    choice: int
+    tokens: list[int] = []
+    finish: str = ""
+    stop_id: int = -1
+    cached: int = -1
+    error: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    times: tuple[float, float, float, int] | None = None
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """One step's record. Times in seconds, counts in tokens, requests and blocks.
+
+    host_s: the scheduler's own time (plan and commit). device_s: the step on the device. waste_inside: slots leased but
+    not holding a token; waste_between: share of leasable bytes that page rounding and group padding lose.
+    """
+
+    step: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    output_tokens: int
+    drafted: int
+    accepted: int
+    preempted: int
+    prefix_queries: int
+    prefix_hits: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_total: int
+    waste_inside: float
+    waste_between: float
+    host_s: float
+    device_s: float
+
+
+class Deltas(msgspec.Struct, tag="deltas", array_like=True):
+    """All news of one step. `sequence` counts frames, so that a gap is seen."""
+
+    sequence: int
+    deltas: list[Delta]
+    stats: StepStats | None = None
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The engine serves. `facts`: what it resolved (see engine.facts): max_len, page_tokens, blocks, spec summary,
+    stage times of the start-up in seconds."""
+
+    facts: dict[str, Any]
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True):
+    """Progress while starting: stage name, part done, of how many."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True):
+    """A sign of life while there is nothing to say. `step`: last committed step. `busy`: requests wait or run."""
+
+    step: int
+    busy: bool
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True):
+    """Answer to a Control."""
+
+    id: str
+    facts: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """The engine cannot start or go on; `message` says why and what helps. `kind`: error class name."""
+
+    message: str
+    kind: str = "EngineFailed"
+
+
+Down = Deltas | Ready | Loading | Beat | Reply | Failed
