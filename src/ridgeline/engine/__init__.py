@@ -1,0 +1,1 @@
+"""The heart: plan, launch, commit, reply."""

@@ -1,0 +1,175 @@
+"""The scheduler's hand in the block pool: which blocks a request holds, and the page entries a plan must carry.
+
+Ownership: a request's tables are written here and nowhere else. A block in a table has one reference for it. Blocks
+with a reference count above one are never written: `extend` gives the writer a copy first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ridgeline.core.plan import StepPlan
+from ridgeline.core.spec import KvLayout
+from ridgeline.engine.request import Request, State
+from ridgeline.kv.blocks import BlockPool
+from ridgeline.kv.prefix import PrefixIndex, extend_chain
+
+
+class Leases:
+    """Blocks of all requests. `prefix_cache`: whether committed blocks may be found again by others."""
+
+    def __init__(self, layout: KvLayout, total: int, *, prefix_cache: bool = True) -> None:
+        self.layout = layout
+        self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
+        self.pool = BlockPool(total, self.prefix.evict)
+        self._prefix_cache = prefix_cache
+        self._size = layout.page_tokens
+        self._windows = [group.window for group in layout.groups]
+        self._windowed = any(window is not None for window in self._windows)
+
+    @property
+    def total(self) -> int:
+        return self.pool.total
+
+    # --- entering ---------------------------------------------------------------------------------------------------
+
+    def admits(self, request: Request, running: Sequence[Request], chunk: int) -> bool:
+        """Whether all tokens the request knows will find blocks, after what those already running still lack for
+        theirs. A block for each running request's next tokens is kept back, so that entering does not preempt at once."""
+        need = self.layout.pages_for(len(request.tokens), chunk) + len(running)
+        for other in running:
+            if other.planned < len(other.tokens) - 1:
+                held = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
+                need += max(0, self.layout.pages_for(len(other.tokens), chunk) - held)
+        return need <= self.pool.free or not running
+
+    def open(self, request: Request, plan: StepPlan) -> int:
+        """Fill the tables with whatever is computed already; returns how many tokens that covers."""
+        request.tables = [[] for _ in self._windows]
+        request.freed = [0] * len(self._windows)
+        request.published = 0
+        leader = request.leader
+        if leader is not None and self._forkable(leader):
+            covered = request.prompt_len - 1
+            blocks = -(-covered // self._size)
+            tables = [table[:blocks] for table in leader.tables]
+        else:
+            covered, tables = self._hit(request)
+        for group, table in enumerate(tables):
+            for index, block in enumerate(table):
+                if block:
+                    self.pool.share(block)
+                    plan.pages.extend((request.row, group, index, block))
+                else:
+                    request.freed[group] = index + 1
+            request.tables[group] = list(table)
+        request.published = covered // self._size
+        return covered
+
+    def _forkable(self, leader: Request) -> bool:
+        """The leader still holds every block that the last prompt token can see."""
+        if leader.state is not State.RUNNING or leader.computed < leader.prompt_len:
+            return False
+        last = leader.prompt_len - 1
+        return all(
+            freed * self._size <= max(0, last - (window or last + 1) + 1)
+            for freed, window in zip(leader.freed, self._windows, strict=True)
+        )
+
+    def _hit(self, request: Request) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix. One token at least is left to compute; prompts to be scored take no hit."""
+        if not self._prefix_cache or not request.cache or request.needs_scores:
+            return 0, [[] for _ in self._windows]
+        extend_chain(request.chain, request.tokens, self._size, request.root)
+        blocks, tables = self.prefix.match(request.chain, (len(request.tokens) - 1) // self._size)
+        return blocks * self._size, tables
+
+    # --- growing ----------------------------------------------------------------------------------------------------
+
+    def extend(self, request: Request, length: int, plan: StepPlan) -> bool:
+        """Lease blocks for `length` slots and make those about to be written the request's own. False: too few free."""
+        first = request.planned // self._size
+        missing = -(-length // self._size) - len(request.tables[0])
+        shared = []
+        if request.planned % self._size:
+            shared = [group for group, table in enumerate(request.tables) if self.pool.refs(table[first]) > 1]
+        if missing <= 0 and not shared:
+            return True
+        if max(0, missing) * len(self._windows) + len(shared) > self.pool.free:
+            return False
+        for group in shared:
+            self._copy(request, group, first, plan)
+        for group, table in enumerate(request.tables):
+            for _ in range(missing):
+                block = self.pool.take()
+                plan.pages.extend((request.row, group, len(table), block))
+                table.append(block)
+        return True
+
+    def _copy(self, request: Request, group: int, index: int, plan: StepPlan) -> None:
+        table = request.tables[group]
+        source, target = table[index], self.pool.take()
+        plan.copies.extend((source, target))
+        plan.pages.extend((request.row, group, index, target))
+        table[index] = target
+        self._give_back(source)
+
+    # --- after a commit ---------------------------------------------------------------------------------------------
+
+    def committed(self, request: Request) -> None:
+        """Publish blocks that became full, and free those that no later token can see."""
+        full = request.computed // self._size
+        if full > request.published:
+            self._publish(request, full)
+        if self._windowed:
+            self._free_behind(request)
+
+    def _publish(self, request: Request, full: int) -> None:
+        if self._prefix_cache and request.cache:
+            extend_chain(request.chain, request.tokens, self._size, request.root)
+            for index in range(request.published, full):
+                for group, table in enumerate(request.tables):
+                    if index >= request.freed[group] and not self.prefix.holds(table[index]):
+                        self.prefix.insert(request.chain[index], group, table[index])
+        request.published = full
+
+    def _free_behind(self, request: Request) -> None:
+        """Other choices that will fork here still need what the last prompt token sees."""
+        upto = min(request.computed, request.prompt_len - 1) if request.followers else request.computed
+        for group, window in enumerate(self._windows):
+            if window is None:
+                continue
+            table = request.tables[group]
+            unseen = max(0, upto - window + 1) // self._size
+            for index in range(request.freed[group], min(unseen, len(table))):
+                self._give_back(table[index])
+                table[index] = 0
+                request.freed[group] = index + 1
+
+    def release(self, request: Request) -> None:
+        """Return every block. The end of the sequence first, so that its beginning stays cached longest."""
+        for table in request.tables:
+            for block in reversed(table):
+                if block:
+                    self._give_back(block)
+        request.tables = []
+        request.freed = []
+
+    def _give_back(self, block: int) -> None:
+        self.pool.release(block, keep=self.prefix.holds(block))
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all prefixes; running requests keep their blocks. Returns how many blocks were remembered."""
+        blocks = self.prefix.clear()
+        for block in blocks:
+            self.pool.forget(block)
+        return len(blocks)
+
+    def waste_inside(self, running: Sequence[Request]) -> float:
+        """Share of leased slots that hold no token."""
+        slots = tokens = 0
+        for request in running:
+            for table, freed in zip(request.tables, request.freed, strict=True):
+                slots += (len(table) - freed) * self._size
+                tokens += max(0, request.planned - freed * self._size)
+        return 1 - tokens / slots if slots else 0.0

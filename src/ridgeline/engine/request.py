@@ -1,0 +1,89 @@
+"""One choice of a request, as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.sampling import SamplingParams
+
+
+class Constraint(Protocol):
+    """A grammar's state. A request that has one is planned only when its last token is known to the host."""
+
+    def mask(self) -> bytes:
+        """Packed bitmask of the tokens allowed next (see StepPlan.masks)."""
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end token may follow."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    """Ended or preempted, but a step in flight still holds its row and blocks."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice. Three numbers say how far it is; a step gives it query tokens until `planned` meets `expected`:
+
+    computed: tokens whose keys and values are committed. planned: the same with all steps in flight (an upper bound:
+    drafts may be refused). expected: tokens known, with all that the steps in flight will add (an upper bound too).
+    """
+
+    id: str
+    choice: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    limit: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    order: tuple[int, int]
+    """(priority, arrival number): who goes first, and who is preempted last."""
+    arrival: float
+    root: bytes
+    """Start of the prefix chain (salt and fingerprint)."""
+    cache: bool
+    constraint: Constraint | None = None
+    followers: list[Request] = field(default_factory=list)
+    """Other choices of the same prompt, waiting to share its blocks."""
+    leader: Request | None = None
+
+    state: State = State.WAITING
+    row: int = 0
+    generation: int = 0
+    computed: int = 0
+    planned: int = 0
+    expected: int = 0
+    in_flight: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    """Per group: leading blocks already returned because they lie behind the window."""
+    chain: list[bytes] = field(default_factory=list)
+    published: int = 0
+    """Blocks already offered to the prefix index."""
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    scores_sent: bool = False
+    finish: str = ""
+    error: str = ""
+    cached: int = -1
+    cached_sent: bool = False
+    preempted: int = 0
+    first_planned: float = -1.0
+    first_token: float = -1.0
+
+    @property
+    def needs_scores(self) -> bool:
+        return (
+            self.sampling.prompt_logprobs is not None and self.choice == 0 and len(self.scores) < self.prompt_len - 1
+        )

@@ -1,0 +1,115 @@
+"""A scheduler with a fake device around it, and what the toy model would say on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.engine.fake import FakeRunner, next_token
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.loop import Loop
+from ridgeline.engine.policy import admission
+from ridgeline.engine.request import Request
+from ridgeline.engine.scheduler import Drafter, Limits, Scheduler
+from ridgeline.kv.prefix import chain_root
+
+VOCAB = 97
+PLAIN = KvLayout((KvGroup((0, 1), None, 8),), 4, 64, "float32")
+WINDOWED = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 6, 8)), 4, 64, "float32")
+
+
+class Clock:
+    """A virtual clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+class Bench:
+    """An engine without a device. Collects what each choice was told."""
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout = PLAIN,
+        blocks: int = 64,
+        rows: int = 8,
+        step_tokens: int = 16,
+        batching: str = "continuous",
+        depth: int = 0,
+        prefix_cache: bool = True,
+        drafter: Drafter | None = None,
+        fail_at: Sequence[int] = (),
+    ) -> None:
+        self.clock = Clock()
+        self.leases = Leases(layout, blocks, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(layout, self.leases, Limits(rows, step_tokens, 256), admission(batching), drafter)
+        self.runner = FakeRunner(layout, blocks, vocab=VOCAB, fail_at=frozenset(fail_at))
+        self.loop = Loop(self.scheduler, self.runner, steps_in_flight=depth, clock=self.clock)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.cached: dict[tuple[str, int], int] = {}
+        self.scores: dict[str, int] = {}
+        self._arrivals = 0
+
+    def submit(self, name: str, prompt: Sequence[int], *, n: int = 1, priority: int = 0, **options: object) -> None:
+        cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
+        sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
+        assert sampling.max_tokens is not None
+        for choice in range(n):
+            self._arrivals += 1
+            request = Request(
+                id=name,
+                choice=choice,
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                sampling=sampling,
+                limit=len(prompt) + sampling.max_tokens,
+                stop_ids=sampling.stop_token_ids,
+                seed=sampling.seed or 0,
+                order=(priority, self._arrivals),
+                arrival=self.clock.now,
+                root=chain_root(salt, "toy"),
+                cache=cache,
+            )
+            self.tokens[name, choice] = []
+            self.scheduler.add(request)
+
+    def turn(self) -> None:
+        for update in self.loop.turn():
+            key = update.id, update.choice
+            assert key not in self.finish, f"news of {key} after its end"
+            self.tokens[key].extend(update.tokens)
+            if update.cached >= 0:
+                self.cached[key] = update.cached
+            if update.prompt_logprobs:
+                self.scores[update.id] = len(update.prompt_logprobs)
+            if update.finish:
+                self.finish[key] = update.finish
+        self.leases.pool.check()
+        assert self.leases.pool.free + self.leases.pool.used == self.leases.total
+
+    def run(self, turns: int = 5000) -> None:
+        for _ in range(turns):
+            if self.scheduler.idle:
+                break
+            self.turn()
+        assert self.scheduler.idle, "requests hang"
+        assert self.leases.pool.used == 0
+
+
+def oracle(
+    prompt: Sequence[int], max_tokens: int, *, seed: int = 0, choice: int = 0, stop: Sequence[int] = ()
+) -> list[int]:
+    """What the toy model says when asked one token at a time."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, seed, choice, VOCAB))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
