@@ -196,6 +196,12 @@ class KvLayout:
     def max_width(self) -> int:
         return max(len(one.layers) for one in self.groups)
 
+    @property
+    def padding(self) -> float:
+        """Share of the cache's bytes that no layer uses, because groups of unequal depth share one page size."""
+        used = sum(group.kv_elements for group in self.groups) * self.page_tokens * DTYPE_BYTES[self.dtype]
+        return 1 - used / (self.page_bytes * len(self.groups))
+
     def pages_for(self, length: int, chunk: int) -> int:
         """Most pages a sequence of `length` tokens holds at once, when a step adds at most `chunk` tokens to it."""
         total = 0

@@ -47,10 +47,11 @@ class Leases:
         """Fill the tables with whatever is computed already; returns how many tokens that covers."""
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)
-        request.published = 0
+        request.writable = 0
         leader = request.leader
         if leader is not None and self._forkable(leader):
             covered = request.prompt_len - 1
+            leader.writable = 0
             blocks = -(-covered // self._size)
             tables = [table[:blocks] for table in leader.tables]
         else:
@@ -88,13 +89,13 @@ class Leases:
 
     def extend(self, request: Request, length: int, plan: StepPlan) -> bool:
         """Lease blocks for `length` slots and make those about to be written the request's own. False: too few free."""
+        if length <= request.writable:
+            return True
         first = request.planned // self._size
         missing = -(-length // self._size) - len(request.tables[0])
         shared = []
         if request.planned % self._size:
             shared = [group for group, table in enumerate(request.tables) if self.pool.refs(table[first]) > 1]
-        if missing <= 0 and not shared:
-            return True
         if max(0, missing) * len(self._windows) + len(shared) > self.pool.free:
             return False
         for group in shared:
@@ -104,6 +105,7 @@ class Leases:
                 block = self.pool.take()
                 plan.pages.extend((request.row, group, len(table), block))
                 table.append(block)
+        request.writable = len(request.tables[0]) * self._size
         return True
 
     def _copy(self, request: Request, group: int, index: int, plan: StepPlan) -> None:
@@ -118,9 +120,9 @@ class Leases:
 
     def committed(self, request: Request) -> None:
         """Publish blocks that became full, and free those that no later token can see."""
-        full = request.computed // self._size
-        if full > request.published:
-            self._publish(request, full)
+        if request.computed < (request.published + 1) * self._size:
+            return
+        self._publish(request, request.computed // self._size)
         if self._windowed:
             self._free_behind(request)
 

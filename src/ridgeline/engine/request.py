@@ -69,6 +69,8 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     """Per group: leading blocks already returned because they lie behind the window."""
+    writable: int = 0
+    """Slots that may be written without asking the leases again (they are leased and nobody shares them)."""
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
     """Blocks already offered to the prefix index."""

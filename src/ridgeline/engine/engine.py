@@ -1,0 +1,225 @@
+"""The engine as the service sees it: messages in, messages out, around the loop. No clock, no socket, no process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ridgeline.core.errors import RequestError, RidgelineError
+from ridgeline.core.events import Update
+from ridgeline.core.sampling import MAX_STOP_IDS, Grammar
+from ridgeline.engine.loop import Loop
+from ridgeline.engine.request import Constraint, Request
+from ridgeline.kv.prefix import chain_root
+from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish, Reply, StepStats, Submit, Up
+
+_WASTE_EVERY = 32
+"""Steps between two readings of the KV waste, which costs a pass over all running requests."""
+
+
+class Grammars(Protocol):
+    """Turns a request's grammar into the state that constrains it (text.grammar.GrammarCompiler is one)."""
+
+    def start(self, grammar: Grammar) -> Constraint: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the engine must know of the model it serves.
+
+    fingerprint: names weights and KV format, so that prefixes are never shared across models. seed: of the requests that
+    bring none. facts: what Ready and the "stats" order report.
+    """
+
+    max_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    fingerprint: str
+    seed: int
+    facts: dict[str, Any]
+    grammars: Grammars | None = None
+
+
+class Engine:
+    """handle(message) takes orders, turn() runs one turn of the heart and returns what to send."""
+
+    def __init__(self, loop: Loop, setup: Setup) -> None:
+        self.loop = loop
+        self.setup = setup
+        self._scheduler = loop.scheduler
+        self._arrivals = 0
+        self._seeds = random.Random(setup.seed)
+        self._sequence = 0
+        self._waste_inside = 0.0
+        self._draining = False
+        self.stopped = False
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    @property
+    def stalled(self) -> bool:
+        """Requests wait, but nothing is on the device and nothing could be planned (a batch that has not opened yet)."""
+        return not self._scheduler.running and self._scheduler.steps_in_flight == 0
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Up) -> list[Down]:
+        """Take one message; whatever is wrong with it ends that request and nothing else."""
+        if isinstance(message, Submit):
+            return self._submit(message)
+        if isinstance(message, Cancel):
+            self._scheduler.cancel(message.id, message.reason)
+        elif isinstance(message, Finish):
+            self._scheduler.end_choice(message.id, message.choice, message.reason)
+        else:
+            return [Reply(message.id, self._control(message))]
+        return []
+
+    def _submit(self, message: Submit) -> list[Down]:
+        try:
+            for request in self._requests(message):
+                self._scheduler.add(request)
+        except RidgelineError as error:
+            refused = [
+                Delta(message.id, choice, finish="error", error=error.message) for choice in range(message.sampling.n)
+            ]
+            return [self._frame(refused, None)]
+        return []
+
+    def _requests(self, message: Submit) -> list[Request]:
+        """One request per choice. Raises RequestError for what can never run (the service refuses these first)."""
+        sampling, setup = message.sampling, self.setup
+        length = len(message.tokens)
+        if self._draining:
+            raise RequestError("The engine is shutting down: send the request to another replica.")
+        if not 1 <= length < setup.max_len:
+            raise RequestError(f"The prompt has {length} tokens: give 1 to {setup.max_len - 1}.", param="prompt")
+        if not all(0 <= token < setup.vocab_size for token in message.tokens):
+            raise RequestError(f"The prompt has a token id outside 0..{setup.vocab_size - 1}.", param="prompt")
+        ends = () if sampling.ignore_eos else setup.eos_ids
+        stop_ids = tuple(dict.fromkeys(ends + sampling.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} stop token ids with the model's own: at most {MAX_STOP_IDS}.", param="stop_token_ids"
+            )
+        limit = min(setup.max_len, length + (sampling.max_tokens or setup.max_len))
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        root = chain_root(message.salt, setup.fingerprint)
+        requests = []
+        for choice in range(sampling.n):
+            self._arrivals += 1
+            requests.append(
+                Request(
+                    id=message.id,
+                    choice=choice,
+                    tokens=list(message.tokens),
+                    prompt_len=length,
+                    sampling=sampling,
+                    limit=limit,
+                    stop_ids=stop_ids,
+                    seed=seed,
+                    order=(message.priority, self._arrivals),
+                    arrival=message.arrival,
+                    root=root,
+                    cache=message.cache,
+                    constraint=self._constraint(sampling.grammar),
+                )
+            )
+        if not self._scheduler.fits(requests[0]):
+            raise RequestError(
+                f"{length} prompt tokens and up to {limit - length} more need more KV cache than this server has: "
+                f"shorten the prompt or lower max_tokens.",
+                param="max_tokens",
+            )
+        return requests
+
+    def _constraint(self, grammar: Grammar | None) -> Constraint | None:
+        if grammar is None:
+            return None
+        if self.setup.grammars is None:
+            raise RequestError("This server has no grammar support: install ridgeline[structured].", param="grammar")
+        return self.setup.grammars.start(grammar)
+
+    def _control(self, message: Control) -> dict[str, Any]:
+        leases = self._scheduler.leases
+        if message.order == "stats":
+            pool = leases.pool
+            return {
+                **self.setup.facts,
+                "free": pool.free,
+                "used": pool.used,
+                "total": pool.total,
+                "cached": pool.cached,
+                "running": len(self._scheduler.running),
+                "waiting": len(self._scheduler.waiting),
+                "step": self._scheduler.last_step,
+            }
+        if message.order == "reset_prefix_cache":
+            return {"forgotten": leases.reset_prefix_cache()}
+        if message.order == "drain":
+            self._draining = True
+            return {}
+        if message.order == "stop":
+            self.stopped = True
+            return {}
+        return {"error": f"unknown order {message.order!r}"}
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> Deltas | None:
+        """One turn of the heart; None when there is nothing to tell."""
+        before = self._scheduler.steps_in_flight, self._scheduler.last_step
+        updates = self.loop.turn()
+        after = self._scheduler.steps_in_flight, self._scheduler.last_step
+        committed = after[1] - before[1] > after[0] - before[0]
+        if not updates and not committed:
+            return None
+        return self._frame([_delta(update) for update in updates], self._stats() if committed else None)
+
+    def _frame(self, deltas: list[Delta], stats: StepStats | None) -> Deltas:
+        self._sequence += 1
+        return Deltas(self._sequence, deltas, stats)
+
+    def _stats(self) -> StepStats:
+        scheduler, counts = self._scheduler, self.loop.take_counts()
+        pool = scheduler.leases.pool
+        step = scheduler.last_step
+        if step % _WASTE_EVERY == 0 or not scheduler.running:
+            self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
+        return StepStats(
+            step=step,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            prompt_tokens=counts.prompt_tokens,
+            output_tokens=counts.output_tokens,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            preempted=counts.preempted,
+            prefix_queries=counts.prefix_queries,
+            prefix_hits=counts.prefix_hits,
+            blocks_used=pool.used,
+            blocks_cached=pool.cached,
+            blocks_total=pool.total,
+            waste_inside=self._waste_inside,
+            waste_between=scheduler.layout.padding,
+            host_s=self.loop.host_s,
+            device_s=self.loop.device_s,
+        )
+
+
+def _delta(update: Update) -> Delta:
+    return Delta(
+        update.id,
+        update.choice,
+        update.tokens,
+        update.finish,
+        update.stop_id,
+        update.cached,
+        update.error,
+        update.logprobs,
+        update.prompt_logprobs,
+        update.times,
+    )

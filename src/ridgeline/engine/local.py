@@ -1,0 +1,85 @@
+"""The engine in this process: the same messages as over the wire, for offline work, evaluation and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine.assemble import assemble
+from ridgeline.engine.engine import Engine
+from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepStats, Submit
+
+
+class LocalEngine:
+    """Runs requests in the caller's thread: `submit` any time, iterate `news` until all have ended.
+
+    `on_step`: called with every step's record (bench and metrics read it).
+    """
+
+    def __init__(self, engine: Engine, on_step: Callable[[StepStats], None] | None = None) -> None:
+        self.engine = engine
+        self._on_step = on_step
+        self._open: dict[str, int] = {}
+        self._refused: list[Delta] = []
+
+    @classmethod
+    def start(
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        progress: Callable[[str, int, int], None] | None = None,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> LocalEngine:
+        return cls(assemble(model, config, progress or (lambda stage, done, total: None)), on_step)
+
+    def submit(self, request: Submit) -> None:
+        """Queue a request; nothing runs before `news` is iterated."""
+        self._open[request.id] = request.sampling.n
+        for answer in self.engine.handle(request):
+            self._refused.extend(self._deltas(answer))
+
+    def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
+        """End a choice that the caller saw enough of (a stop string); it sends no more news."""
+        self.engine.handle(Finish(request_id, choice, reason, kept))
+        self._ended(request_id)
+
+    def news(self) -> Iterator[Delta]:
+        """News of all open requests until the last has ended. Closing the iterator cancels what is left."""
+        try:
+            while self._open or self._refused:
+                deltas, self._refused = self._refused, []
+                if not deltas and (frame := self.engine.turn()) is not None:
+                    deltas = self._deltas(frame)
+                for delta in deltas:
+                    if delta.finish:
+                        self._ended(delta.id)
+                    yield delta
+        finally:
+            for request_id in list(self._open):
+                self.engine.handle(Cancel(request_id))
+            self._open.clear()
+            while not self.engine.idle:
+                self.engine.turn()
+
+    def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
+        """Submit all and yield their news."""
+        for request in requests:
+            self.submit(request)
+        yield from self.news()
+
+    def close(self) -> None:
+        self.engine.loop.runner.close()
+
+    def _ended(self, request_id: str) -> None:
+        left = self._open.get(request_id, 0) - 1
+        if left > 0:
+            self._open[request_id] = left
+        else:
+            self._open.pop(request_id, None)
+
+    def _deltas(self, frame: Down) -> list[Delta]:
+        if not isinstance(frame, Deltas):
+            return []
+        if frame.stats is not None and self._on_step is not None:
+            self._on_step(frame.stats)
+        return frame.deltas
