@@ -1,3 +1,16 @@
 """Ridgeline: an LLM inference server near the hardware's ridge."""
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "ridgeline.llm", "Completion": "ridgeline.llm", "SamplingParams": "ridgeline.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load where they are first used: the service imports ridgeline and must not load torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")

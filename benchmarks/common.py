@@ -1,0 +1,102 @@
+"""What every benchmark shares: where it ran, one row form, and timed runs on an engine in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.wire.messages import Submit
+
+HERE = Path(__file__).resolve().parent
+
+
+def provenance(machine: str) -> dict[str, str]:
+    """machine, date, commit and command of this run."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE
+    ).stdout.strip()
+    command = " ".join(["python", *[Path(sys.argv[0]).name if not i else a for i, a in enumerate(sys.argv)]])
+    return {
+        "machine": machine,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "command": command.replace("python ", "python benchmarks/", 1),
+    }
+
+
+def cpu_name() -> str:
+    """Model name and core count of this machine's processor."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    cores = len(os.sched_getaffinity(0))
+    return f"{model}, {cores} cores"
+
+
+def write_rows(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Merge rows into a result file (a JSON list), replacing those of the same name."""
+    target = Path(path)
+    old = json.loads(target.read_text()) if target.exists() else []
+    names = {row["row"] for row in rows}
+    merged = [row for row in old if row["row"] not in names] + list(rows)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in merged) + "\n]\n")
+
+
+def lens(name: str) -> list[tuple[int, int]]:
+    """(input, output) lengths of a workload file."""
+    path = Path(name) if Path(name).exists() else HERE / "workloads" / f"{name}.json"
+    return [(int(a), int(b)) for a, b in json.loads(path.read_text())["lens"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One run. ttft_s: seconds from the start of the run to each request's first token, by request."""
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: tuple[float, ...]
+
+
+_runs = iter(range(1, 1 << 30))
+
+
+def timed(
+    engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *, temperature: float = 1.0
+) -> Timed:
+    """All requests at once, random token ids, end tokens ignored; seconds until the last token of the last request."""
+    chance = random.Random(1)
+    run = next(_runs)
+    first: dict[str, float] = {}
+    outputs = 0
+    for index, (length, _) in enumerate(shapes):
+        ids = [chance.randrange(vocab) for _ in range(length)]
+        sampling = SamplingParams(temperature=temperature, max_tokens=shapes[index][1], ignore_eos=True, seed=index)
+        engine.submit(Submit(f"{run}-{index}", ids, sampling, time.time(), cache=False))
+    started = time.perf_counter()
+    for delta in engine.news():
+        if delta.finish == "error":
+            raise RuntimeError(delta.error)
+        outputs += len(delta.tokens)
+        if delta.id not in first:
+            first[delta.id] = time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    wanted = sum(out for _, out in shapes)
+    if outputs != wanted:
+        raise RuntimeError(f"{outputs} tokens instead of {wanted}")
+    return Timed(seconds, sum(length for length, _ in shapes), outputs, tuple(first.values()))

@@ -1,0 +1,136 @@
+"""All rows of the H200 table with one command: `python benchmarks/gpu.py --out benchmarks/results/h200.json`.
+
+In process (no HTTP), random weights from config.json alone, temperature 1.0, end tokens ignored, no prefix caching, at most
+512 running, context 10,240: as the peers' figures were taken. `--model FOLDER` (a config.json is enough) with
+`--lens FILE` runs any other shape and mix and prints its requests and tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import HERE, Timed, lens, provenance, timed, write_rows
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine.local import LocalEngine
+
+MAX_LEN = 10_240
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: how it is measured, its floor at the measured ceilings, and what vLLM 0.25.0 takes on the same card."""
+
+    name: str
+    unit: str
+    peer: float | None
+    floor: float | None
+    target: float | None
+    measure: Callable[[Bench], float]
+
+
+class Bench:
+    """An engine with dummy weights, and medians of several runs on it."""
+
+    def __init__(self, model: str, repeats: int, engine: EngineConfig) -> None:
+        started = time.perf_counter()
+        config = ModelConfig(model=model, load_format="dummy", max_model_len=MAX_LEN)
+        self.local = LocalEngine.start(config, engine)
+        self.startup_s = time.perf_counter() - started
+        self.facts = self.local.engine.setup.facts
+        self.repeats = repeats
+        self._vocab = self.local.engine.setup.vocab_size
+
+    def run(self, shapes: list[tuple[int, int]]) -> Timed:
+        return timed(self.local, shapes, self._vocab)
+
+    def seconds(self, shapes: list[tuple[int, int]]) -> float:
+        """Median seconds of the runs after one that warms up."""
+        self.run(shapes)
+        return statistics.median(self.run(shapes).seconds for _ in range(self.repeats))
+
+    def tpot_ms(self, batch: int, length: int) -> float:
+        many = self.seconds([(length, 257)] * batch)
+        one = self.seconds([(length, 1)] * batch)
+        return (many - one) / 256 * 1e3
+
+
+def _conv(bench: Bench) -> float:
+    shapes = lens("azure_conv_1000")
+    return len(shapes) / bench.run(shapes).seconds
+
+
+def _nano(bench: Bench) -> float:
+    result = bench.run(lens("nano_256"))
+    return result.output_tokens / result.seconds
+
+
+TABLE: dict[str, list[Row]] = {
+    "llama-3.1-8b": [
+        Row("8b-startup-s", "s", 58.6, None, 10.0, lambda b: b.startup_s),
+        Row("8b-bf16-single128-tpot-ms", "ms", 4.96, 3.24, 3.75, lambda b: b.tpot_ms(1, 128)),
+        Row("8b-bf16-single4096-tpot-ms", "ms", 5.11, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
+        Row("8b-bf16-ttft128-ms", "ms", 8.96, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
+        Row("8b-bf16-batch64-tpot-ms", "ms", 6.14, 3.8, 4.9, lambda b: b.tpot_ms(64, 128)),
+        Row(
+            "8b-bf16-prefill-tok-s", "tok/s", 38_262, 46_000, 42_000, lambda b: 16 * 8192 / b.seconds([(8192, 1)] * 16)
+        ),
+        Row("8b-bf16-conv-req-s", "req/s", 22.2, 31.0, 26.0, _conv),
+    ],
+    "qwen3-0.6b": [
+        Row("0.6b-bf16-single128-tpot-ms", "ms", 1.60, 0.26, 0.70, lambda b: b.tpot_ms(1, 128)),
+        Row("0.6b-bf16-nano-tok-s", "tok/s", 23_086, 34_500, 29_000, _nano),
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--rows", default="", help="comma-separated beginnings of row names; empty runs all")
+    parser.add_argument("--model", default=None, help="folder with a config.json, for --lens")
+    parser.add_argument("--lens", default=None, help="workload file of (input, output) lengths")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    arguments = parser.parse_args()
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    engine = EngineConfig(
+        max_num_seqs=512, enable_prefix_caching=False, enforce_eager=arguments.eager, device="auto"
+    )
+    if arguments.lens:
+        bench = Bench(arguments.model, 1, engine)
+        result = bench.run(lens(arguments.lens))
+        print(f"{len(result.ttft_s) / result.seconds:.2f} req/s, {result.output_tokens / result.seconds:.0f} out tok/s")
+        return
+    wanted = tuple(arguments.rows.split(",")) if arguments.rows else ("",)
+    for model, rows in TABLE.items():
+        chosen = [row for row in rows if row.name.startswith(wanted)]
+        if not chosen:
+            continue
+        bench = Bench(str(HERE / "models" / model), arguments.repeats, engine)
+        print(f"{model}: ready in {bench.startup_s:.1f} s, {bench.facts}", flush=True)
+        for row in chosen:
+            report(row, row.measure(bench), machine, arguments.out)
+        bench.local.close()
+        del bench
+        torch.cuda.empty_cache()
+
+
+def report(row: Row, value: float, machine: str, out: str | None) -> None:
+    """Print one row beside floor, peer and target; add it to the result file."""
+    peer = f"{row.peer:g}" if row.peer is not None else "-"
+    print(f"{row.name:32} {value:10.3f} {row.unit:6} floor {row.floor} vLLM {peer} target {row.target}", flush=True)
+    if out:
+        entry: dict[str, Any] = {"row": row.name, "value": round(value, 4), "unit": row.unit, "floor": row.floor}
+        entry |= {"peer": row.peer, "target": row.target, **provenance(machine)}
+        write_rows(out, [entry])
+
+
+if __name__ == "__main__":
+    main()

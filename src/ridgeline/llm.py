@@ -1,0 +1,156 @@
+"""Offline use: `LLM(model).generate(prompts, SamplingParams(...))`, over the same engine and messages as the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import RequestError
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.resolve import split_options
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.models.hub import resolve_model
+from ridgeline.text.chat import ChatTemplate
+from ridgeline.text.detokenize import Detokenizer
+from ridgeline.text.stops import StopStrings
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.messages import Delta, Submit
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. finish: "stop", "length" or "error" (then `error` says why)."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    error: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """All answers to one prompt. cached_tokens: prompt tokens taken from the prefix cache."""
+
+    prompt_ids: list[int]
+    choices: list[Choice]
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+
+class LLM:
+    """A model in this process. Options are the fields of ModelConfig and EngineConfig (max_model_len, dtype, ...)."""
+
+    def __init__(
+        self, model: str = "", *, progress: Callable[[str, int, int], None] | None = None, **options: Any
+    ) -> None:
+        model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
+        config = ModelConfig(model=model, **model_options)
+        folder = resolve_model(config)
+        self.tokenizer = Tokenizer.load(folder)
+        self._engine = LocalEngine.start(config, EngineConfig(**engine_options), progress)
+        self._template = ChatTemplate.of(self.tokenizer)
+        self._count = 0
+
+    def generate(
+        self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete each prompt (text or token ids). Answers come in the order of the prompts."""
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        work = [_Work(self, self._ids(prompt), sampling or SamplingParams()) for prompt in given]
+        for _ in self._run(work):
+            pass
+        return [one.completion for one in work]
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **template: Any
+    ) -> Completion:
+        """Answer a conversation ({"role", "content"} messages)."""
+        return self.generate([self._chat_ids(messages, template)], sampling)[0]
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[str]:
+        """Pieces of the answer's text as they come; closing the iterator cancels the request."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self._chat_ids(prompt, {})  # type: ignore[arg-type]
+        work = _Work(self, self._ids(prompt), sampling or SamplingParams())  # type: ignore[arg-type]
+        for _, piece in self._run([work]):
+            if piece:
+                yield piece
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
+        text = self._template.render(messages, add_generation_prompt=True, **template)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+
+    def _next_id(self) -> str:
+        self._count += 1
+        return f"local-{self._count}"
+
+    def _run(self, work: Sequence[_Work]) -> Iterator[tuple[int, str]]:
+        """Submit, and yield (choice, new text) of each piece of news."""
+        by_id = {one.id: one for one in work}
+        for one in work:
+            self._engine.submit(Submit(one.id, one.completion.prompt_ids, one.sampling, time.time()))
+        for delta in self._engine.news():
+            one = by_id[delta.id]
+            yield delta.choice, one.take(delta)
+            if one.hit == delta.choice and not delta.finish:
+                self._engine.finish(delta.id, delta.choice, "stop", len(one.completion.choices[delta.choice].token_ids))
+            one.hit = None
+
+
+class _Work:
+    """One prompt on its way: turns deltas into text, and notices stop strings."""
+
+    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams) -> None:
+        if not ids:
+            raise RequestError("The prompt is empty: give at least one token.", param="prompt")
+        self.id = llm._next_id()
+        self.sampling = sampling
+        self.completion = Completion(ids, [Choice(index) for index in range(sampling.n)])
+        self.hit: int | None = None
+        skip = sampling.skip_special_tokens
+        self._texts = [Detokenizer(llm.tokenizer, skip_special_tokens=skip) for _ in range(sampling.n)]
+        self._stops = [StopStrings(sampling.stop, include_stop=sampling.include_stop) for _ in range(sampling.n)]
+
+    def take(self, delta: Delta) -> str:
+        """Add a delta to its choice; returns the text that is certain now."""
+        choice = self.completion.choices[delta.choice]
+        if delta.cached >= 0:
+            self.completion.cached_tokens = delta.cached
+        if delta.prompt_logprobs is not None:
+            self.completion.prompt_logprobs = delta.prompt_logprobs
+        if delta.logprobs is not None:
+            choice.logprobs = (choice.logprobs or []) + delta.logprobs
+        choice.token_ids.extend(delta.tokens)
+        ended_by_token = delta.stop_id >= 0
+        fresh = self._texts[delta.choice].push(delta.tokens[:-1] if ended_by_token else delta.tokens)
+        if delta.finish:
+            fresh += self._texts[delta.choice].finish()
+        text, hit = self._stops[delta.choice].push(fresh)
+        if hit:
+            self.hit = delta.choice
+            choice.finish = "stop"
+        elif delta.finish:
+            text += self._stops[delta.choice].finish()
+            choice.finish, choice.error = delta.finish, delta.error
+        choice.text += text
+        return text
