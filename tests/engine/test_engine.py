@@ -1,0 +1,185 @@
+"""The engine as the service sees it: orders in, deltas out, nothing lost and nothing that can end it."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ridgeline.core.events import Update
+from ridgeline.core.sampling import Grammar, SamplingParams
+from ridgeline.engine.engine import Engine, Setup
+from ridgeline.engine.local import LocalEngine
+from ridgeline.engine.process import serve
+from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
+from ridgeline.wire.inbox import Inbox
+from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, Submit
+from tests.engine.helpers import VOCAB, Bench, oracle
+
+
+class OneTwo:
+    """A grammar that allows tokens 1 and 2 and is complete after three of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def mask(self) -> bytes:
+        return (0b110).to_bytes(16, "little")
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.seen.extend(tokens)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.seen) >= 3
+
+
+class Grammars:
+    def start(self, grammar: Grammar) -> OneTwo:
+        return OneTwo()
+
+
+def make(**options: Any) -> Engine:
+    bench = Bench(**options)
+    setup = Setup(256, VOCAB, (5,), "toy", 7, {"model": "toy"}, Grammars())
+    return Engine(bench.loop, setup)
+
+
+def submit(name: str, tokens: list[int], **options: Any) -> Submit:
+    return Submit(name, tokens, SamplingParams(**options), 0.0)
+
+
+def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
+    local = LocalEngine(make(depth=1))
+    prompt = list(range(9))
+    news = list(local.run([submit("a", prompt, max_tokens=6, seed=3, ignore_eos=True)]))
+    assert [token for delta in news for token in delta.tokens] == oracle(prompt, 6, seed=3)
+    assert news[0].cached == 0
+    assert news[-1].finish == "length" and news[-1].times is not None
+    assert all(not delta.finish for delta in news[:-1])
+
+
+def test_end_tokens_of_the_model_stop_unless_ignored() -> None:
+    prompt = list(range(9))
+    text = oracle(prompt, 200, seed=3, stop=(5,))
+    assert text[-1] == 5
+    news = list(LocalEngine(make()).run([submit("a", prompt, max_tokens=200, seed=3)]))
+    assert news[-1].finish == "stop" and news[-1].stop_id == 5
+    assert sum(len(delta.tokens) for delta in news) == len(text)
+
+
+def test_max_tokens_is_cut_at_the_context() -> None:
+    news = list(LocalEngine(make(blocks=80)).run([submit("a", [1] * 250, max_tokens=None, ignore_eos=True)]))
+    assert sum(len(delta.tokens) for delta in news) == 6 and news[-1].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "word"),
+    [
+        ([], {}, "prompt"),
+        ([1] * 256, {}, "255"),
+        ([VOCAB], {}, "token id"),
+        ([-1], {}, "token id"),
+        ([1], {"stop_token_ids": tuple(range(20, 40))}, "stop token"),
+        ([1] * 90, {"max_tokens": 100}, "KV cache"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_a_reason(tokens: list[int], options: dict[str, Any], word: str) -> None:
+    engine = make(blocks=30)
+    local = LocalEngine(engine)
+    (refusal,) = local.run([submit("bad", tokens, **options)])
+    assert refusal.finish == "error" and word in refusal.error
+    assert engine.idle
+    assert list(local.run([submit("good", [1, 2], max_tokens=2)]))[-1].finish
+
+
+def test_a_stop_string_found_by_the_service_ends_the_choice_silently() -> None:
+    engine = make(depth=1)
+    engine.handle(submit("a", [1, 2], max_tokens=50, n=2, ignore_eos=True))
+    for _ in range(6):
+        engine.turn()
+    engine.handle(Finish("a", 0, "stop", 2))
+    engine.handle(Finish("a", 0, "stop", 2))
+    later = [delta for _ in range(200) if (frame := engine.turn()) for delta in frame.deltas]
+    assert engine.idle
+    assert {delta.choice for delta in later} == {1}
+
+
+def test_a_grammar_is_followed_token_by_token_and_ends_the_answer() -> None:
+    """The mask travels with the plan; with a step in flight the row waits until its last token is known."""
+    engine = make(depth=1)
+    masks: list[dict[int, bytes]] = []
+    launch = engine.loop.runner.launch
+    engine.loop.runner.launch = lambda plan: (masks.append(dict(plan.masks)), launch(plan))[1]  # type: ignore[method-assign]
+    local = LocalEngine(engine)
+    news = list(
+        local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True, grammar=Grammar("regex", "[12]{3}"))])
+    )
+    assert sum(len(delta.tokens) for delta in news) == 3 and news[-1].finish == "stop"
+    assert len([mask for mask in masks if mask]) == 3
+
+
+def test_orders_are_answered() -> None:
+    engine = make()
+    (stats,) = engine.handle(Control("1", "stats"))
+    assert isinstance(stats, Reply)
+    assert stats.facts["free"] + stats.facts["used"] == stats.facts["total"] and stats.facts["model"] == "toy"
+    list(LocalEngine(engine).run([submit("a", list(range(20)), max_tokens=2)]))
+    (reset,) = engine.handle(Control("2", "reset_prefix_cache"))
+    assert isinstance(reset, Reply) and reset.facts["forgotten"] == 5
+    (unknown,) = engine.handle(Control("3", "dance"))
+    assert isinstance(unknown, Reply) and "dance" in unknown.facts["error"]
+    engine.handle(Control("4", "drain"))
+    (refused,) = engine.handle(submit("late", [1]))
+    assert isinstance(refused, Deltas) and "shutting down" in refused.deltas[0].error
+
+
+def test_closing_the_news_cancels_what_is_left() -> None:
+    engine = make(depth=1)
+    local = LocalEngine(engine)
+    news = local.run([submit("a", [1, 2], max_tokens=100, ignore_eos=True)])
+    next(news)
+    news.close()
+    assert engine.idle and engine.loop.scheduler.leases.pool.used == 0
+
+
+def test_step_records_add_up() -> None:
+    stats = []
+    local = LocalEngine(make(depth=1), stats.append)
+    list(local.run([submit(f"r{i}", list(range(10 + i)), max_tokens=5, ignore_eos=True) for i in range(4)]))
+    assert sum(one.output_tokens for one in stats) == 20
+    assert sum(one.prompt_tokens for one in stats) + sum(one.prefix_hits for one in stats) == 10 + 11 + 12 + 13
+    assert all(0 <= one.waste_inside < 1 for one in stats)
+
+
+def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:
+    """The real inbox and the real serving loop: submit, cancel, beats while idle, stop."""
+    ours, theirs = socket.socketpair()
+    engine = make()
+    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs)), daemon=True)
+    thread.start()
+    ours.settimeout(20)
+    ours.sendall(encode(submit("a", [1, 2, 3], max_tokens=4, seed=0, ignore_eos=True)))
+    buffer, decoder = FrameBuffer(), down_decoder()
+    tokens: list[int] = []
+    beats = 0
+    while not beats or len(tokens) < 4:
+        buffer.feed(ours.recv(1 << 16))
+        for body in buffer.take():
+            message = decoder.decode(body)
+            beats += isinstance(message, Beat)
+            if isinstance(message, Deltas):
+                tokens += [token for delta in message.deltas for token in delta.tokens]
+    assert tokens == oracle([1, 2, 3], 4)
+    ours.sendall(encode(Cancel("unknown")) + encode(Control("x", "stop")))
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_deltas_carry_every_field_of_an_update() -> None:
+    """The border's Delta and the scheduler's Update are one record; nothing is dropped between them."""
+    assert [field.name for field in dataclasses.fields(Update)] == list(Delta.__struct_fields__)
