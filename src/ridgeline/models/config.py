@@ -1,0 +1,266 @@
+"""Reading of Hugging Face's config.json and generation_config.json into our own records. Fail closed.
+
+A key that shapes the function is read, or must have the one value we honour; a key that we do not know stops the start
+and is named: a decoder that is nearly right is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from ridgeline.models.families import (
+    FAMILIES,
+    FIXED,
+    HARMLESS,
+    HARMLESS_PREFIXES,
+    REQUIRED,
+    WRAPPERS,
+    Family,
+    supported,
+)
+from ridgeline.models.rope import read_rope
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_KINDS: Mapping[str, Any] = {
+    "rms_norm_eps": float,
+    "rope_theta": (int, float),
+    "rope_local_base_freq": (int, float),
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "query_pre_attn_scalar": (int, float),
+    "attn_logit_softcapping": (int, float),
+    "final_logit_softcapping": (int, float),
+    "sliding_window": (int, type(None)),
+    "sliding_window_pattern": int,
+    "max_window_layers": int,
+    "layer_types": list,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What generation_config.json says about sampling; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
+    """The spec of the model in `folder` (end tokens of config.json and generation_config.json merged), its defaults."""
+    config = _json(folder / "config.json")
+    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    spec = read_spec(config, generation)
+    defaults = {name: generation[name] for name in GenerationDefaults.__slots__ if generation.get(name) is not None}
+    for name, value in defaults.items():
+        if not isinstance(value, int | float):
+            raise ConfigError(f"generation_config.json: {name} is {value!r}; a number is needed.")
+    return spec, GenerationDefaults(**defaults)
+
+
+def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+    """ModelSpec of a parsed config.json. Raises UnsupportedModel or ConfigError naming the key."""
+    family, text, outer = _text_part(config)
+    values = _values(family, text)
+    heads, d_ff = values["num_attention_heads"], values["intermediate_size"]
+    kv_heads = values["num_key_value_heads"] or heads
+    head_dim = values["head_dim"] or values["hidden_size"] // heads
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"config.json: {heads} heads over {kv_heads} key-value heads of size {head_dim} do not fit together "
+            "(num_attention_heads, num_key_value_heads, head_dim)."
+        )
+    global_rope, local_rope, max_len = read_rope(values, head_dim)
+    softcap = values.get("attn_logit_softcapping")
+    whole = LayerSpec(heads, kv_heads, head_dim, d_ff, global_rope, None, softcap)
+    windowed = replace(whole, rope=local_rope)
+    layers = [whole if one is None else replace(windowed, window=one) for one in _windows(family, values)]
+    scalar = values.get("query_pre_attn_scalar")
+    bias = bool(values.get("attention_bias"))
+    traits = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias")), **family.traits}
+    return ModelSpec(
+        architecture=family.architectures[0],
+        vocab_size=values["vocab_size"],
+        d_model=values["hidden_size"],
+        layers=drop_idle_windows(layers, max_len),
+        max_len=max_len,
+        norm_eps=float(values["rms_norm_eps"]),
+        activation=_activation(values),
+        tied=_tied(values, outer),
+        embed_scale=values["hidden_size"] ** 0.5 if family.traits.get("norm_offset") else 1.0,
+        query_scale=None if scalar is None else float(scalar) ** -0.5,
+        final_softcap=values.get("final_logit_softcapping"),
+        dtype=_dtype(text, outer),
+        bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
+        eos_ids=_eos(generation or {}, outer, text),
+        **traits,
+    )
+
+
+def drop_idle_windows(layers: Sequence[LayerSpec], max_len: int) -> tuple[LayerSpec, ...]:
+    """A window as wide as the context hides nothing; without it the layer joins the group of global ones."""
+    return tuple(replace(one, window=None) if (one.window or 0) >= max_len else one for one in layers)
+
+
+def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Mapping[str, Any]]:
+    """(family, keys of the text decoder, keys of the whole model); the last two are one for a text-only model."""
+    kind = str(config.get("model_type"))
+    named = config.get("architectures") or []
+    text, outer = config, config
+    if kind in WRAPPERS:
+        inner, others = WRAPPERS[kind]
+        text = config.get(inner) or {}
+        _refuse_unknown({key: value for key, value in config.items() if key not in others | {inner}}, {}, {})
+        kind = str(text.get("model_type", f"{kind}_text"))
+    family = FAMILIES.get(kind)
+    if family is None or any(name not in family.architectures for name in named):
+        what = ", ".join(named) or f"model_type {kind}"
+        raise UnsupportedModel(f"config.json: {what} is not supported. Supported: {supported()}.")
+    return family, text, outer
+
+
+def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's keys with the values of config.json, or what the family assumes."""
+    _refuse_unknown(text, family.fields, family.fixed)
+    values = {key: text.get(key, default) for key, default in family.fields.items()}
+    missing = [key for key, value in values.items() if value is REQUIRED]
+    if missing:
+        raise ConfigError(f"config.json lacks {', '.join(missing)}.")
+    for key in _SIZES:
+        value = values[key]
+        optional = key in ("num_key_value_heads", "head_dim")
+        if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"config.json: {key} is {value!r}; a positive integer is needed.")
+    for key, kind in _KINDS.items():
+        value = values.get(key)
+        if not isinstance(value, kind) and not (value is None and family.fields.get(key) is None):
+            raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
+    return values
+
+
+def _refuse_unknown(given: Mapping[str, Any], fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    unknown = []
+    for key, value in given.items():
+        if key in fields or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+            continue
+        allowed = fixed.get(key, FIXED.get(key))
+        if allowed is None:
+            unknown.append(key)
+        elif value not in allowed:
+            raise UnsupportedModel(f"config.json: {key} = {_short(value)} is not supported.")
+    if unknown:
+        raise UnsupportedModel(
+            f"config.json has keys we do not know: {', '.join(sorted(unknown))}. They may change what the model "
+            "computes; delete those that do not."
+        )
+
+
+def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer."""
+    count, window = values["num_hidden_layers"], values.get("sliding_window")
+    if family.windows is None:
+        return [None] * count
+    if family.windows == "all":
+        return [window] * count
+    if values.get("use_sliding_window") is False:
+        window = None
+    kinds = values["layer_types"]
+    if kinds is None and family.pattern:
+        pattern = values.get("sliding_window_pattern", family.pattern)
+        kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+    elif kinds is None:
+        first = values["max_window_layers"] if window is not None else count
+        kinds = ["full_attention" if index < first else "sliding_attention" for index in range(count)]
+    odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if odd or len(kinds) != count:
+        raise UnsupportedModel(
+            f"config.json: layer_types must name {count} full or sliding layers, not {odd or kinds}."
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError("config.json: layer_types names sliding_attention, but no sliding_window is in use.")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _activation(values: Mapping[str, Any]) -> Any:
+    name = values.get("hidden_activation", values["hidden_act"])
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"config.json: activation {name!r} is not supported; supported are {list(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+def _tied(values: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
+    return bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"]))
+
+
+def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
+    """The weights' type as stated; bfloat16, what nearly every checkpoint has, where nothing is stated."""
+    stated = [text.get("dtype"), text.get("torch_dtype"), outer.get("dtype"), outer.get("torch_dtype"), "bfloat16"]
+    name = str(next(one for one in stated if one is not None)).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedModel(f"config.json: dtype {name!r} is not supported.")
+    return name
+
+
+def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for source in sources:
+        ids = source.get("eos_token_id")
+        for one in ids if isinstance(ids, list) else [ids]:
+            if one is not None:
+                found[_id("eos_token_id", one)] = None
+    return tuple(found)
+
+
+def _first(*ids: Any) -> int | None:
+    for one in ids:
+        if one is not None:
+            return _id("bos_token_id", one[0] if isinstance(one, list) else one)
+    return None
+
+
+def _id(key: str, value: Any) -> int:
+    if not isinstance(value, int):
+        raise ConfigError(f"{key} is {value!r}; a token id is needed.")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path.parent} has no {path.name}: a model folder in Hugging Face's layout is needed.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a JSON object.")
+    return found

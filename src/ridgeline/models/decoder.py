@@ -1,0 +1,89 @@
+"""One decoder for every supported family, driven by ModelSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.core.spec import Rope
+from ridgeline.models.layers import Build, DecoderLayer
+from ridgeline.models.rope import SPARE_POSITIONS, rope_table
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.plain import PlainFormat
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. Inference only, without host synchronisation: CUDA graphs may capture it.
+
+    The head and the embedding stay in the plain format; a tied head multiplies by the embedding's own matrix.
+    """
+
+    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "_build", "_plain", "_scale")
+
+    def __init__(self, build: Build, max_len: int) -> None:
+        """Unfilled weights on build.device; rotary tables for positions below `max_len` (and a few spare ones)."""
+        spec = build.spec
+        self.spec, self._build = spec, build
+        tables: dict[Rope, torch.Tensor] = {}
+        for rope in {layer.rope for layer in spec.layers}:
+            tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
+        self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in spec.layers)
+        self.embedding = torch.empty(spec.vocab_size, spec.d_model, dtype=build.dtype, device=build.device)
+        self.final_norm = build.vector(spec.d_model)
+        self._plain = PlainFormat(build.ops, build.dtype, build.device)
+        vocabulary = Part(spec.vocab_size, spec.vocab_size)
+        self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
+        # Gemma rounds its scale to the weights' type.
+        self._scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
+
+    def load_embedding(self, tensor: torch.Tensor) -> None:
+        """Take the embedding [vocab, d_model]; a tied head multiplies by the same memory where the ops allow it."""
+        self.embedding.copy_(tensor)
+        if self.spec.tied:
+            self.head = self._plain.adopt(self.embedding)
+
+    def forward(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+        """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype."""
+        x = F.embedding(tokens, self.embedding)
+        if self._scale != 1.0:
+            x = x * self._scale
+        residual: torch.Tensor | None = None
+        for layer, view in zip(self.layers, views, strict=True):
+            x, residual = layer(x, residual, view, step)
+        assert residual is not None
+        spec = self.spec
+        return self._build.ops.add_rms_norm(x, residual, self.final_norm, spec.norm_eps, spec.norm_offset)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [L, d_model] -> float32 [L, vocab], soft-capped where the model says so (Gemma 2)."""
+        assert self.head is not None
+        out = self.head.apply(hidden).float()
+        cap = self.spec.final_softcap
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every weight it holds, a tied head once; rotary tables are not weights."""
+        yield self.embedding
+        yield self.final_norm
+        if self.head is not None and not self.spec.tied:
+            yield from self.head.tensors()
+        for layer in self.layers:
+            vectors = (
+                layer.attention_norm,
+                layer.feed_forward_norm,
+                layer.attention_post_norm,
+                layer.feed_forward_post_norm,
+                layer.attention.q_norm,
+                layer.attention.k_norm,
+            )
+            yield from (one for one in vectors if one is not None)
+            for linear in (
+                layer.attention.qkv,
+                layer.attention.out,
+                layer.feed_forward.gate_up,
+                layer.feed_forward.down,
+            ):
+                yield from linear.weight.tensors()

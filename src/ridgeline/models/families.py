@@ -1,0 +1,222 @@
+"""The supported model families as data: what their config.json may say, and what the family itself fixes.
+
+`fields` lists every key that shapes the function, with the value that the family's definition assumes when the key is
+absent (REQUIRED: it must be there). `fixed` lists keys that may appear but only with these values. `traits` are
+ModelSpec fields that hold for the whole family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of Hugging Face's config.json.
+
+    windows: which layers see a window. "all": every layer if `sliding_window` is set (Mistral). "listed": those that
+    `layer_types` names; without it `pattern` layers repeat (the last of them global), or, for pattern 0, those from
+    `max_window_layers` on if `use_sliding_window` is set (Qwen). None: the family knows no window.
+    """
+
+    label: str
+    architectures: tuple[str, ...]
+    fields: Mapping[str, Any]
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    windows: Literal["all", "listed"] | None = None
+    pattern: int = 0
+
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": REQUIRED,
+    "hidden_size": REQUIRED,
+    "intermediate_size": REQUIRED,
+    "num_hidden_layers": REQUIRED,
+    "num_attention_heads": REQUIRED,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": REQUIRED,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "original_max_position_embeddings": None,
+}
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_GEMMA = {
+    **_SHAPE,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_GEMMA_TRAITS = {"norm_offset": True, "post_norms": True}
+_GEMMA_FIXED = {
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (None, False),
+    "cache_implementation": ("hybrid", "static", None),
+}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            "Llama 2, 3, 3.1, 3.2 and models of its layout (SmolLM)",
+            ("LlamaForCausalLM",),
+            {**_SHAPE, "attention_bias": False, "mlp_bias": False},
+            fixed={"rope_interleaved": (False, None), "pretraining_tp": (1, None), "layer_types": (None,)},
+        ),
+        "mistral": Family(
+            "Mistral",
+            ("MistralForCausalLM",),
+            {**_SHAPE, "sliding_window": 4096},
+            fixed={"layer_types": (None,)},
+            windows="all",
+        ),
+        "qwen2": Family(
+            "Qwen2 and Qwen2.5",
+            ("Qwen2ForCausalLM",),
+            {**_SHAPE, **_QWEN_WINDOW},
+            {"qkv_bias": True},
+            fixed={"use_mrope": (False, None)},
+            windows="listed",
+        ),
+        "qwen3": Family(
+            "Qwen3",
+            ("Qwen3ForCausalLM",),
+            {**_SHAPE, **_QWEN_WINDOW, "head_dim": 128, "attention_bias": False},
+            {"qk_norm": True},
+            windows="listed",
+        ),
+        "gemma2": Family(
+            "Gemma 2",
+            ("Gemma2ForCausalLM",),
+            {
+                **_GEMMA,
+                "vocab_size": 256_000,
+                "max_position_embeddings": 8192,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            _GEMMA_TRAITS,
+            fixed=_GEMMA_FIXED,
+            windows="listed",
+            pattern=2,
+        ),
+        "gemma3_text": Family(
+            "Gemma 3 (text)",
+            ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+            {
+                **_GEMMA,
+                "vocab_size": 262_208,
+                "max_position_embeddings": 131_072,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+                "sliding_window_pattern": 6,
+            },
+            {**_GEMMA_TRAITS, "qk_norm": True},
+            fixed=_GEMMA_FIXED,
+            windows="listed",
+            pattern=6,
+        ),
+    }
+)
+
+# Keys of config.json that leave the function of a text decoder alone: bookkeeping, training, other tools' notes.
+HARMLESS = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "chunk_size_feed_forward",
+        "torchscript",
+        "bad_words_ids",
+        "name_or_path",
+        "task_specific_params",
+        "finetuning_task",
+        "tokenizer_class",
+        "prefix",
+        "is_llama_config",
+    )
+)
+HARMLESS_PREFIXES = ("_", "unsloth", "transformers")
+
+# Models of several inputs whose text decoder we serve: model_type -> (key of the text part, keys of the other parts).
+WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(
+    {
+        "gemma3": (
+            "text_config",
+            frozenset(
+                (
+                    "vision_config",
+                    "boi_token_index",
+                    "eoi_token_index",
+                    "image_token_index",
+                    "mm_tokens_per_image",
+                    "boi_token_id",
+                    "eoi_token_id",
+                    "image_token_id",
+                    "tie_word_embeddings",
+                )
+            ),
+        )
+    }
+)
+
+# Keys that any family may carry, with the only values we can honour.
+FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "quantization_config": (None,),
+        "compression_config": (None,),
+        "partial_rotary_factor": (None, 1, 1.0),
+        "is_encoder_decoder": (None, False),
+        "add_cross_attention": (None, False),
+        "cross_attention_hidden_size": (None,),
+        "is_decoder": (None, False, True),
+        "tie_encoder_decoder": (None, False),
+        "pruned_heads": (None, {}),
+        "sliding_window": (None,),
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "auto_map": (None, {}),
+    }
+)
+
+
+def supported() -> str:
+    """One sentence naming every family we serve."""
+    return "; ".join(f"{one.label} ({', '.join(one.architectures)})" for one in FAMILIES.values())

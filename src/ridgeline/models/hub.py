@@ -1,0 +1,79 @@
+"""Where a model lies: a folder, a name on the Hugging Face hub, or the model shipped with Ridgeline."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.errors import ConfigError
+
+NEEDED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+WEIGHTS = ("*.safetensors",)
+# Folders hold other exports of the same weights; "consolidated" is Mistral's second copy.
+UNNEEDED = ("*/*", "consolidated*")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def shipped_model() -> Path:
+    """Folder of the model that comes with the package."""
+    return Path(str(files("ridgeline").joinpath("assets", "model")))
+
+
+def resolve_model(model: ModelConfig) -> Path:
+    """The local folder of model.model, downloaded first if it is a hub name. Raises ConfigError with the remedy.
+
+    An existing folder wins over a hub name. With load_format dummy weights are not downloaded.
+    """
+    name = model.model
+    if not name:
+        folder = shipped_model()
+        if not (folder / "config.json").is_file():
+            raise ConfigError("the shipped model is missing from this installation: name a folder or a hub model.")
+        return folder
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ConfigError(f"folder {folder} has no config.json: a model folder in Hugging Face's layout is needed.")
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file: name the folder that holds config.json and *.safetensors.")
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"folder {name} does not exist.")
+    return _download(model)
+
+
+def _download(model: ModelConfig) -> Path:
+    name = model.model
+    wanted = list(NEEDED if model.load_format == "dummy" else NEEDED + WEIGHTS)
+    try:
+        return Path(
+            snapshot_download(name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(UNNEEDED))
+        )
+    except GatedRepoError:
+        raise ConfigError(
+            f"{name} asks for its licence to be accepted: do so on huggingface.co/{name}, then set HF_TOKEN."
+        ) from None
+    except RevisionNotFoundError:
+        raise ConfigError(f"{name} has no revision {model.revision!r}.", param="revision") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"{name} is neither a folder here nor a public model on the hub: check the name (private: set HF_TOKEN)."
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError, OSError) as error:
+        raise ConfigError(
+            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}). Where there is a "
+            f"network run `hf download {name} --local-dir DIR`, then serve DIR."
+        ) from None

@@ -1,0 +1,132 @@
+"""Rotary embeddings: what config.json says of them, and the table of cosines and sines that the ops read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import Rope
+
+SPARE_POSITIONS = 64
+"""Rows of a table beyond the served length: a draft or a wasted step may stand there; nothing it computes is kept."""
+
+_BASE = {"rope_theta", "rope_type", "type"}
+_YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "finetuned"}
+_KEYS = {
+    "default": _BASE,
+    "linear": _BASE | {"factor"},
+    "llama3": _BASE | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": _BASE | {"factor", "original_max_position_embeddings"} | _YARN,
+}
+
+
+def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int]:
+    """(rope of global layers, rope of windowed layers, longest context) from the keys of config.json.
+
+    transformers 5 writes `rope_parameters`, flat or by kind of layer; before it there were `rope_theta`, `rope_scaling`
+    and, for Gemma 3, `rope_local_base_freq`.
+    """
+    longest = values["max_position_embeddings"]
+    theta, local = values["rope_theta"], values.get("rope_local_base_freq")
+    given = values["rope_parameters"]
+    if given is None:
+        whole = {"rope_theta": theta, **(values["rope_scaling"] or {})}
+        windowed = whole if local is None else {"rope_theta": local}
+    elif "full_attention" in given or "sliding_attention" in given:
+        whole = {"rope_theta": theta, **(given.get("full_attention") or {})}
+        windowed = {"rope_theta": local, **(given.get("sliding_attention") or {})}
+        if local is None:
+            raise UnsupportedModel("config.json: rope_parameters by kind of layer are read for Gemma 3 only.")
+    elif local is not None:
+        raise UnsupportedModel("config.json: Gemma 3's rope_parameters must name full_attention and sliding_attention.")
+    else:
+        whole = windowed = {"rope_theta": theta, **given}
+    original = values["original_max_position_embeddings"] or longest
+    rope = _one(whole, head_dim, original, longest)
+    if rope.scaling == "yarn":
+        longest = max(longest, int(rope.original_max_len * rope.factor))
+    return rope, _one(windowed, head_dim, original, longest), longest
+
+
+def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rope:
+    given = {key: value for key, value in given.items() if value is not None}
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported.")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _KEYS:
+        raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(_KEYS)}.")
+    unknown = sorted(set(given) - _KEYS[kind] - {"original_max_position_embeddings"})
+    if unknown or given.get("truncate", True) is not True:
+        raise UnsupportedModel(f"config.json: rope type {kind!r} with {', '.join(unknown) or 'truncate'} is unknown.")
+    theta = float(given["rope_theta"])
+    if kind == "default":
+        return Rope(theta, dim)
+    original = int(given.get("original_max_position_embeddings", original))
+    try:
+        factor = float(given["factor"] if kind != "yarn" else given.get("factor", longest / original))
+        if kind == "linear":
+            return Rope(theta, dim, "linear", factor)
+        if kind == "llama3":
+            low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+            return Rope(theta, dim, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
+    except KeyError as error:
+        raise ConfigError(f"config.json: rope type {kind!r} needs {error.args[0]!r}.") from None
+    return Rope(
+        theta,
+        dim,
+        "yarn",
+        factor,
+        original,
+        beta_fast=float(given.get("beta_fast", 32.0)),
+        beta_slow=float(given.get("beta_slow", 1.0)),
+        attention_factor=_yarn_attention(given, factor),
+    )
+
+
+def _yarn_attention(given: Mapping[str, Any], factor: float) -> float:
+    """Peng et al. 2023, section 3.4: 0.1 ln(factor) + 1, unless the checkpoint states its own."""
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if "attention_factor" in given:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return grown(float(given["mscale"])) / grown(float(given["mscale_all_dim"]))
+    return grown(1.0)
+
+
+def inverse_frequencies(rope: Rope) -> torch.Tensor:
+    """float32 [dim / 2]: radians per position of each pair."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    if rope.scaling == "llama3":
+        turns = rope.original_max_len * plain / (2 * math.pi)
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * plain / rope.factor + kept * plain
+    if rope.scaling == "yarn":
+        low = math.floor(_yarn_dim(rope, rope.beta_fast))
+        high = math.ceil(_yarn_dim(rope, rope.beta_slow))
+        first, last = max(low, 0), min(high, rope.dim - 1)
+        ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+        stretched = ramp.clamp(0.0, 1.0)
+        return plain / rope.factor * stretched + plain * (1 - stretched)
+    return plain
+
+
+def _yarn_dim(rope: Rope, turns: float) -> float:
+    """The pair (a real number) that makes `turns` full turns over the original context (Peng et al. 2023, eq. 17)."""
+    ratio = rope.original_max_len / (turns * 2 * math.pi)
+    return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+
+def rope_table(rope: Rope, positions: int, device: torch.device) -> torch.Tensor:
+    """float32 [positions, 2, dim / 2]: cosines and sines, the attention factor multiplied in."""
+    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(rope)
+    return (torch.stack((angle.cos(), angle.sin()), dim=1) * rope.attention_factor).to(device)

@@ -1,0 +1,205 @@
+"""Weights into a decoder: streamed from safetensors, or made up from config.json alone.
+
+A checkpoint is read tensor by tensor in file order, each straight to its place on the device, so that the host never
+holds more than the tensor at hand (files are mapped, not read). What a checkpoint calls its tensors is data below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.layers import DecoderLayer, Linear
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total) in bytes or elements of one stage."""
+
+EMBEDDING, FINAL_NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+LINEARS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+POST_NORMS = {
+    **NORMS,
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+# Where the decoder hangs in a checkpoint: bare, as a causal model, inside a model of several inputs (old, new).
+PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+# Tensors that no text decoder needs: rotary tables of old exports, and the parts of Gemma 3 that see images.
+UNUSED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one checkpoint tensor goes: its whole shape, its kind, and the call that takes it."""
+
+    shape: tuple[int, ...]
+    kind: Literal["weight", "bias", "norm"]
+    load: Callable[[torch.Tensor], object]
+
+
+def targets(decoder: Decoder) -> dict[str, Target]:
+    """Every tensor the decoder needs, by the name that checkpoints give it (prefix removed)."""
+    spec = decoder.spec
+    found = {
+        EMBEDDING: Target((spec.vocab_size, spec.d_model), "weight", decoder.load_embedding),
+        FINAL_NORM: _norm(decoder.final_norm),
+    }
+    if decoder.head is not None and not spec.tied:
+        found[HEAD] = Target((spec.vocab_size, spec.d_model), "weight", partial(decoder.head.load, 0, "weight"))
+    for index, layer in enumerate(decoder.layers):
+        for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
+            found[f"layers.{index}.{name}"] = target
+    return found
+
+
+def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
+    attention, feed_forward = layer.attention, layer.feed_forward
+    for block in (attention, feed_forward):
+        for field, names in LINEARS.items():
+            linear: Linear | None = getattr(block, field, None)
+            if linear is None:
+                continue
+            for (part, suffix), shape in linear.weight.expects.items():
+                kind: Literal["weight", "bias"] = "bias" if suffix == "bias" else "weight"
+                yield f"{names[part]}.{suffix}", Target(shape, kind, partial(linear.weight.load, part, suffix))
+    for field, name in norms.items():
+        vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
+        if vector is not None:
+            yield f"{name}.weight", _norm(vector)
+
+
+def _norm(vector: torch.Tensor) -> Target:
+    return Target(tuple(vector.shape), "norm", vector.copy_)
+
+
+def short_name(name: str) -> str:
+    """A checkpoint's name for a tensor without the prefix of the model it was saved from."""
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model folder: those of the index, or the only one."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = tuple(folder / name for name in sorted(set(named.values())))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index} is not an index of safetensors: {error!r}") from None
+    elif (folder / "model.safetensors").is_file():
+        files = (folder / "model.safetensors",)
+    else:
+        files = tuple(sorted(folder.glob("*.safetensors")))
+    if not files:
+        others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth") for path in folder.glob(pattern))
+        remedy = f"; {', '.join(others[:4])} cannot be read, convert to safetensors first" if others else ""
+        raise ConfigError(f"{folder} has no *.safetensors{remedy}. For random weights use --load-format dummy.")
+    lost = [path.name for path in files if not path.is_file()]
+    if lost:
+        raise ConfigError(f"{folder} lacks {', '.join(lost)}, which its index names: download the model again.")
+    return files
+
+
+def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = None) -> None:
+    """Fill the decoder from `folder`. Missing, unknown or misshapen tensors raise UnsupportedModel by name."""
+    files = checkpoint_files(folder)
+    wanted, unknown = targets(decoder), []
+    total, done = sum(path.stat().st_size for path in files), 0
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.offset_keys():
+                    key = short_name(name)
+                    target = wanted.pop(key, None)
+                    if target is None:
+                        if not UNUSED.search(name) and not (key == HEAD and decoder.spec.tied):
+                            unknown.append(name)
+                        continue
+                    tensor = shard.get_tensor(name)
+                    _check(name, tensor, target)
+                    target.load(tensor)
+                    done += tensor.nbytes
+                    if progress is not None:
+                        progress("weights", min(done, total), total)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a whole safetensors file ({error}): download it again.") from None
+    if wanted or unknown:
+        parts = [("lacks", sorted(wanted)), ("has, beyond what the decoder knows,", sorted(unknown))]
+        said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
+        raise UnsupportedModel(f"{folder}: the checkpoint {said}.")
+    if progress is not None:
+        progress("weights", total, total)
+
+
+def _check(name: str, tensor: torch.Tensor, target: Target) -> None:
+    if tuple(tensor.shape) != target.shape:
+        raise UnsupportedModel(
+            f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}."
+        )
+    if tensor.dtype not in FLOATS:
+        raise UnsupportedModel(f"tensor {name} holds {tensor.dtype}; quantized checkpoints are not supported yet.")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
+
+
+# --- making up --------------------------------------------------------------------------------------------------------
+
+
+def load_dummy(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
+    """Random weights that keep activations of order one, the same for the same seed, device type and spec.
+
+    Matrices are uniform with standard deviation 0.02, as most checkpoints start; norms act as 1; biases are small.
+    """
+    wanted = targets(decoder)
+    total, done = sum(math.prod(one.shape) for one in wanted.values()), 0
+    for name, target in wanted.items():
+        target.load(_made_up(name, target, seed, decoder))
+        done += math.prod(target.shape)
+        if progress is not None:
+            progress("weights", done, total)
+
+
+def _made_up(name: str, target: Target, seed: int, decoder: Decoder) -> torch.Tensor:
+    like = decoder.embedding
+    tensor = torch.empty(target.shape, dtype=like.dtype, device=like.device)
+    if target.kind == "norm":
+        return tensor.fill_(0.0 if decoder.spec.norm_offset else 1.0)
+    if tensor.is_meta:
+        return tensor
+    noise = torch.Generator(device=like.device)
+    noise.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    bound = 0.02 * math.sqrt(3.0)
+    return tensor.uniform_(-bound, bound, generator=noise)

@@ -1,0 +1,223 @@
+"""Reading of config.json: published forms are understood, everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.models.config import read_model, read_spec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0",
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "eos_token_id": 151645,
+}
+# What the hub holds for Gemma 3 4B: the text part leaves most to the family's defaults.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152},
+}
+SMOLLM = {
+    **{key: LLAMA[key] for key in ("architectures", "model_type", "hidden_act", "torch_dtype")},
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+    "vocab_size": 49152,
+}
+
+
+def test_llama31_8b():
+    spec = read_spec(LLAMA)
+    assert (spec.d_model, len(spec.layers), spec.max_len, spec.tied) == (4096, 32, 131072, False)
+    layer = spec.layers[0]
+    assert (layer.n_heads, layer.n_kv_heads, layer.head_dim, layer.window) == (32, 8, 128, None)
+    assert (layer.rope.scaling, layer.rope.theta, layer.rope.original_max_len) == ("llama3", 500000.0, 8192)
+    assert spec.eos_ids == (128001, 128008, 128009)
+    assert spec.params == 8_030_261_248
+
+
+def test_smollm_135m():
+    spec = read_spec(SMOLLM)
+    assert spec.params == 134_515_008 and spec.tied
+
+
+def test_qwen25_keeps_its_unused_window_out():
+    spec = read_spec(QWEN25)
+    assert spec.qkv_bias and not spec.out_bias
+    assert all(layer.window is None for layer in spec.layers)
+    assert spec.params == 494_032_768
+
+
+def test_gemma3_inside_a_multimodal_config():
+    spec = read_spec(GEMMA3_4B)
+    assert [layer.window for layer in spec.layers[:7]] == [1024] * 5 + [None, 1024]
+    assert spec.layers[5].rope.scaling == "linear" and spec.layers[5].rope.theta == 1_000_000.0
+    assert spec.layers[0].rope.scaling == "none" and spec.layers[0].rope.theta == 10_000.0
+    assert (spec.vocab_size, spec.tied, spec.dtype, spec.query_scale) == (262_208, True, "bfloat16", 256**-0.5)
+    assert spec.eos_ids == (1, 106)
+    assert spec.params == 3_880_263_168
+
+
+def test_window_as_wide_as_the_context_is_no_window():
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None}
+    mistral.pop("pretraining_tp")
+    assert read_spec({**mistral, "sliding_window": 4096}).layers[0].window == 4096
+    assert read_spec({**mistral, "sliding_window": 131072}).layers[0].window is None
+    assert read_spec({**mistral, "sliding_window": None}).layers[0].window is None
+
+
+def test_yarn_stretches_the_context():
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    spec = read_spec({**QWEN25, "rope_scaling": rope})
+    assert spec.max_len == 131072
+    assert spec.layers[0].rope.attention_factor == pytest.approx(1.1386294)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM.*Supported: Llama.*Gemma3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "Mixtral"),
+        ({"architectures": None, "model_type": None}, "model_type None"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {}}}, "Gemma 3 only"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"torch_dtype": "float64"}, "float64"),
+    ],
+)
+def test_refused_by_name(change, said):
+    with pytest.raises(UnsupportedModel, match=f"(?s){said}"):
+        read_spec({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
+        ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_impossible_sizes_are_named(change, said):
+    with pytest.raises(ConfigError, match=said):
+        read_spec({**LLAMA, **change})
+    short = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    with pytest.raises(ConfigError, match="lacks intermediate_size"):
+        read_spec(short)
+
+
+def test_odd_windows_are_refused():
+    mixed = {**QWEN25, "layer_types": ["chunked_attention"] * 24}
+    with pytest.raises(UnsupportedModel, match="chunked_attention"):
+        read_spec(mixed)
+    with pytest.raises(ConfigError, match="sliding_window"):
+        read_spec({**QWEN25, "layer_types": ["sliding_attention"] * 24})
+
+
+def test_generation_config(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25))
+    generation = {"eos_token_id": [151645, 151643], "temperature": 0.7, "top_k": 20, "top_p": 0.8, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    spec, defaults = read_model(tmp_path)
+    assert spec.eos_ids == (151645, 151643)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.7, 20, 0.8, None)
+
+
+def test_folder_without_or_with_broken_config(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no config.json"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_model(tmp_path)
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "warm"}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: temperature is 'warm'"):
+        read_model(tmp_path)

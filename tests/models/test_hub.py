@@ -1,0 +1,81 @@
+"""Where models are found, and what is said when they are not; the hub is played by a function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.models import hub
+
+ANSWER = SimpleNamespace(headers={}, request=None)
+
+
+def test_folder_wins(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.resolve_model(ModelConfig(model=str(tmp_path))) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("", "no config.json"), ("a/b/c", "does not exist"), ("file.gguf", "a file")]
+)
+def test_bad_paths(name, said, tmp_path):
+    (tmp_path / "file.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match=said):
+        hub.resolve_model(ModelConfig(model=f"{tmp_path}/{name}"))
+
+
+def test_only_what_is_needed_is_downloaded(monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return "/cache/model"
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    found = hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
+    assert found == Path("/cache/model")
+    assert asked["name"] == "org/model" and asked["revision"] == "v2"
+    assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+    hub.resolve_model(ModelConfig(model="org/model", load_format="dummy"))
+    assert "*.safetensors" not in asked["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (GatedRepoError("gated", response=ANSWER), "HF_TOKEN"),
+        (RepositoryNotFoundError("none", response=ANSWER), "check the name"),
+        (RevisionNotFoundError("none", response=ANSWER), "revision 'v2'"),
+        (LocalEntryNotFoundError("offline"), "hf download org/model"),
+        (OfflineModeIsEnabled("offline"), "hf download org/model"),
+        (HTTPError("no route"), "hf download org/model"),
+    ],
+)
+def test_errors_name_the_remedy(error, said, monkeypatch):
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match=said):
+        hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
+
+
+def test_shipped_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "shipped_model", lambda: tmp_path)
+    with pytest.raises(ConfigError, match="shipped model is missing"):
+        hub.resolve_model(ModelConfig())
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.resolve_model(ModelConfig()) == tmp_path

@@ -1,0 +1,64 @@
+"""Slicing by rank: shares of a linear put together give the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.plain import PlainFormat
+
+FORM = PlainFormat(REFERENCE, torch.float32, torch.device("cpu"))
+
+
+def filled(shape: LinearShape, share: Share):
+    noise = torch.Generator().manual_seed(0)
+    weight = FORM.create(shape, share)
+    for (part, name), size in weight.expects.items():
+        weight.load(part, name, torch.randn(size, generator=noise))
+    return weight
+
+
+def test_output_shares_cut_every_part():
+    shape = LinearShape(24, (Part(32, 4), Part(16, 2), Part(16, 2)), bias=True, split="out")
+    x = torch.randn(5, 24)
+    whole = filled(shape, Share()).apply(x).split((32, 16, 16), dim=1)
+    for rank in range(2):
+        mine = filled(shape, Share(rank, 2)).apply(x).split((16, 8, 8), dim=1)
+        for part, all_of_it in zip(mine, whole, strict=True):
+            torch.testing.assert_close(part, all_of_it.chunk(2, dim=1)[rank])
+
+
+def test_fewer_key_heads_than_ranks_are_repeated():
+    shape = LinearShape(24, (Part(32, 4), Part(16, 2), Part(16, 2)), split="out")
+    x = torch.randn(5, 24)
+    keys = filled(shape, Share()).apply(x)[:, 32:48].chunk(2, dim=1)
+    for rank in range(4):
+        mine = filled(shape, Share(rank, 4)).apply(x)
+        torch.testing.assert_close(mine[:, 8:16], keys[rank // 2])
+
+
+def test_input_shares_sum_to_the_whole():
+    shape = LinearShape(32, (Part(24, 1),), bias=True, split="in", in_units=4)
+    x = torch.randn(5, 32)
+    terms = [filled(shape, Share(rank, 4)).apply(x[:, rank * 8 : rank * 8 + 8]) for rank in range(4)]
+    torch.testing.assert_close(sum(terms), filled(shape, Share()).apply(x))
+
+
+def test_uneven_shares_are_refused():
+    with pytest.raises(ConfigError, match="3 devices"):
+        Share(0, 3).span(32, 4)
+    with pytest.raises(ConfigError, match="4 devices"):
+        Share(0, 4).span(24, 3)
+
+
+def test_mesh_of_one_is_the_identity():
+    x = torch.randn(3)
+    assert Mesh().all_reduce(x) is x and Mesh().all_gather(x) is x
+    with pytest.raises(ConfigError, match="one device"):
+        Mesh(1, 2).all_reduce(x)
+    with pytest.raises(ConfigError, match="rank 2"):
+        Mesh(2, 2)
