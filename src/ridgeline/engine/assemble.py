@@ -1,0 +1,140 @@
+"""From configuration to a beating heart: device, spec, memory plan, weights, runner, scheduler, engine; in that order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.sizing import MemoryPlan, size
+from ridgeline.core.spec import ModelSpec
+from ridgeline.engine.engine import Engine, Grammars, Setup
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.loop import Loop
+from ridgeline.engine.policy import admission
+from ridgeline.engine.runner import Sizes, build_runner
+from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+from ridgeline.ops.choose import choose
+from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+
+class _Stages:
+    """Seconds each stage of the start-up took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Any:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 3)
+
+
+def assemble(model: ModelConfig, config: EngineConfig, progress: Progress) -> Engine:
+    """Everything an engine needs, ready to serve. Raises ConfigError, UnsupportedModel or DoesNotFit before any weight
+    is read if it cannot."""
+    stages = _Stages()
+    policy = admission(config.batching)
+    with stages("device"):
+        device = _device(config)
+    folder = resolve_model(model)
+    spec = served_spec(read_model(folder)[0], model)
+    total, taken = _memory(device)
+    plan = size(spec, config, total, device.type, taken_bytes=taken, model=model)
+    ops = choose(device, DTYPES[spec.dtype])
+    with stages("weights"):
+        loaded = build(folder, model=model, ops=ops, device=device, progress=progress)
+    sizes = Sizes(
+        plan.max_rows, plan.max_step_tokens, plan.max_len, plan.n_pages, graphs=not config.enforce_eager
+    )
+    with stages("runner"):
+        runner = build_runner(loaded, plan.layout, sizes, progress)
+    with stages("grammar"):
+        grammars = _grammars(folder, spec)
+    leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
+    limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
+    loop = Loop(
+        Scheduler(plan.layout, leases, limits, policy), runner, steps_in_flight=plan.steps_in_flight
+    )
+    setup = Setup(
+        max_len=plan.max_len,
+        vocab_size=spec.vocab_size,
+        eos_ids=spec.eos_ids,
+        fingerprint=sha256(f"{folder.resolve()} {model} {spec}".encode()).hexdigest(),
+        seed=model.seed,
+        facts=_facts(folder, loaded, plan, device) | {"ops": ops.name, "startup_s": stages.seconds},
+        grammars=grammars,
+    )
+    log.info("ready: %s", setup.facts)
+    return Engine(loop, setup)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU here: use --device cpu.", param="device")
+    if kind == "cpu":
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(bytes of the device, bytes others hold of it); of a CPU, what is free now and 0."""
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total, total - free
+
+
+def _grammars(folder: Path, spec: ModelSpec) -> Grammars | None:
+    """A compiler of grammars; None for a folder without a tokenizer (benchmarks on a config.json)."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return None
+    return GrammarCompiler(Tokenizer.load(folder), vocab_size=spec.vocab_size, end_ids=spec.eos_ids)
+
+
+def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.device) -> dict[str, Any]:
+    """What the service, `fit` and people ask of an engine."""
+    spec = loaded.spec
+    defaults = asdict(loaded.generation_defaults)
+    return {
+        "root": str(folder),
+        "architecture": spec.architecture,
+        "params": spec.params,
+        "dtype": spec.dtype,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "vocab_size": spec.vocab_size,
+        "eos_ids": list(spec.eos_ids),
+        "max_len": plan.max_len,
+        "max_num_seqs": plan.max_rows,
+        "max_num_batched_tokens": plan.max_step_tokens,
+        "max_request_tokens": plan.max_request_tokens,
+        "page_tokens": plan.page_tokens,
+        "blocks": plan.n_pages,
+        "kv_bytes_per_token": spec.kv_bytes_per_token(),
+        "weight_bytes": plan.weight_bytes,
+        "steps_in_flight": plan.steps_in_flight,
+        "generation_defaults": {name: value for name, value in defaults.items() if value is not None},
+    }
