@@ -1,0 +1,1 @@
+"""Text at the border: tokens and back, chat templates, stop strings, thoughts, tool calls, grammars."""

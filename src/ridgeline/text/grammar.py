@@ -1,0 +1,155 @@
+"""Structured output: a constraint compiled once to masks over the vocabulary, by llguidance (extra `structured`).
+
+The service checks a grammar before the request goes to the engine; the engine starts a state of it for every choice.
+Compiling takes a millisecond as a rule and tens of them for large schemas, without the interpreter lock: call `check`
+from a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from ridgeline.core.errors import BadGrammar, UnsupportedField
+from ridgeline.core.sampling import Grammar
+from ridgeline.text.schema import check_schema, read_schema
+from ridgeline.text.tokenizer import Tokenizer
+
+try:
+    import llguidance
+except ImportError:  # an optional dependency
+    llguidance = None  # type: ignore[assignment]
+
+MAX_SOURCE = 1 << 16
+"""Characters of a grammar: bounds the time to compile one (about a second for the worst we found)."""
+
+WHITESPACE = r"[ \t\r\n]{1,32}"
+"""Between the tokens of JSON: room for indented output, but a model cannot go on with blanks for ever."""
+
+_COMPILED = 64
+_LEXER_STATES = 50_000
+"""A state takes 1 to 2 kB, so a grammar stays below 100 MB."""
+
+
+class GrammarState:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: Any, mask_bytes: int, end_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes
+        self._end_ids = end_ids
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end token may follow, or one has come."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> bytes:
+        """Tokens allowed next: little-endian uint32 words, bit t % 32 of word t // 32 for token t of the model's
+        vocabulary. End tokens are among them where the output may end. Raises BadGrammar when the grammar outgrew its
+        limits: end the request with that message."""
+        mask: bytes = self._matcher.compute_bitmask()
+        self._fail_on_error()
+        return mask[: self._mask_bytes]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens that the masks allowed; what follows an end token is not looked at. Raises BadGrammar."""
+        for token in tokens:
+            if self.finished and token in self._end_ids:
+                break
+            self._matcher.consume_token(token)
+        self._fail_on_error()
+
+    def _fail_on_error(self) -> None:
+        if self._matcher.is_error():
+            raise BadGrammar(f"The output left its grammar: {_reason(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Grammars over one model's tokens. Keeps the last 64 compiled ones."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """vocab_size: the model's, padding included. end_ids: tokens that end an output (at least one)."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = list(end_ids)
+        self._vocabulary = lru_cache(1)(self._read_vocabulary)
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def check(self, grammar: Grammar, *, param: str = "response_format") -> None:
+        """Raises BadGrammar with the reason for a grammar that the engine could not follow, UnsupportedField when the
+        server was installed without llguidance. `param`: the request's field."""
+        try:
+            self._compiled(grammar)
+        except (BadGrammar, UnsupportedField) as error:
+            raise type(error)(error.message, param=param) from error
+
+    def start(self, grammar: Grammar) -> GrammarState:
+        """A fresh state. Raises as `check` does."""
+        return GrammarState(
+            self._compiled(grammar).deep_copy(), (self._vocab_size + 31) // 32 * 4, frozenset(self._end_ids)
+        )
+
+    def _read_vocabulary(self) -> Any:
+        if llguidance is None:
+            raise UnsupportedField(
+                "Structured output needs llguidance on the server: pip install 'ridgeline[structured]'."
+            )
+        content = self._tokenizer.backend.to_str()
+        return llguidance.LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._end_ids)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if len(grammar.source) > MAX_SOURCE:
+            raise BadGrammar(f"The grammar has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it.")
+        vocabulary = self._vocabulary()
+        limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+        matcher = llguidance.LLMatcher(vocabulary, _translate(grammar), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that allows nothing fails only now
+        if matcher.is_error():
+            raise BadGrammar(f"The {grammar.kind} does not compile: {_reason(matcher.get_error())}")
+        return matcher
+
+
+def _translate(grammar: Grammar) -> str:
+    """The library's own form of a grammar."""
+    matcher = llguidance.LLMatcher
+    try:
+        grammar.source.encode()
+    except UnicodeEncodeError as error:
+        raise BadGrammar(f"The {grammar.kind} holds a lone surrogate: send valid Unicode.") from error
+    if grammar.kind == "json_object":
+        return matcher.grammar_from_json_schema('{"type": "object"}', overrides={"whitespace_pattern": WHITESPACE})
+    if grammar.kind == "json_schema":
+        check_schema(read_schema(grammar.source))
+        try:
+            return matcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": WHITESPACE})
+        except ValueError as error:
+            raise BadGrammar(f"The schema is not valid: {_reason(str(error))}") from error
+    if grammar.kind == "regex":
+        return matcher.grammar_from_regex(grammar.source)
+    if grammar.kind == "choice":
+        return matcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(grammar.source))))
+    if "%llguidance" in grammar.source:
+        raise BadGrammar("%llguidance sets options of the server's grammar library: remove it.")
+    return matcher.grammar_from_lark(grammar.source)
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of a Lark grammar, in ASCII (the library's lexer takes no raw control characters)."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _choices(source: str) -> list[str]:
+    choices = read_schema(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise BadGrammar("choice must be a list of at least one text, none of them empty.")
+    return choices
+
+
+def _reason(message: str) -> str:
+    if message.startswith("NoExtension"):
+        return "it matches no text"
+    return " ".join(message.split())[:300]

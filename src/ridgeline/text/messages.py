@@ -1,0 +1,89 @@
+"""OpenAI-style chat messages as templates expect them: checked, copied, and in the one shape a template understands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ridgeline.core.errors import RequestError, UnsupportedField
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def normalize(
+    messages: Sequence[Mapping[str, Any]], *, parts: bool, text: bool, developer: bool
+) -> list[dict[str, Any]]:
+    """Fresh messages without null fields.
+
+    parts, text: which content the template takes; a list of parts becomes its texts joined by newlines where it takes
+    no lists, a text a list of one part where it takes nothing else. developer: it knows that role (else: system).
+    Arguments of tool calls become objects, as templates write them out themselves.
+    Raises RequestError naming the field, UnsupportedField naming a part that is not text.
+    """
+    if not messages:
+        raise RequestError("messages is empty: send at least one.", param="messages")
+    return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, developer: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with a role and content.", param=where)
+    fresh = {key: value for key, value in message.items() if value is not None}
+    role = fresh.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role is {role!r}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
+    if role == "developer" and not developer:
+        fresh["role"] = "system"
+    if "content" in fresh:
+        fresh["content"] = _content(fresh["content"], f"{where}.content", parts, text)
+    elif role != "assistant":
+        raise RequestError(f"{where}.content is missing: give the text of the message.", param=f"{where}.content")
+    if "tool_calls" in fresh:
+        fresh["tool_calls"] = _calls(fresh["tool_calls"], f"{where}.tool_calls")
+    thought = next((fresh[name] for name in _REASONING_FIELDS if name in fresh), None)
+    if thought is not None:
+        fresh.setdefault("reasoning_content", thought)
+    return fresh
+
+
+def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content if text else [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a text or a list of parts.", param=where)
+    fresh = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"{where}[{i}] must be an object with a type.", param=f"{where}[{i}]")
+        if kind != "text":
+            reason = f"{where}[{i}] is of type {kind!r}: this model reads text only."
+            raise UnsupportedField(reason, param=f"{where}[{i}]")
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{i}].text must be a text.", param=f"{where}[{i}].text")
+        fresh.append({"type": "text", "text": part["text"]})
+    return fresh if parts else "\n".join(part["text"] for part in fresh)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list.", param=where)
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        field = f"{where}.function.arguments"
+        raise RequestError(f"{field} must be a JSON object written as a text.", param=field)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,88 @@
+"""JSON schemas from a caller: every keyword is honoured, an annotation, or refused by name.
+
+The grammar library refuses what it knows and lacks, but ignores what it does not know; a misspelt or foreign keyword
+must not turn into an unconstrained answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ridgeline.core.errors import BadGrammar
+
+MAX_DEPTH = 64
+MAX_SCHEMAS = 4096
+
+_ONE = ("items", "additionalProperties", "additionalItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = (
+    *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+)
+_ANNOTATIONS = (
+    *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
+    *("deprecated", "readOnly", "writeOnly"),
+)
+KEYWORDS = frozenset({*_ONE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
+
+
+def read_schema(source: str) -> Any:
+    """The value of a JSON text. Raises BadGrammar for text that is not JSON."""
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise BadGrammar(f"The schema is not valid JSON: {error}.") from error
+
+
+def check_schema(schema: Any, *, strict: bool = True, param: str | None = None) -> None:
+    """Raises BadGrammar naming the place of what is malformed, too large or, when `strict`, not enforceable."""
+    waiting: list[tuple[Any, str, int]] = [(schema, "the schema", 0)]
+    seen = 0
+    while waiting:
+        node, where, depth = waiting.pop()
+        seen += 1
+        if depth > MAX_DEPTH or seen > MAX_SCHEMAS:
+            limit = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_SCHEMAS} subschemas"
+            raise BadGrammar(f"The schema has more than {limit}: make it smaller.", param=param)
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise BadGrammar(f"{where} must be an object, true or false.", param=param)
+        for key in node if strict else ():
+            if key not in KEYWORDS and (not key.startswith("x-") or key == "x-guidance"):
+                hint = ' (write {"type": [..., "null"]})' if key == "nullable" else ""
+                raise BadGrammar(f"{where} uses {key!r}, which is not supported: remove it{hint}.", param=param)
+        waiting.extend((child, f"{where}.{name}", depth + 1) for name, child in _children(node))
+
+
+def prune_schema(schema: Any) -> Any:
+    """The schema without annotations and without keywords we do not know. Recursive: check its depth first."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key in KEYWORDS and key not in _ANNOTATIONS}
+    for key in _ONE:
+        if isinstance(kept.get(key), dict):
+            kept[key] = prune_schema(kept[key])
+    for key in _LISTS:
+        if isinstance(kept.get(key), list):
+            kept[key] = [prune_schema(child) for child in kept[key]]
+    for key in _MAPS:
+        if isinstance(kept.get(key), dict):
+            kept[key] = {name: prune_schema(child) for name, child in kept[key].items()}
+    return kept
+
+
+def _children(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _ONE:
+        if key in node and not isinstance(node[key], list):
+            yield key, node[key]
+    for key in _LISTS:
+        if isinstance(node.get(key), list):
+            yield from ((f"{key}[{i}]", child) for i, child in enumerate(node[key]))
+    for key in _MAPS:
+        if isinstance(node.get(key), dict):
+            yield from ((f"{key}.{name}", child) for name, child in node[key].items())

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ridgeline.core.errors import BadGrammar, UnsupportedField
+from ridgeline.core.sampling import Grammar, GrammarKind
+from ridgeline.text import grammar as grammar_module
+from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
+from ridgeline.text.tokenizer import Tokenizer
+from tests.text.walk import allowed, outputs
+
+VOCAB = 641
+END = 2
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a"]},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 8},
+            "tags": {"type": "array", "items": {"enum": ["x", "é", None, 3]}, "minItems": 1, "maxItems": 3},
+            "size": {"type": "number", "minimum": 0, "exclusiveMaximum": 10},
+        },
+        "required": ["name", "tags", "size"],
+        "additionalProperties": False,
+    },
+    {"anyOf": [{"type": "null"}, {"const": {"k": [1]}}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
+    {
+        "type": "array",
+        "prefixItems": [{"type": "integer", "multipleOf": 5}, {"const": "z"}],
+        "items": False,
+        "minItems": 2,
+    },
+    {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"v": {"type": "boolean"}, "l": {"$ref": "#/$defs/tree"}},
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/tree",
+        "title": "Tree",
+        "x-order": 1,
+    },
+    {"type": "string", "format": "date"},
+    {"allOf": [{"type": "object", "properties": {"p": {"type": "integer"}}}, {"required": ["p"]}], "maxProperties": 1},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(byte_level: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(byte_level, vocab_size=VOCAB, end_ids=[END])
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_any_walk_satisfies_its_schema(
+    schema: dict[str, Any], compiler: GrammarCompiler, byte_level: Tokenizer
+) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    compiler.check(grammar)
+    texts = outputs(lambda: compiler.start(grammar), byte_level, END)
+    assert len(set(texts)) > 1
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_json_object(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    for text in outputs(lambda: compiler.start(Grammar("json_object", "")), byte_level, END):
+        assert isinstance(json.loads(text), dict)
+
+
+def test_sentencepiece_vocabulary(sentencepiece: Tokenizer) -> None:
+    compiler = GrammarCompiler(sentencepiece, vocab_size=sentencepiece.vocab_size, end_ids=[END])
+    grammar = Grammar("json_schema", json.dumps(SCHEMAS[1]))
+    for text in outputs(lambda: compiler.start(grammar), sentencepiece, END, count=10):
+        jsonschema.validate(json.loads(text), SCHEMAS[1])
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]+x{2,3}", "a/b\n(é|日)?", r"[0-9]{2}-[^x]", "(yes|no)\\.", ""])
+def test_regex(pattern: str, compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    for text in outputs(lambda: compiler.start(Grammar("regex", pattern)), byte_level, END, count=10):
+        assert re.fullmatch(pattern, text)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(choices=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=4, unique=True))
+def test_choice_allows_each_text_and_no_other(
+    choices: list[str], compiler: GrammarCompiler, byte_level: Tokenizer
+) -> None:
+    grammar = Grammar("choice", json.dumps(choices))
+    assert set(outputs(lambda: compiler.start(grammar), byte_level, END, count=3)) <= set(choices)
+    for text in choices:
+        state = compiler.start(grammar)
+        for token in byte_level.encode(text, add_special_tokens=False):
+            assert token in allowed(state)
+            state.accept([token])
+        assert END in allowed(state)
+
+
+def test_lark(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    grammar = Grammar("lark", 'start: "a" inner* "c"\ninner: "(" inner? ")"')
+    texts = outputs(lambda: compiler.start(grammar), byte_level, END)
+    assert len(set(texts)) > 3
+    for text in texts:
+        assert text[0] == "a" and text[-1] == "c" and text.count("(") == text.count(")")
+
+
+def test_masks_are_words_of_the_whole_vocabulary(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    state = compiler.start(Grammar("choice", '["fox"]'))
+    assert len(state.mask()) == 4 * ((VOCAB + 31) // 32)
+    texts = {byte_level.token_text(index) for index in allowed(state)}
+    assert texts and all(text and "fox".startswith(text) for text in texts)
+
+
+def test_the_end(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    state = compiler.start(Grammar("regex", "ab?"))
+    state.accept(byte_level.encode("a", add_special_tokens=False))
+    assert not state.finished and END in allowed(state)
+    state.accept([END])
+    assert state.finished and allowed(state) == [END]
+
+    state = compiler.start(Grammar("regex", "a"))
+    state.accept(byte_level.encode("a", add_special_tokens=False))
+    assert state.finished and allowed(state) == [END]
+    state.accept([END, 5])
+    assert state.finished
+
+
+def test_states_do_not_share(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    grammar = Grammar("regex", "ab")
+    first, second = compiler.start(grammar), compiler.start(grammar)
+    first.accept(byte_level.encode("a", add_special_tokens=False))
+    assert allowed(first) != allowed(second)
+
+
+def test_a_forbidden_token_is_an_error(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    state = compiler.start(Grammar("regex", "a"))
+    with pytest.raises(BadGrammar, match="left its grammar"):
+        state.accept(byte_level.encode("z", add_special_tokens=False))
+
+
+def test_white_space_is_bounded(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    state = compiler.start(Grammar("json_object", ""))
+    newline = byte_level.encode("\n", add_special_tokens=False)[0]
+    state.accept(byte_level.encode("{", add_special_tokens=False))
+    taken = 0
+    while newline in allowed(state):
+        state.accept([newline])
+        taken += 1
+        assert taken <= 32
+    assert taken >= 8
+
+
+DEEP = '{"items":' * 200 + "{}" + "}" * 200
+HOSTILE: list[tuple[GrammarKind, str, str]] = [
+    ("json_schema", "{", "not valid JSON"),
+    ("json_schema", "", "not valid JSON"),
+    ("json_schema", "[" * 60_000, "not valid JSON|must be an object"),
+    ("json_schema", "3", "must be an object"),
+    ("json_schema", '{"properties": {"a": []}}', r"schema.properties.a must be an object"),
+    ("json_schema", '{"type": "object", "uniqueItems": true}', "uniqueItems"),
+    ("json_schema", '{"properties": {"a": {"not": {}}}}', r"schema\.properties\.a uses 'not'"),
+    ("json_schema", '{"anyOf": [{"speling": 1}]}', r"anyOf\[0\] uses 'speling'"),
+    ("json_schema", '{"type": "string", "nullable": true}', "null"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "type": "object"}', "x-guidance"),
+    ("json_schema", '{"type": "robot"}', "robot"),
+    ("json_schema", '{"type": "string", "format": "robot"}', "robot"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    ("json_schema", '{"type": "string", "pattern": "\\ud800"}', "not valid"),
+    ("json_schema", '{"$ref": "#"}', "no text"),
+    ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+    ("json_schema", '{"$ref": "http://example.org/x"}', "example.org"),
+    ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "does not compile"),
+    ("json_schema", '{"const": NaN}', "not valid"),
+    ("json_schema", '{"enum": []}', "does not compile"),
+    ("json_schema", "false", "object schema"),
+    ("json_schema", '{"type": "array", "maxItems": 1e30}', "maxItems"),
+    ("json_schema", '{"type": "integer", "minimum": 1e400}', "not valid"),
+    ("json_schema", DEEP, "levels"),
+    ("json_schema", '{"enum": [' + "[" * 500 + "]" * 500 + "]}", "not valid|does not compile"),
+    ("json_schema", '{"anyOf": [' + ",".join(["{}"] * 5000) + "]}", "subschemas"),
+    ("json_schema", '{"title": "' + "x" * MAX_SOURCE + '"}', "characters"),
+    ("regex", "(", "unclosed"),
+    ("regex", "(" * 20_000 + ")" * 20_000, "does not compile"),
+    ("regex", "(?<!a)b", "look-around"),
+    ("regex", r"(a)\1", "backreference"),
+    ("regex", r"[^\s\S]", "no text"),
+    ("regex", "a\ud800", "surrogate"),
+    ("choice", "[]", "at least one"),
+    ("choice", '["a", ""]', "at least one"),
+    ("choice", '["a", 3]', "at least one"),
+    ("choice", '"a"', "at least one"),
+    ("choice", "a", "not valid JSON"),
+    ("choice", '["\\ud800"]', "hex escape"),
+    ("lark", "", "does not compile"),
+    ("lark", "no rules at all", "does not compile"),
+    ("lark", "start: nothing", "nothing"),
+    ("lark", "start: start", "no text"),
+    ("lark", "start: " + "(" * 10_000, "nested"),
+    ("lark", "%llguidance", "%llguidance"),
+    ("lark", '%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance"),
+    ("lark", "start: <|no_such_token|>", "no_such_token"),
+    ("lark", 'start: %json {"robot', "json"),
+    ("lark", "start: @elsewhere", "elsewhere"),
+    ("lark", "\x00", "does not compile"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "reason"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_grammars_are_refused_with_a_reason(
+    kind: GrammarKind, source: str, reason: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(BadGrammar) as caught:
+        compiler.check(Grammar(kind, source), param="response_format")
+    assert re.search(reason, caught.value.message), caught.value.message
+    assert caught.value.param == "response_format" and len(caught.value.message) < 500
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["json_schema", "regex", "choice", "lark"]), source=st.text(max_size=80))
+def test_no_text_breaks_the_check(kind: GrammarKind, source: str, compiler: GrammarCompiler) -> None:
+    try:
+        compiler.check(Grammar(kind, source))
+    except BadGrammar:
+        return
+    assert allowed(compiler.start(Grammar(kind, source)))
+
+
+LARK_LETTERS = st.text(st.sampled_from('start:|"ab/()[]{}*+?~&%\n ,.<>@-\\0123'), max_size=60)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tail=LARK_LETTERS)
+def test_no_lark_breaks_the_check(tail: str, compiler: GrammarCompiler) -> None:
+    try:
+        compiler.check(Grammar("lark", "start: " + tail))
+    except BadGrammar as error:
+        assert error.message
+
+
+def test_without_the_extra_structured_output_is_refused(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "llguidance", None)
+    compiler = GrammarCompiler(byte_level, vocab_size=VOCAB, end_ids=[END])
+    with pytest.raises(UnsupportedField, match=r"ridgeline\[structured\]") as caught:
+        compiler.check(Grammar("json_object", ""))
+    assert caught.value.param == "response_format"
