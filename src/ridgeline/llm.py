@@ -14,7 +14,7 @@ from ridgeline.core.resolve import split_options
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
-from ridgeline.text.chat import ChatTemplate
+from ridgeline.text.chat import ChatTemplates, RenderOptions
 from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.stops import StopStrings
 from ridgeline.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class LLM:
         folder = resolve_model(config)
         self.tokenizer = Tokenizer.load(folder)
         self._engine = LocalEngine.start(config, EngineConfig(**engine_options), progress)
-        self._template = ChatTemplate.of(self.tokenizer)
+        self._templates = ChatTemplates(self.tokenizer.templates, self.tokenizer.specials)
         self._count = 0
 
     def generate(
@@ -94,7 +94,8 @@ class LLM:
         self._engine.close()
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
-        text = self._template.render(messages, add_generation_prompt=True, **template)
+        options = RenderOptions(add_generation_prompt=True, variables=template)
+        text = self._templates.choose(tools=False).render(messages, options=options)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline.core.errors import BadGrammar
 from ridgeline.core.events import Update
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.engine import Engine, Setup
@@ -38,9 +39,27 @@ class OneTwo:
         return len(self.seen) >= 3
 
 
+class Broken(OneTwo):
+    """A grammar that outgrows its bounds after two tokens."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def mask(self) -> bytes:
+        if self._where == "mask" and len(self.seen) >= 2:
+            raise BadGrammar("the grammar outgrew its bounds")
+        return super().mask()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        super().accept(tokens)
+        if self._where == "accept" and len(self.seen) >= 2:
+            raise BadGrammar("the grammar outgrew its bounds")
+
+
 class Grammars:
     def start(self, grammar: Grammar) -> OneTwo:
-        return OneTwo()
+        return Broken(grammar.source) if grammar.kind == "lark" else OneTwo()
 
 
 def make(**options: Any) -> Engine:
@@ -121,6 +140,24 @@ def test_a_grammar_is_followed_token_by_token_and_ends_the_answer() -> None:
     )
     assert sum(len(delta.tokens) for delta in news) == 3 and news[-1].finish == "stop"
     assert len([mask for mask in masks if mask]) == 3
+
+
+@pytest.mark.parametrize("where", ["mask", "accept"])
+def test_a_grammar_that_breaks_ends_its_own_request_only(where: str) -> None:
+    engine = make(depth=1)
+    local = LocalEngine(engine)
+    news = list(
+        local.run(
+            [
+                submit("broken", [1, 2], max_tokens=9, grammar=Grammar("lark", where)),
+                submit("whole", [1, 2], max_tokens=9, seed=1, ignore_eos=True),
+            ]
+        )
+    )
+    ends = {delta.id: delta for delta in news if delta.finish}
+    assert ends["broken"].finish == "error" and "outgrew" in ends["broken"].error
+    assert ends["whole"].finish == "length"
+    assert engine.idle and engine.loop.scheduler.leases.pool.used == 0
 
 
 def test_orders_are_answered() -> None:

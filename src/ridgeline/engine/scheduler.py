@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
+from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
@@ -220,12 +221,15 @@ class Scheduler:
             room = request.limit - request.expected
             if room <= 0 or (request.in_flight and (request.constraint is not None or self._drafter.waits)):
                 return 0
+            if not self._masked(plan, request):
+                return 0
             drafts = self._drafter.propose(request, room - 1) if room > 1 else ()
         total = n_query + len(drafts)
         while not self.leases.extend(request, request.planned + total, plan):
             if drafts:
                 drafts, total = (), n_query
             elif not self._make_room(request):
+                plan.masks.pop(request.row, None)
                 return 0
         self._state_share(plan, request, total, drafts, samples)
         shares.append(_Share(request, total, len(drafts), samples))
@@ -252,8 +256,16 @@ class Scheduler:
             after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)]
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
         plan.logits.append(wanted)
-        if samples and request.constraint is not None:
-            plan.masks[request.row] = request.constraint.mask()
+
+    def _masked(self, plan: StepPlan, request: Request) -> bool:
+        """State the tokens a grammar allows next; a grammar that cannot go on ends its own request."""
+        if request.constraint is not None:
+            try:
+                plan.masks[request.row] = request.constraint.mask()
+            except RidgelineError as error:
+                self.finish(request, "error", error.message)
+                return False
+        return True
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the last running request if it comes after `request`. True: its blocks are free already; False:
@@ -385,7 +397,12 @@ class Scheduler:
             update.prompt_logprobs = request.scores or None
         flag = result.flags[index]
         if request.constraint is not None and not flag & Flag.STOP:
-            request.constraint.accept(tokens)
+            try:
+                request.constraint.accept(tokens)
+            except RidgelineError as error:
+                updates.append(update)
+                self.finish(request, "error", error.message)
+                return
             if request.constraint.finished:
                 flag |= Flag.STOP
         if flag:
