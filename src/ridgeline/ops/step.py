@@ -5,7 +5,9 @@ Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -40,10 +42,14 @@ class StepInputs:
     rows: int32 [B], device row of each scheduled row. q_start: int32 [B + 1]. length: int32 [B], slots the row holds
     with this step's keys written. position: int32 [T], when each query token was said. row_of: int32 [T], index into
     rows of each query token. ancestors: int64 [T] for draft trees: bit j says that the token sees the j-th query token
-    of its own row (None: plain causal order). max_query, max_length: host-side upper bounds over the step's rows.
+    of its own row (None: plain causal order). Bits only narrow the causal order of slots, a token always sees itself,
+    and tokens from the 64th on follow plain causal order, so all bits set (-1) is a row without a tree. max_query,
+    max_length: host-side upper bounds over the step's rows.
     decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
     Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
     int32 [R, slots] (None: position == slot).
+    derived: what an op computed from this step's tensors and every further layer reuses (gather indices, masks). Keys
+    name the op and the tensors used. A step owns it: whoever changes the tensors in place makes a new StepInputs.
     """
 
     rows: torch.Tensor
@@ -55,6 +61,7 @@ class StepInputs:
     max_length: int
     ancestors: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+    derived: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def decode(self) -> bool:

@@ -45,12 +45,8 @@ class Ops:
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-    add_rms_norm: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]
-    ]
-    qkv_write: Callable[
-        [torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
+    qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     attention: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor | None]
     ]

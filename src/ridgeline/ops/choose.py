@@ -1,0 +1,48 @@
+"""Which set of operations a device gets: chosen once at start-up, logged with the reason."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from ridgeline.ops.cpu import CPU
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.table import Ops
+
+log = logging.getLogger(__name__)
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OLDEST_CAPABILITY = (8, 0)
+"""Compute capability from which bf16 products and asynchronous copies exist (Ampere)."""
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operations for `device` and `dtype`; the plain reference where nothing faster fits, with a warning."""
+    missing = _missing(device, dtype)
+    if missing:
+        log.warning("ops: reference on %s in %s (slow): %s", device, dtype, missing)
+        return REFERENCE
+    if device.type == "cpu":
+        packed = torch.ops.mkldnn._is_mkldnn_bf16_supported() and dtype == torch.bfloat16
+        log.info("ops: cpu in %s, weights %s", dtype, "packed for oneDNN" if packed else "as they are")
+        return CPU
+    # Only here: Triton is an extra that a machine without a GPU need not have.
+    from ridgeline.ops.triton.table import TRITON
+
+    log.info("ops: triton on %s in %s, products by cuBLAS", torch.cuda.get_device_name(device), dtype)
+    return TRITON
+
+
+def _missing(device: torch.device, dtype: torch.dtype) -> str:
+    """Why kernels cannot serve, empty if they can."""
+    if device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for {device.type}"
+    if dtype not in KERNEL_DTYPES:
+        return f"there are no kernels for {dtype}"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return "the GPU is older than compute capability 8.0"
+    return ""

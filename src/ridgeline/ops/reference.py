@@ -1,0 +1,154 @@
+"""Every operation in plain PyTorch, on any device and in any floating dtype: the definition of correct.
+
+Statistics and attention are computed in float32, or in float64 when the inputs are float64; results are rounded once,
+to the dtype of the input. Nothing here is meant to be fast.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import Ops, QkvShape
+
+TREE_BITS = 64
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
+    """x [..., D] / sqrt(mean(x^2) + eps) * (weight + 1 if offset), along the last dimension (Zhang and Sennrich 2019)."""
+    wide = _wide(x)
+    scale = _wide(weight) + (1.0 if offset else 0.0)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(residual + x), residual + x); the norm sees the sum as rounded to the model's dtype."""
+    total = residual + x
+    return rms_norm(total, weight, eps, offset), total
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, H, d] at position [T]: the first 2 * cos_sin.shape[2] of d turn, halves paired."""
+    half = cos_sin.shape[2]
+    wide = _wide(x)
+    turn = cos_sin[position.long()].to(wide.dtype)
+    cos, sin = turn[:, 0].unsqueeze(1), turn[:, 1].unsqueeze(1)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    parts = (first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :])
+    return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, view: KvView) -> None:
+    """Store k, v [T, Hkv, d] at view.slots."""
+    page, place = view.slots // view.page_tokens, view.slots % view.page_tokens
+    view.kv[page, 0, :, place] = k.to(view.kv.dtype)
+    view.kv[page, 1, :, place] = v.to(view.kv.dtype)
+
+
+def qkv_write(
+    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split qkv [T, (Hq + 2 Hkv) * d], norm and turn q and k, write k and v into the cache; see Ops."""
+    heads = qkv.view(qkv.shape[0], shape.n_heads + 2 * shape.n_kv_heads, shape.head_dim)
+    q, k, v = heads.split((shape.n_heads, shape.n_kv_heads, shape.n_kv_heads), dim=1)
+    if shape.q_norm is not None:
+        q = rms_norm(q, shape.q_norm, shape.norm_eps, shape.norm_offset)
+    if shape.k_norm is not None:
+        k = rms_norm(k, shape.k_norm, shape.norm_eps, shape.norm_offset)
+    q, k = rotate(q, shape.cos_sin, step.position), rotate(k, shape.cos_sin, step.position)
+    write_kv(k, v, view)
+    return q, k, v.contiguous()
+
+
+def row_mask(query: slice, start: int, row: int, window: int | None, step: StepInputs) -> torch.Tensor:
+    """Which slots 0 .. start + n - 1 each of a row's n query tokens sees, bool [n, start + n].
+
+    Order is by slot: a query sees every slot before its own and itself. ancestors narrow that among the row's first 64
+    query tokens (all bits set: plain causal order; a token always sees itself). The window is by position.
+    """
+    n = query.stop - query.start
+    device = step.position.device
+    slot = torch.arange(start + n, device=device)
+    place = torch.arange(n, device=device).unsqueeze(1)
+    seen = slot <= start + place
+    if step.ancestors is not None:
+        among = slot - start
+        bit = (step.ancestors[query].unsqueeze(1) >> among.clamp(0, TREE_BITS - 1)) & 1
+        seen = seen & ((among < 0) | (among >= TREE_BITS) | (among == place) | (bit == 1))
+    if window is not None:
+        past = slot if step.key_positions is None else step.key_positions[row, : start + n].long()
+        said = torch.cat((past[:start], step.position[query].long()))
+        seen = seen & (step.position[query].long().unsqueeze(1) - said < window)
+    return seen
+
+
+def _row_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, view: KvView
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]); nothing seen gives 0, -inf."""
+    group = q.shape[1] // keys.shape[0]
+    q = _wide(q)
+    keys, values = (one.to(q.dtype).repeat_interleave(group, 0) for one in (keys, values))
+    scores = torch.einsum("nhd,hsd->hns", q, keys) * view.scale
+    if view.softcap is not None:
+        scores = view.softcap * torch.tanh(scores / view.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == float("-inf"), 0.0))
+    # A slot nobody sees may hold anything, NaN included (stale pages behind a window).
+    values = values.masked_fill(~mask.any(0).unsqueeze(-1), 0.0)
+    return torch.einsum("hns,hsd->nhd", weights, values), lse.transpose(0, 1)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention of each row's query tokens over the slots it holds; tokens of no row get 0 and -inf."""
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=_wide(q).dtype, device=q.device)
+    starts = step.q_start.tolist()
+    for index, (row, length) in enumerate(zip(step.rows.tolist(), step.length.tolist(), strict=True)):
+        query = slice(starts[index], starts[index + 1])
+        start = length - (query.stop - query.start)
+        if query.stop == query.start or start < 0:
+            continue
+        pages = view.table[row, : -(-length // view.page_tokens)].long()
+        keys, values = view.kv[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        mask = row_mask(query, start, row, view.window, step)
+        part, part_lse = _row_attention(q[query], keys, values, mask, view)
+        out[query], lse[query] = part.to(q.dtype), part_lse
+    return out, lse
+
+
+def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """act(gate) * up of gate_up [T, 2 F]; kind is silu or gelu_tanh."""
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    act = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
+    return (act * up).to(gate_up.dtype)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, packed, bias)
+
+
+REFERENCE = Ops(
+    name="reference",
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    qkv_write=qkv_write,
+    attention=attention,
+    activate=activate,
+    pack=pack,
+    linear=linear,
+)

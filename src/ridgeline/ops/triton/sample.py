@@ -1,0 +1,110 @@
+"""Drawing tokens in one pass over the logits: temperature, noise and argmax fused.
+
+The formula is that of decoding.sampler (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of
+decoding.noise, a hash of (row key, position, purpose, token) in wrapping 32-bit arithmetic, so both draw the same
+tokens but for ties within the rounding of the logarithms.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+FIRST = tl.constexpr(0x21F0AAAD)
+SECOND = tl.constexpr(0x735A2D97)
+GOLDEN = tl.constexpr(0x9E3779B9)
+PURPOSE = tl.constexpr(0x85EBCA6B)
+LARGEST = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def _mix(word, key):
+    word = word ^ (word >> 16)
+    word = word * FIRST
+    word = word ^ key
+    word = word ^ (word >> 15)
+    word = word * SECOND
+    return word ^ (word >> 15)
+
+
+@triton.jit
+def _log_exponential(word):
+    """log(-log(1 - u)) of u = (word / 2 + 1/2) / 2^31; where 1 - u would lose digits, by the series of -log(1 - u)."""
+    u = tl.minimum(((word >> 1).to(tl.float32) + 0.5) * 4.656612873077393e-10, LARGEST)
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return tl.log(tl.where(u < 0.06, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    key_ptr,
+    position_ptr,
+    best_ptr,
+    token_ptr,
+    logits_stride,
+    vocab,
+    purpose: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best token of one row's block of the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    score = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        first = tl.load(key_ptr + 2 * row).to(tl.uint32, bitcast=True)
+        second = tl.load(key_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
+        where = tl.load(position_ptr + row).to(tl.uint32, bitcast=True) * GOLDEN
+        for _ in tl.static_range(purpose + 1):
+            where = where + PURPOSE
+        one = _mix(where + first, second)
+        two = _mix(where + second, one)
+        word = _mix(token.to(tl.uint32) * GOLDEN + one, two)
+        score = score - temperature * _log_exponential(word)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    best, place = tl.max(score, 0, return_indices=True)
+    tl.store(best_ptr + at, best)
+    tl.store(token_ptr + at, tl.program_id(1) * BLOCK + place)
+
+
+@triton.jit
+def _best_kernel(best_ptr, token_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * blocks + at, mask=at < blocks, other=float("-inf"))
+    place = tl.argmax(best, 0)
+    tl.store(out_ptr + row, tl.load(token_ptr + row * blocks + place))
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor, purpose: int
+) -> torch.Tensor:
+    """logits [N, V] of any float type, -inf where not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
+    (decoding.noise.row_key); position int32 [N] -> tokens int32 [N]."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    token = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        _draw_kernel[(rows, blocks)](
+            logits,
+            temperature,
+            key,
+            position,
+            best,
+            token,
+            logits.stride(0),
+            vocab,
+            purpose=int(purpose),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+        _best_kernel[(rows,)](best, token, out, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    return out

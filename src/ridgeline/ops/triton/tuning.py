@@ -1,0 +1,47 @@
+"""Launch configurations of the attention kernels, by head size: data, not search, so that start-up tries nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """queries: packed query rows of a program (tokens times heads of a group); the split kernel takes as many as its
+    rows have. keys: slots per turn of its loop. warps, stages: of one program."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Padded head size -> tile. Rows with few query tokens are bound by reading keys: small tiles, several programs per
+# processor, deep pipelines. A key's address needs its page number first, and that load takes every other stage: 5 stages
+# keep two tiles of keys and values in flight. Chunks are bound by arithmetic: as many queries as registers hold.
+SPLIT_TILES = {
+    16: Tile(16, 128, 4, 5),
+    32: Tile(16, 128, 4, 5),
+    64: Tile(16, 128, 4, 5),
+    128: Tile(16, 64, 4, 5),
+    256: Tile(16, 32, 4, 5),
+}
+CHUNK_TILES = {
+    16: Tile(64, 64, 4, 3),
+    32: Tile(128, 64, 4, 3),
+    64: Tile(128, 64, 8, 3),
+    128: Tile(128, 64, 8, 3),
+    256: Tile(64, 32, 8, 2),
+}
+FLOAT32_CHUNK = Tile(32, 32, 8, 1)
+FLOAT32_SPLIT = Tile(16, 32, 4, 1)
+
+LARGEST_SPLIT_QUERIES = 64
+"""Steps whose rows all have at most this many packed queries need no chunk kernel."""
+SPLIT_PROGRAMS_PER_PROCESSOR = 3
+"""Programs that run at a time on one processor with SPLIT_TILES: what one wave is made of."""
+SPLIT_WAVES = 4
+"""With more rows than fill one wave, keys are split so finely that this many waves even out the tail."""
+SMALLEST_SPLIT = 256
+"""Slots below which a further split costs more than it brings."""
+COMBINED_AT_ONCE = 16

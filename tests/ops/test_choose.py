@@ -1,0 +1,30 @@
+"""The choice of operations, and that it says why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from ridgeline.ops import choose as choosing
+from ridgeline.ops.choose import choose
+
+
+def test_a_cpu_gets_its_own_operations() -> None:
+    assert choose(torch.device("cpu"), torch.bfloat16).name == "cpu"
+
+
+def test_without_triton_a_gpu_gets_the_reference_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert choose(torch.device("cuda"), torch.bfloat16).name == "reference"
+    assert "pip install triton" in caplog.text
+
+
+def test_unknown_devices_and_dtypes_get_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose(torch.device("meta"), torch.bfloat16).name == "reference"
+    assert choose(torch.device("cpu"), torch.float64).name == "reference"
+    assert "float64" in caplog.text

@@ -1,0 +1,108 @@
+"""Norms, activation, rotary embedding with the write into the cache, and products: reference by hand, CPU by reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ridgeline.ops.cpu import CPU
+from ridgeline.ops.reference import REFERENCE
+
+
+def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype and out.shape == want.shape
+    error = (out.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9)
+    assert error < (5e-3 if dtype == torch.bfloat16 else 1e-6), float(error)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_reference_rms_norm_by_hand(offset: bool) -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    row = [float(one) for one in x[1]]
+    rms = math.sqrt(sum(one * one for one in row) / 8 + 1e-2)
+    want = torch.tensor([one / rms * (float(w) + offset) for one, w in zip(row, weight, strict=True)])
+    torch.testing.assert_close(REFERENCE.rms_norm(x, weight, 1e-2, offset)[1], want)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_reference_activation_by_hand(kind: str) -> None:
+    gate, up = 0.7, -1.3
+    act = gate / (1 + math.exp(-gate))
+    if kind == "gelu_tanh":
+        act = 0.5 * gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    out = REFERENCE.activate(torch.tensor([[gate, up]]), kind)
+    assert float(out) == pytest.approx(act * up, abs=1e-6)
+
+
+def test_reference_rope_turns_pairs_by_position_times_frequency(
+    batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    case = batch([(9, 1)], heads=2, kv_heads=1, head_dim=8)
+    shape = qkv_shape(2, 1, 8, 4, norms=False)
+    qkv = torch.randn(1, 32)
+    q, k, v = REFERENCE.qkv_write(qkv, shape, case.view, case.step)
+    for pair, frequency in ((0, 1.0), (1, 0.01)):
+        angle, (a, b) = 8 * frequency, (float(qkv[0, pair]), float(qkv[0, pair + 2]))
+        assert float(q[0, 0, pair]) == pytest.approx(a * math.cos(angle) - b * math.sin(angle), abs=1e-5)
+        assert float(q[0, 0, pair + 2]) == pytest.approx(b * math.cos(angle) + a * math.sin(angle), abs=1e-5)
+    assert torch.equal(q[0, 0, 4:], qkv[0, 4:8]) and torch.equal(v.flatten(), qkv[0, 24:])
+    page, place = divmod(int(case.view.slots[0]), 16)
+    assert torch.equal(case.view.kv[page, :, :, place], torch.stack((k[0], v[0])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [False, True])
+def test_cpu_norms(dtype: torch.dtype, offset: bool) -> None:
+    x, residual, weight = (torch.randn(5, 96).to(dtype), torch.randn(5, 96).to(dtype), torch.randn(96).to(dtype))
+    close(CPU.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x, weight, 1e-5, offset), dtype)
+    out, total = CPU.add_rms_norm(x, residual, weight, 1e-5, offset)
+    want, want_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5, offset)
+    assert torch.equal(total, want_total)
+    close(out, want, dtype)
+
+
+def test_cpu_norm_of_zeros_is_zero() -> None:
+    assert torch.equal(CPU.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, False), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_cpu_activation(dtype: torch.dtype, kind: str) -> None:
+    x = torch.randn(5, 64).to(dtype)
+    close(CPU.activate(x, kind), REFERENCE.activate(x, kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"norms": True}, {"rope_dim": 8}, {"layer_major": True}])
+def test_cpu_qkv_write(
+    dtype: torch.dtype, fields: dict[str, Any], batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    case = batch([(40, 7), (3, 1), (20, 20)], layer_major=fields.get("layer_major", False)).to("cpu", dtype)
+    shape = qkv_shape(6, 2, 32, fields.get("rope_dim", 32), fields.get("norms", False))
+    qkv = torch.randn(28, 10 * 32).to(dtype)
+    before = case.view.kv.clone()
+    want = REFERENCE.qkv_write(qkv, shape, case.view, case.step)
+    want_kv = case.view.kv.clone()
+    case.view.kv.copy_(before)
+    for _ in range(2):
+        out = CPU.qkv_write(qkv, shape, case.view, case.step)
+        for one, other in zip(out, want, strict=True):
+            close(one, other, dtype)
+        close(case.view.kv, want_kv, dtype)
+        untouched = before == want_kv
+        assert torch.equal(case.view.kv[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 16, 130])
+def test_cpu_linear(dtype: torch.dtype, tokens: int) -> None:
+    weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(tokens, 64).to(dtype)
+    packed = CPU.pack(weight)
+    for one in (None, bias):
+        want = F.linear(x.double(), weight.double(), None if one is None else one.double())
+        close(CPU.linear(x, packed, one), want.to(dtype), dtype)

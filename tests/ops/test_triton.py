@@ -1,0 +1,193 @@
+"""The Triton kernels equal the reference: on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter computes a bf16 product wrongly, so it is asked for float32 and float16 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.decoding import sampler
+from ridgeline.decoding.noise import Purpose, row_key
+from ridgeline.ops.reference import REFERENCE
+
+pytest.importorskip("triton")
+
+from ridgeline.ops.triton.sample import sample
+from ridgeline.ops.triton.table import TRITON
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+DECODE = [(1, 1), (200, 1), (64, 1), (33, 1)]
+MIXED = [(40, 7), (1, 1), (70, 50), (33, 1), (60, 5)]
+
+ATTENTION: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
+    "decode": (DECODE, {}),
+    "decode-padded": ([*DECODE, (0, 1)], {}),
+    "decode-one-split": ([(400, 1)], {}),
+    "decode-many": ([(20 + row, 1) for row in range(9)], {}),
+    "verify": ([(40, 5), (200, 5), (9, 5)], {}),
+    "mixed": (MIXED, {"padding": 3}),
+    "whole-prompt": ([(70, 70)], {}),
+    "mha": (MIXED, {"heads": 2}),
+    "mqa-odd-sizes": (MIXED, {"heads": 5, "kv_heads": 1, "head_dim": 40}),
+    "page-of-64": (MIXED, {"page_tokens": 64}),
+    "wide-heads": (MIXED, {"heads": 2, "kv_heads": 1, "head_dim": 256}),
+    "window": (MIXED, {"window": 19}),
+    "window-decode": (DECODE, {"window": 19}),
+    "softcap": (MIXED, {"softcap": 2.0}),
+    "tree": (MIXED, {"tree": True}),
+    "tree-only": ([(50, 10), (30, 10)], {"tree": True}),
+    "tree-64": ([(100, 64), (64, 64)], {"tree": True, "heads": 4}),
+    "tree-window": (MIXED, {"tree": True, "window": 9}),
+    "compacted-window": (MIXED, {"compacted": True, "window": 30}),
+    "layer-major": (MIXED, {"layer_major": True}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop_bounds_from_arrays() -> Iterator[None]:
+    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        yield
+
+
+def near(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative error in the 2-norm against a float64 result."""
+    assert torch.isfinite(out).all()
+    error = float((out.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9))
+    assert error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype], error
+
+
+def test_the_interpreter_runs_where_there_is_no_gpu() -> None:
+    """Otherwise triton was imported before TRITON_INTERPRET was set, and nothing below would run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from ridgeline.ops.triton.norm import _norm_kernel
+
+    assert isinstance(_norm_kernel, InterpretedFunction) == (DEVICE == "cpu")
+
+
+RUNS = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}")
+    for name in ATTENTION
+    for dtype in DTYPES
+    # One dtype is enough for most in the slow interpreter.
+    if DEVICE == "cuda" or dtype == torch.float32 or name in ("decode", "mixed", "mqa-odd-sizes")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
+def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> None:
+    rows, fields = ATTENTION[name]
+    case = batch(rows, junk=float("nan"), **fields).to(DEVICE, dtype)
+    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    owned = slice(0, int(case.step.q_start[-1]))
+    for _ in range(2):  # the second time with the plan the step derived
+        out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+        assert want_lse is not None and lse is not None
+        seen = torch.isfinite(want_lse[owned, 0])
+        near(out[owned][seen], want[owned][seen], dtype)
+        near(lse[owned][seen], want_lse[owned][seen], dtype)
+
+
+def norm_inputs(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, ...]:
+    x, residual, weight = torch.randn(5, size), torch.randn(5, size), torch.randn(size)
+    return x.to(DEVICE, dtype), residual.to(DEVICE, dtype), weight.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("size", [96, 576])
+def test_norms(size: int, offset: bool, dtype: torch.dtype) -> None:
+    x, residual, weight = norm_inputs(dtype, size)
+    near(TRITON.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x.double(), weight, 1e-5, offset), dtype)
+    out, total = TRITON.add_rms_norm(x, residual, weight, 1e-5, offset)
+    want, want_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5, offset)
+    assert torch.equal(total, want_total)
+    near(out, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_activation(kind: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 2 * 1100).to(DEVICE, dtype)
+    near(TRITON.activate(x, kind), REFERENCE.activate(x.double(), kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", [{}, {"norms": True}, {"rope_dim": 8, "norms": True}, {"rope_dim": 24}])
+def test_qkv_write(
+    fields: dict[str, Any], dtype: torch.dtype, batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    case = batch([(40, 7), (3, 1), (20, 5)]).to(DEVICE, dtype)
+    shape = qkv_shape(6, 2, 32, fields.get("rope_dim", 32), fields.get("norms", False), DEVICE)
+    qkv = torch.randn(13, 10 * 32).to(DEVICE, dtype)
+    before = case.view.kv.clone()
+    want = REFERENCE.qkv_write(qkv.clone(), shape, case.view, case.step)
+    want_kv = case.view.kv.clone()
+    case.view.kv.copy_(before)
+    for out, one in zip(TRITON.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
+        near(out, one, dtype)
+    near(case.view.kv, want_kv, dtype)
+    untouched = before == want_kv
+    assert torch.equal(case.view.kv[untouched], before[untouched])
+
+
+def test_attention_reads_queries_out_of_the_projection(
+    batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    """q, k and v are views of one buffer; what qkv_write stored is what attention reads."""
+    case = batch([(40, 7), (3, 1), (20, 20)]).to(DEVICE, torch.float32)
+    shape = qkv_shape(6, 2, 32, 32, False, DEVICE)
+    qkv = torch.randn(28, 10 * 32, device=DEVICE)
+    want, _ = REFERENCE.attention(*REFERENCE.qkv_write(qkv.clone(), shape, case.view, case.step), case.view, case.step)
+    out, _ = TRITON.attention(*TRITON.qkv_write(qkv, shape, case.view, case.step), case.view, case.step)
+    near(out, want, torch.float32)
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
+    rows, vocab = 24, 5000
+    logits = (3 * torch.randn(rows, vocab)).to(DEVICE)
+    logits[:, ::3] = float("-inf")
+    temperature = torch.tensor([0.0, 0.3, 1.0, 2.0] * 6, device=DEVICE)
+    key = torch.tensor([row_key(-7 + row, row % 2) for row in range(rows)], dtype=torch.int32, device=DEVICE)
+    position = torch.arange(rows, dtype=torch.int32, device=DEVICE) * 1000
+    draws = sampler.Draws(temperature, key, position, torch.arange(vocab, dtype=torch.int32, device=DEVICE))
+    want = sampler.sample(logits, draws, purpose)
+    assert torch.equal(sample(logits, temperature, key, position, purpose), want)
+    assert len(set(want.tolist())) > rows // 2
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_device(batch: Callable[..., Any]) -> None:
+    """Lengths, tables and rows are device data: a graph captured on one batch serves another of its shape."""
+    if DEVICE != "cuda":
+        pytest.skip("needs a CUDA device")
+    first = batch([(300, 1), (20, 1), (700, 1)], heads=8, head_dim=128, page_tokens=64).to(DEVICE, torch.bfloat16)
+    TRITON.attention(first.q, first.k, first.v, first.view, first.step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = TRITON.attention(first.q, first.k, first.v, first.view, first.step)
+    for lengths in ([300, 20, 700], [5, 650, 1], [64, 128, 640]):
+        first.step.length.copy_(torch.tensor(lengths))
+        first.step.position.copy_(first.step.length - 1)
+        graph.replay()
+        want, _ = REFERENCE.attention(first.q.double(), first.k, first.v, first.view, first.step)
+        near(out, want, torch.bfloat16)
