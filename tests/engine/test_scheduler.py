@@ -169,6 +169,15 @@ def test_answers_are_reused_as_prefixes_too() -> None:
     assert bench.tokens["turn 2", 0] == oracle(follow, 4)
 
 
+def test_a_request_that_ends_with_its_first_token_leaves_its_prompt_in_the_cache() -> None:
+    bench = Bench(step_tokens=64)
+    bench.submit("a", list(range(12)), max_tokens=1)
+    bench.run()
+    bench.submit("b", list(range(12)), max_tokens=1)
+    bench.run()
+    assert bench.cached["b", 0] == 8
+
+
 def test_resetting_the_prefix_cache_forgets_it() -> None:
     bench = Bench()
     bench.submit("a", list(range(12)), max_tokens=2)
@@ -252,9 +261,7 @@ def test_prompt_scores_come_once_and_whole_however_the_prompt_is_cut() -> None:
         assert bench.tokens["r", 0] == oracle(range(12), 2)
 
 
-@pytest.mark.parametrize(
-    ("batching", "at_once"), [("continuous", 5), ("static:4", 4), ("dynamic:2,1000", 2)]
-)
+@pytest.mark.parametrize(("batching", "at_once"), [("continuous", 5), ("static:4", 4), ("dynamic:2,1000", 2)])
 def test_policies_differ_only_in_who_enters_when(batching: str, at_once: int) -> None:
     """A static or dynamic batch admits nobody until it has drained; continuous batching admits at every step."""
     bench = Bench(batching=batching, step_tokens=64)

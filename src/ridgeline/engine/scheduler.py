@@ -239,9 +239,7 @@ class Scheduler:
             request.expected += 1 + len(drafts)
         return total
 
-    def _state_share(
-        self, plan: StepPlan, request: Request, total: int, drafts: Sequence[int], samples: bool
-    ) -> None:
+    def _state_share(self, plan: StepPlan, request: Request, total: int, drafts: Sequence[int], samples: bool) -> None:
         """Write one row of the plan."""
         plan.rows.append(request.row)
         plan.generations.append(request.generation)
@@ -371,18 +369,17 @@ class Scheduler:
         self.counts.prompt_tokens += max(0, min(request.computed, request.prompt_len) - before)
         if index in result.scores:
             request.scores.extend(result.scores[index])
+        request.tokens.extend(tokens)
+        self.leases.committed(request)
+        if request.followers and request.computed >= request.prompt_len:
+            self._release_followers(request)
         if tokens:
             self._take_tokens(share, index, tokens, result, now, updates)
-        if request.state is State.RUNNING:
-            self.leases.committed(request)
-            if request.followers and request.computed >= request.prompt_len:
-                self._release_followers(request)
 
     def _take_tokens(
         self, share: _Share, index: int, tokens: list[int], result: StepResult, now: float, updates: list[Update]
     ) -> None:
         request = share.request
-        request.tokens.extend(tokens)
         self.counts.output_tokens += len(tokens)
         self.counts.drafted += share.n_draft
         self.counts.accepted += len(tokens) - 1

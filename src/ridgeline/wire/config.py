@@ -1,4 +1,4 @@
-"""The first frame on a new border: what the engine is to serve, as JSON."""
+"""The first frame down the pipe: what the engine process is to serve, as JSON so that a person can read it in a trace."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ import socket
 import msgspec
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.wire.frames import body_length
+from ridgeline.core.errors import ConfigError
+from ridgeline.wire.frames import LENGTH, body_length
 
 
-class EngineOrder(msgspec.Struct):
-    """Configuration of one engine process, resolved by the service's command."""
+class EngineOrder(msgspec.Struct, frozen=True):
+    """Everything the engine process needs to begin."""
 
     model: ModelConfig
     engine: EngineConfig
 
 
-def encode_config(order: EngineOrder) -> bytes:
-    body = msgspec.json.encode(order)
-    return len(body).to_bytes(4, "little") + body
+def encode_config(model: ModelConfig, engine: EngineConfig) -> bytes:
+    """The frame, length word included."""
+    body = msgspec.json.encode(EngineOrder(model, engine))
+    return LENGTH.pack(len(body)) + body
 
 
 def receive_config(sock: socket.socket) -> EngineOrder:
-    """Read the first frame from a blocking socket. Raises ConnectionError if the service has gone."""
-    body = _exactly(sock, body_length(_exactly(sock, 4)))
-    return msgspec.json.decode(body, type=EngineOrder)
+    """Read the frame from a blocking socket, and not a byte more. Raises ConfigError when it is none."""
+    length = body_length(_exactly(sock, LENGTH.size))
+    try:
+        return msgspec.json.decode(_exactly(sock, length), type=EngineOrder)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the configuration sent to the engine cannot be read: {error}") from error
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:
-            raise ConnectionError("the service closed the border before it sent the configuration")
+            raise ConfigError("the service closed the pipe before it had sent the configuration.")
         data += part
-    return data
+    return bytes(data)

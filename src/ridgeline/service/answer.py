@@ -1,0 +1,135 @@
+"""Carries an answer to its client: server-sent events while it grows, or one body at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from ridgeline.service.call import Call, Usage
+from ridgeline.service.errors import as_ridgeline, error_event
+from ridgeline.service.state import Service
+from ridgeline.service.stream import Piece, pieces
+
+SLOW_WRITE_S = 60.0
+"""A client that takes nothing for so long is given up."""
+
+_ROOM = 1 << 14
+"""Bytes that a connection always buffers without making its writer wait."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How the caller wants the stream's usage told."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Shape(Protocol):
+    """How a route writes its answer. The same pieces go through `choices` for a stream and `add` for a body."""
+
+    usage: Usage
+    body_head: dict[str, Any]
+    """id, object, created, model and the like."""
+    head: bytes
+    """Every event up to and without its choices: `{"id":...,"model":...`."""
+
+    def choices(self, piece: Piece) -> list[bytes]:
+        """JSON of the `choices` entries the piece becomes, each for an event of its own."""
+
+    def add(self, piece: Piece) -> None: ...
+
+    def body(self) -> list[dict[str, Any]]:
+        """The `choices` of the whole answer."""
+
+
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage; cached_tokens always, in whole blocks of the prefix cache."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
+    """Run the call to its end and answer once."""
+    async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
+        async for batch in news:
+            for piece in batch:
+                shape.add(piece)
+    body = {**shape.body_head, "choices": shape.body(), "usage": usage_dict(shape.usage)}
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def send_events(
+    request: web.Request, service: Service, call: Call, shape: Shape, streaming: Streaming
+) -> web.StreamResponse:
+    """Stream the call. Headers go out with the first news, so that what fails before has its own HTTP status."""
+    response = web.StreamResponse(
+        headers={
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+    )
+    async with contextlib.aclosing(_events(service, call, shape, streaming)) as events:
+        try:
+            async for data in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await _write(request, response, data)
+        except (ConnectionError, TimeoutError) as error:
+            log.info("stream %s: its client has gone (%s)", call.id, type(error).__name__)
+            if request.transport is not None:
+                request.transport.abort()
+        except Exception as error:
+            if not response.prepared:
+                raise
+            log.warning("stream %s ended early: %s", call.id, error)
+            await response.write(error_event(as_ridgeline(error)))
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write, for SLOW_WRITE_S at most; a timer is only worth its cost when the client has not taken what came before."""
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() + len(data) < _ROOM:
+        await response.write(data)
+        return
+    async with asyncio.timeout(SLOW_WRITE_S):
+        await response.write(data)
+
+
+async def _events(service: Service, call: Call, shape: Shape, streaming: Streaming) -> AsyncGenerator[bytes, None]:
+    """Events as bytes, those of one batch joined; a comment after a silence."""
+    head, tail = b"data: " + shape.head + b',"choices":[', b"]}\n\n"
+    if streaming.include_usage:
+        tail = b'],"usage":null}\n\n'
+    async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
+        async for batch in news:
+            if not batch:
+                yield b": keep-alive\n\n"
+                continue
+            events: list[bytes] = []
+            for piece in batch:
+                choices = shape.choices(piece)
+                if streaming.continuous_usage and choices:
+                    tail = b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
+                events += [head + choice + tail for choice in choices]
+            if events:
+                yield b"".join(events)
+    if streaming.include_usage:
+        yield head + b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
+    yield b"data: [DONE]\n\n"

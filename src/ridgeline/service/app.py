@@ -1,0 +1,65 @@
+"""The application: all routes, and the two that generate."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from aiohttp import web
+
+from ridgeline.core.errors import Overloaded
+from ridgeline.service import routes
+from ridgeline.service.answer import Shape, send_body, send_events
+from ridgeline.service.call import Call
+from ridgeline.service.chat import read_chat
+from ridgeline.service.completions import read_completion
+from ridgeline.service.fields import Route, read_fields
+from ridgeline.service.front import Front
+from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
+
+
+def make_app(front: Front) -> web.Application:
+    """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
+    app = web.Application(middlewares=[guard], client_max_size=int(front.config.max_body_mb * (1 << 20)))
+    app[FRONT] = front
+    app.on_response_prepare.append(add_headers)
+    app.router.add_post("/v1/chat/completions", _chat)
+    app.router.add_post("/v1/completions", _completions)
+    app.router.add_routes(routes.ROUTES)
+    return app
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, "chat")
+
+
+async def _completions(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, "completions")
+
+
+async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
+    """Read, refuse, or ask the engine and answer."""
+    arrival = time.time()
+    front = request.app[FRONT]
+    service = front.service()
+    fields = read_fields(route, await read_json(request))
+    if fields.ignored:
+        request[IGNORED] = fields.ignored
+    if (given := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
+        request[REQUEST_ID] = request_id(given)
+    name = uuid.uuid4().hex
+    call: Call
+    shape: Shape
+    if route == "chat":
+        call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{name}", arrival)
+    else:
+        call, shape, streaming = await read_completion(service, fields, f"cmpl-{name}", arrival)
+    stats = service.client.stats
+    try:
+        service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)
+    except Overloaded:
+        service.metrics.aborted("overloaded")
+        raise
+    if streaming is None:
+        return await send_body(service, call, shape)
+    return await send_events(request, service, call, shape, streaming)

@@ -1,0 +1,310 @@
+"""/v1/chat/completions: messages in, a message out; thoughts and tool calls told apart from the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.service.answer import Streaming
+from ridgeline.service.call import Call, Usage
+from ridgeline.service.fields import Fields
+from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
+from ridgeline.service.sampling import (
+    check_grammar,
+    grammar_field,
+    read_priority,
+    read_sampling,
+    read_streaming,
+    read_tier,
+    tokenize,
+)
+from ridgeline.service.state import Service
+from ridgeline.service.stream import Piece
+from ridgeline.text.chat import ChatTemplate, RenderOptions
+from ridgeline.text.reasoning import ReasoningSplitter, Tags, detect_tags, starts_inside
+from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
+from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def read_chat(
+    service: Service, fields: Fields, call_id: str, arrival: float
+) -> tuple[Call, ChatShape, Streaming | None]:
+    """Everything a chat completion needs, or the RequestError that says what is wrong."""
+    service.card.check(fields.get("model"))
+    streaming = read_streaming(fields)
+    asked = _max_tokens(fields)
+    logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+    if logprobs is None and fields.get("top_logprobs"):
+        raise RequestError("top_logprobs needs logprobs: set it to true.", param="top_logprobs")
+    tools = _read_tools(fields)
+    template = service.templates.choose(tools=tools is not None)
+    text = await asyncio.to_thread(_render, template, fields, tools is not None)
+    prompt = await tokenize(service, text, "messages", add_special_tokens=fields.get("add_special_tokens", False))
+    service.limits.check(len(prompt), asked, "messages")
+    sampling = read_sampling(service, fields, service.limits.most - len(prompt) if asked is None else asked)
+    sampling = dataclasses.replace(sampling, logprobs=logprobs)
+    form = None
+    if tools is not None:
+        form = detect_format(template)
+        sampling = _bind_tools(service, fields, sampling, form, tools)
+    await check_grammar(service, sampling, grammar_field(fields) if tools is None else "tools")
+    tags = detect_tags(template.source)
+    sampling = _show_tags(service, sampling, tags, form)
+    call = Call(
+        call_id,
+        arrival,
+        (prompt,),
+        sampling,
+        asked,
+        priority=read_priority(fields),
+        tier=read_tier(fields),
+        salt=fields.get("cache_salt", ""),
+        continues=fields.get("continue_final_message", False),
+    )
+    parsing = Parsing(
+        tags=tags,
+        inside=tags is not None and starts_inside(tags, text),
+        show=fields.get("include_reasoning", True),
+        form=form,
+        names=frozenset(tool.name for tool in tools.tools) if tools is not None else frozenset(),
+    )
+    return call, ChatShape(service, call, parsing), streaming
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """max_tokens under either of its names; None goes on to the end of the context."""
+    old, new = fields.get("max_tokens"), fields.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise RequestError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")
+    asked: int | None = new if old is None else old
+    if asked == 0:
+        raise RequestError("max_tokens is 0: an answer has at least 1 token.", param="max_tokens")
+    return asked
+
+
+def _read_tools(fields: Fields) -> ToolChoice | None:
+    """The functions that may be called; None without tools and with tool_choice "none", when the model is not told of any."""
+    offered, choice = fields.get("tools"), fields.get("tool_choice")
+    if not offered:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice asks for a call, but there are no tools: send them.", param="tool_choice")
+        return None
+    chosen = read_tool_choice(choice, read_tools(offered))
+    return chosen if chosen.tools else None
+
+
+def _bind_tools(
+    service: Service, fields: Fields, sampling: SamplingParams, form: ToolFormat | None, tools: ToolChoice
+) -> SamplingParams:
+    """Sampling under the grammar that makes calls valid."""
+    if form is None:
+        raise UnsupportedField(
+            "tools: this model's template writes calls in a format that is not supported.", param="tools"
+        )
+    if sampling.grammar is not None:
+        name = grammar_field(fields)
+        raise UnsupportedField(
+            f"{name} cannot be combined with tools: send one of them, or tool_choice none.", param=name
+        )
+    parallel = fields.get("parallel_tool_calls", True)
+    return dataclasses.replace(sampling, grammar=tool_grammar(form, tools, service.tokenizer, parallel=parallel))
+
+
+def _show_tags(
+    service: Service, sampling: SamplingParams, tags: Tags | None, form: ToolFormat | None
+) -> SamplingParams:
+    """Tags that are special tokens in this model must reach the text, or nobody could tell its parts apart."""
+    found = [tags.open, tags.close] if tags is not None else []
+    found += [form.open, form.close] if form is not None else []
+    if not any(service.tokenizer.token_id(tag) in service.tokenizer.special_ids for tag in found):
+        return sampling
+    return dataclasses.replace(sampling, skip_special_tokens=False)
+
+
+def _render(template: ChatTemplate, fields: Fields, tools: bool) -> str:
+    variables = dict(fields.get("chat_template_kwargs", {}))
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        if not template.names & {"reasoning_effort", "enable_thinking"}:
+            raise RequestError("reasoning_effort: this model's template has no such control.", param="reasoning_effort")
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
+    options = RenderOptions(
+        add_generation_prompt=fields.get("add_generation_prompt", True),
+        continue_final_message=fields.get("continue_final_message", False),
+        variables=variables,
+    )
+    return template.render(fields.get("messages"), tools=fields.get("tools") if tools else None, options=options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parsing:
+    """How to read the model's text.
+
+    inside: the prompt has opened a thought already. show: thoughts are shown. form, names: of the calls it may make.
+    """
+
+    tags: Tags | None
+    inside: bool
+    show: bool
+    form: ToolFormat | None
+    names: frozenset[str]
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """What a piece adds to a message."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolDelta]
+    finish: str
+
+
+class _Message:
+    """One choice while it grows."""
+
+    def __init__(self, parsing: Parsing) -> None:
+        self._splitter = ReasoningSplitter(parsing.tags, inside=parsing.inside)
+        self._parser = ToolCallParser(parsing.form, parsing.names) if parsing.form is not None else None
+        self._show = parsing.show
+        self._thinking = parsing.inside
+        self.begun = False
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
+        self.finish = ""
+        self.stop_reason: str | int | None = None
+        self.logprobs: list[dict[str, Any]] = []
+        self.thought = 0
+        """Tokens spent on reasoning."""
+
+    def read(self, piece: Piece) -> _Part:
+        """Tell thoughts, text and calls apart."""
+        content, hidden = self._splitter.push(piece.text)
+        if piece.finish:
+            more, last = self._splitter.finish()
+            content, hidden = content + more, hidden + last
+        if hidden or (self._thinking and not content):
+            self.thought += piece.count
+        self._thinking = (self._thinking or bool(hidden)) and not content
+        calls: list[ToolDelta] = []
+        finish = piece.finish
+        if self._parser is not None:
+            content, calls = self._parser.push(content)
+            if finish:
+                more, rest = self._parser.finish()
+                content, calls = content + more, calls + rest
+                finish = "tool_calls" if finish == "stop" and self._parser.calls else finish
+        return _Part(content, hidden if self._show else "", calls, finish)
+
+    def keep(self, part: _Part) -> None:
+        """Add a part to the whole."""
+        self.content += part.content
+        self.reasoning += part.reasoning
+        self.finish = part.finish
+        for call in part.calls:
+            if call.id:
+                function = {"name": call.name, "arguments": ""}
+                self.calls.append({"id": call.id, "type": "function", "function": function})
+            self.calls[call.index]["function"]["arguments"] += call.arguments
+
+    def whole(self) -> dict[str, Any]:
+        content = None if self.calls and not self.content else self.content
+        said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            said["reasoning_content"] = self.reasoning
+        if self.calls:
+            said["tool_calls"] = self.calls
+        return said
+
+
+class ChatShape:
+    """`chat.completion` and its chunks. See answer.Shape."""
+
+    def __init__(self, service: Service, call: Call, parsing: Parsing) -> None:
+        self.usage = Usage()
+        self._tokenizer = service.tokenizer
+        self._scored = call.sampling.logprobs is not None
+        self._show_prompt = call.sampling.prompt_logprobs is not None
+        self._messages = [_Message(parsing) for _ in range(call.choices)]
+        self.body_head: dict[str, Any] = {
+            "id": call.id,
+            "object": "chat.completion",
+            "created": int(call.arrival),
+            "model": service.card.name,
+            "system_fingerprint": service.fingerprint,
+        }
+        if call.tier:
+            self.body_head["service_tier"] = call.tier
+        self.head = _encode({**self.body_head, "object": "chat.completion.chunk"})[:-1]
+
+    def choices(self, piece: Piece) -> list[bytes]:
+        message, part = self._read(piece)
+        found: list[bytes] = []
+        if not message.begun:
+            message.begun = True
+            found.append(_choice(piece.index, b'"role":"assistant","content":""'))
+        if part.reasoning:
+            found.append(_choice(piece.index, b'"reasoning_content":' + _encode(part.reasoning)))
+        scores = b"null"
+        if self._scored and piece.scored:
+            scores = b'{"content":%b,"refusal":null}' % _encode(chat_logprobs(self._tokenizer, piece.scored))
+        if part.content or scores != b"null":
+            found.append(_choice(piece.index, b'"content":' + _encode(part.content), scores))
+        if part.calls:
+            found.append(_choice(piece.index, b'"tool_calls":' + _encode([_call_delta(call) for call in part.calls])))
+        if part.finish:
+            found.append(_choice(piece.index, b"", finish=_finish(part.finish, piece.stopped_by)))
+        return found
+
+    def add(self, piece: Piece) -> None:
+        message, part = self._read(piece)
+        message.keep(part)
+        message.stop_reason = piece.stopped_by
+        if self._scored:
+            message.logprobs += chat_logprobs(self._tokenizer, piece.scored)
+        if piece.prompt_logprobs is not None and self._show_prompt:
+            self.body_head["prompt_logprobs"] = prompt_logprobs(self._tokenizer, piece.prompt_logprobs)
+
+    def body(self) -> list[dict[str, Any]]:
+        return [self._whole(index, message) for index, message in enumerate(self._messages)]
+
+    def _whole(self, index: int, message: _Message) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": message.whole(),
+            "logprobs": {"content": message.logprobs, "refusal": None} if self._scored else None,
+            "finish_reason": message.finish,
+            "stop_reason": message.stop_reason,
+        }
+
+    def _read(self, piece: Piece) -> tuple[_Message, _Part]:
+        message = self._messages[piece.index]
+        before = message.thought
+        part = message.read(piece)
+        self.usage.reasoning += message.thought - before
+        return message, part
+
+
+def _finish(finish: str, stopped_by: str | int | None) -> bytes:
+    reason = b"" if stopped_by is None else b',"stop_reason":' + _encode(stopped_by)
+    return b'"%b"%b' % (finish.encode(), reason)
+
+
+def _call_delta(call: ToolDelta) -> dict[str, Any]:
+    """`delta.tool_calls[]`: id, type and name come once, arguments in fragments."""
+    if call.id:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def _choice(index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+    return b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, finish)

@@ -1,0 +1,185 @@
+"""/v1/completions: text or token ids in, text out; with `echo` and `logprobs` it also scores what it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from ridgeline.core.errors import RequestError
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.service.answer import Streaming
+from ridgeline.service.call import Call, Usage
+from ridgeline.service.fields import MAX_CHOICES, Fields
+from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
+from ridgeline.service.sampling import (
+    check_grammar,
+    grammar_field,
+    read_priority,
+    read_sampling,
+    read_streaming,
+    read_tier,
+    tokenize,
+)
+from ridgeline.service.state import Service
+from ridgeline.service.stream import Piece
+from ridgeline.text.detokenize import Detokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def read_completion(
+    service: Service, fields: Fields, call_id: str, arrival: float
+) -> tuple[Call, CompletionShape, Streaming | None]:
+    """Everything a completion needs, or the RequestError that says what is wrong."""
+    service.card.check(fields.get("model"))
+    streaming = read_streaming(fields)
+    asked = fields.get("max_tokens")
+    n = fields.get("n", 1)
+    if fields.get("best_of", n) != n:
+        raise RequestError(f"best_of must equal n ({n}): answers are not ranked.", param="best_of")
+    prompts = [
+        await tokenize(service, item, "prompt", add_special_tokens=fields.get("add_special_tokens", True))
+        if isinstance(item, str)
+        else item
+        for item in fields.get("prompt")
+    ]
+    if len(prompts) * n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts times n = {n} is above {MAX_CHOICES} choices: send fewer.", param="n"
+        )
+    for prompt in prompts:
+        service.limits.check_ids(prompt, "prompt")
+        service.limits.check(len(prompt), asked, "prompt")
+    most = min(DEFAULT_MAX_TOKENS, service.limits.most - max(map(len, prompts))) if asked is None else asked
+    sampling = read_sampling(service, fields, most)
+    wanted = fields.get("logprobs")
+    echo = fields.get("echo", False)
+    scored = fields.get("prompt_logprobs")
+    if echo and wanted is not None:
+        scored = max(wanted, scored or 0)
+    sampling = dataclasses.replace(sampling, logprobs=wanted, prompt_logprobs=scored)
+    await check_grammar(service, sampling, grammar_field(fields))
+    call = Call(
+        call_id,
+        arrival,
+        tuple(prompts),
+        sampling,
+        most,
+        priority=read_priority(fields),
+        tier=read_tier(fields),
+        salt=fields.get("cache_salt", ""),
+        continues=True,
+    )
+    shape = CompletionShape(service, call, echo=echo, show_prompt=fields.get("prompt_logprobs"))
+    return call, shape, streaming
+
+
+class _Text:
+    """One choice of the answer."""
+
+    def __init__(self, tokenizer: Any, scored: bool) -> None:
+        self.text = ""
+        self.logprobs = CompletionLogprobs(tokenizer) if scored else None
+        self.finish = ""
+        self.stop_reason: str | int | None = None
+        self.begun = False
+        self.before = 0
+        """Characters of the echoed prompt."""
+
+
+class CompletionShape:
+    """`text_completion` objects. See answer.Shape.
+
+    show_prompt: the extra prompt_logprobs was asked for.
+    """
+
+    def __init__(self, service: Service, call: Call, *, echo: bool, show_prompt: int | None) -> None:
+        self.usage = Usage()
+        self._service = service
+        self._call = call
+        self._echo = echo
+        self._show_prompt = show_prompt is not None
+        self._scored = call.sampling.logprobs is not None
+        self._texts = [_Text(service.tokenizer, self._scored) for _ in range(call.choices)]
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        self.body_head: dict[str, Any] = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": int(call.arrival),
+            "model": service.card.name,
+            "system_fingerprint": service.fingerprint,
+        }
+        if call.tier:
+            self.body_head["service_tier"] = call.tier
+        self.head = _encode(self.body_head)[:-1]
+
+    def choices(self, piece: Piece) -> list[bytes]:
+        text, logprobs = self._grow(piece)
+        if not (text or piece.finish or (logprobs is not None and logprobs.value["tokens"])):
+            return []
+        finish = b'"' + piece.finish.encode() + b'"' if piece.finish else b"null"
+        scores = b"null" if logprobs is None else _encode(logprobs.value)
+        reason = b"" if piece.stopped_by is None else b',"stop_reason":' + _encode(piece.stopped_by)
+        return [
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
+            % (piece.index, _encode(text), scores, finish, reason)
+        ]
+
+    def add(self, piece: Piece) -> None:
+        choice = self._texts[piece.index]
+        text, logprobs = self._grow(piece)
+        choice.text += text
+        if choice.logprobs is not None and logprobs is not None:
+            choice.logprobs.extend(logprobs)
+        choice.finish, choice.stop_reason = piece.finish, piece.stopped_by
+
+    def body(self) -> list[dict[str, Any]]:
+        return [self._choice(index, choice) for index, choice in enumerate(self._texts)]
+
+    def _choice(self, index: int, choice: _Text) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": choice.logprobs.value if choice.logprobs is not None else None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._show_prompt:
+            scores = self._prompt_scores.get(index // self._call.sampling.n, [])
+            found["prompt_logprobs"] = prompt_logprobs(self._service.tokenizer, scores)
+        return found
+
+    def _grow(self, piece: Piece) -> tuple[str, CompletionLogprobs | None]:
+        """Text and scores the piece adds, with the prompt's own before the first one where it is echoed."""
+        choice = self._texts[piece.index]
+        prompt = piece.index // self._call.sampling.n
+        if piece.prompt_logprobs is not None:
+            self._prompt_scores[prompt] = piece.prompt_logprobs
+        text = piece.text
+        logprobs = CompletionLogprobs(self._service.tokenizer) if self._scored else None
+        if self._echo and not choice.begun:
+            echoed = self._echoed(prompt, logprobs)
+            choice.before = len(echoed)
+            text = echoed + text
+        choice.begun = True
+        if logprobs is not None:
+            for scored in piece.scored if piece.ended_by is None else [*piece.scored, piece.ended_by]:
+                logprobs.add(scored.logprobs, choice.before + scored.start)
+        return text, logprobs
+
+    def _echoed(self, prompt: int, logprobs: CompletionLogprobs | None) -> str:
+        """The prompt's text; its tokens' scores go into `logprobs`."""
+        ids = self._call.prompts[prompt]
+        detokenizer = Detokenizer(self._service.tokenizer, skip_special_tokens=self._call.sampling.skip_special_tokens)
+        if logprobs is None:
+            return detokenizer.push(ids)
+        logprobs.first(ids[0])
+        text = detokenizer.push(ids[:1])
+        for entry in self._prompt_scores.get(prompt, []):
+            logprobs.add(entry, len(text))
+            text += detokenizer.push((entry.token,))
+        return text

@@ -1,0 +1,266 @@
+"""THE table: every field of /v1/chat/completions and /v1/completions, honoured or refused, and how.
+
+It holds the fields of OpenAI's API description and the extras that clients of other servers send. A field with a value
+reader is honoured and `use` says where it goes; one with a `Refused` reader answers 400 and says why, except for values
+that would change nothing. `null` always means "not given". Fields the table does not know are accepted and named in the
+response header `x-ridgeline-ignored-fields`. The tests of the service are generated from `good` and `bad`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ridgeline.core.errors import RequestError
+from ridgeline.core.sampling import MAX_LOGPROBS, MAX_STOP_IDS
+from ridgeline.service.readers import (
+    Biases,
+    Boolean,
+    Integer,
+    Items,
+    Number,
+    OneOf,
+    Reader,
+    Record,
+    Refused,
+    Special,
+    Text,
+    Texts,
+    TokenIds,
+    read_choices,
+    read_pattern,
+    read_response_format,
+    read_schema,
+    read_structured_outputs,
+    wrong,
+)
+from ridgeline.text.tools import MAX_TOOLS
+
+Route = Literal["chat", "completions"]
+
+MAX_N = 128
+MAX_STOPS = 16
+MAX_PROMPTS = 1024
+MAX_CHOICES = 1024
+"""Choices of one call: prompts times n."""
+MAX_MESSAGES = 8192
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 8192
+LONG = 1 << 30
+
+TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
+"""`service_tier` as a priority (lower runs first)."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field. `use`: what it does here. good, bad: examples that are taken, and refused with 400 naming the field."""
+
+    name: str
+    reader: Reader
+    use: str
+    good: tuple[Any, ...]
+    bad: tuple[Any, ...]
+    routes: tuple[Route, ...] = ("chat", "completions")
+
+    @property
+    def honoured(self) -> bool:
+        return not isinstance(self.reader, Refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields a body gave: checked values by name, and the names that nobody knows."""
+
+    values: dict[str, Any]
+    ignored: tuple[str, ...]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+
+def read_fields(route: Route, body: Any) -> Fields:
+    """Check a decoded JSON body against the table. Raises RequestError for the first field that is wrong."""
+    if not isinstance(body, dict):
+        raise RequestError("the body is not a JSON object: send one with at least the required fields.")
+    table = _BY_ROUTE[route]
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        field = table.get(name)
+        if field is None:
+            ignored.append(name)
+        elif value is not None:
+            values[name] = field.reader.read(name, value)
+    for name in REQUIRED[route]:
+        if name not in values:
+            raise RequestError(f"{name} is missing: expected {table[name].reader.expects}.", param=name)
+    return Fields(values, tuple(ignored))
+
+
+def _read_prompt(name: str, value: Any) -> list[str | list[int]]:
+    """One string, several, one list of token ids or several: as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if isinstance(value[0], int):
+            return [_read_ids(name, value)]
+        if len(value) > MAX_PROMPTS:
+            raise wrong(name, f"{len(value)} prompts", f"at most {MAX_PROMPTS}")
+        return [
+            item if isinstance(item, str) else _read_ids(f"{name}[{index}]", item) for index, item in enumerate(value)
+        ]
+    raise wrong(name, value, PROMPT_FORMS)
+
+
+def _read_ids(name: str, value: Any) -> list[int]:
+    try:
+        ids = list(TokenIds(LONG).read(name, value))
+    except RequestError:
+        raise wrong(name, value, PROMPT_FORMS) from None
+    if not ids:
+        raise wrong(name, value, "at least one token id")
+    return ids
+
+
+def _read_tool_choice(name: str, value: Any) -> str | dict[str, Any]:
+    forms = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return value
+    raise wrong(name, value, forms)
+
+
+PROMPT_FORMS = "a string, a list of strings, a list of token ids or a list of such lists"
+
+_OBJECT = Record({}, open=True)
+_BOOL = Boolean()
+_LABEL = "a label: accepted, and of no effect here"
+_BAD_BOOL: tuple[Any, ...] = ("yes", 1, [])
+_CHAT: tuple[Route, ...] = ("chat",)
+_TEXT: tuple[Route, ...] = ("completions",)
+_RULE = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": _RULE}}
+
+# fmt: off
+TABLE: tuple[Field, ...] = (
+    # what is asked
+    Field("model", Text(512), "the served name (or its root); another one is 404", (), (7, ["x"])),
+    Field("messages", Items(_OBJECT, MAX_MESSAGES, 1), "rendered with the model's chat template",
+          ([{"role": "user", "content": "hi"}],), ("hi", [], [1], {}), _CHAT),
+    Field("prompt", Special(PROMPT_FORMS, _read_prompt), "text is tokenized, ids are taken as they are; each is answered n times",
+          ("hi", ["hi", "you"], [1, 2], [[1, 2], [3]]), (7, [], [[]], [None], [-1], {"a": 1}, [1, "a"], [1.5]), _TEXT),
+    # how much
+    Field("max_tokens", Integer(0, LONG), "most tokens of the answer; 0 only scores the prompt (completions with echo)",
+          (1, 5), (-1, 1.5, "7", True)),
+    Field("max_completion_tokens", Integer(1, LONG), "the same as max_tokens", (5,), (0, -1, "7"), _CHAT),
+    Field("min_tokens", Integer(0, LONG), "no end token before so many", (0, 2), (-1, "2")),
+    Field("n", Integer(1, MAX_N), "choices, sharing their prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
+    Field("best_of", Integer(1, MAX_N), "may only equal n: ranking more answers than are returned is not supported",
+          (1,), (0, 7, "2"), _TEXT),
+    # how tokens are drawn
+    Field("temperature", Number(0, 2), "0 is greedy", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
+    Field("top_p", Number(0, 1), "nucleus; 0 keeps the most probable token", (0, 0.5, 1), (-0.1, 1.1, "1")),
+    Field("top_k", Integer(-1, 1 << 20), "keep the k most probable; 0 and -1 switch it off", (-1, 0, 5), (-2, 1.5, "5")),
+    Field("min_p", Number(0, 1), "drop tokens below this share of the most probable one", (0, 0.1), (-1, 2, "0")),
+    Field("presence_penalty", Number(-2, 2), "subtracted once from tokens of the output", (0, -2, 2), (3, "1")),
+    Field("frequency_penalty", Number(-2, 2), "subtracted per occurrence in the output", (0, 1), (-3, "1")),
+    Field("repetition_penalty", Number(0, 100, above=True), "divides logits of tokens in prompt or output", (1, 1.2), (0, "1")),
+    Field("logit_bias", Biases(MAX_BIASES), "added to logits", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
+    Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "nothing else is drawn", ([5, 6],), ([-1], 5, ["a"])),
+    Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "same seed, same draws", (0, 7), (1.5, "7", 1 << 64)),
+    # when it ends
+    Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
+    Field("stop_token_ids", TokenIds(MAX_STOP_IDS), "tokens that end the answer", ([5],), ([-1], "5", list(range(17)))),
+    Field("include_stop_str_in_output", _BOOL, "keep what stopped the answer", (True, False), _BAD_BOOL),
+    Field("ignore_eos", _BOOL, "the model's end tokens do not end it", (True, False), _BAD_BOOL),
+    # what comes back
+    Field("stream", _BOOL, "server-sent events", (False,), _BAD_BOOL),
+    Field("stream_options",
+          Record({"include_usage": _BOOL, "continuous_usage_stats": _BOOL,
+                  "include_obfuscation": Refused("chunks are not padded", (False,))}),
+          "usage at the end or in every chunk; only with stream", (), (True, {"include_usage": 1}, {"x": True})),
+    Field("logprobs", _BOOL, "log-probability of every token of the answer", (True, False), (1, "true"), _CHAT),
+    Field("top_logprobs", Integer(0, MAX_LOGPROBS), "alternatives per token; needs logprobs", (), (-1, 21, "2"), _CHAT),
+    Field("logprobs", Integer(0, MAX_LOGPROBS), "log-probabilities with so many alternatives per token",
+          (0, 3), (-1, 21, "2", True), _TEXT),
+    Field("prompt_logprobs", Integer(0, MAX_LOGPROBS), "the same for the prompt's tokens; not with stream", (0, 1), (-1, 21, "1")),
+    Field("echo", _BOOL, "the prompt comes first", (True, False), _BAD_BOOL, _TEXT),
+    Field("skip_special_tokens", _BOOL, "hide special tokens in the text", (True, False), _BAD_BOOL),
+    Field("include_reasoning", _BOOL, "false leaves reasoning_content out", (True, False), _BAD_BOOL, _CHAT),
+    # structure
+    Field("response_format", Special("an object with type", read_response_format), "a grammar on the output",
+          ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": _RULE}}),
+          ("json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 7}})),
+    Field("structured_outputs", Special("an object", read_structured_outputs), "a grammar on the output",
+          ({"json": _RULE}, {"regex": "[ab]+"}, {"choice": ["a", "b"]}, {"json_object": True}),
+          ("x", {"xml": 1}, {"regex": 7}, {"choice": []}, {"regex": "a", "choice": ["a"]})),
+    Field("guided_json", Special("a JSON schema", read_schema), "as structured_outputs.json", (_RULE,), (7, "{")),
+    Field("guided_regex", Special("a string", read_pattern("regex")), "as structured_outputs.regex", ("[ab]+",), (7, "")),
+    Field("guided_choice", Special("a list", read_choices), "as structured_outputs.choice", (["a", "b"],), (7, [], [1])),
+    Field("guided_grammar", Special("a string", read_pattern("lark")), "as structured_outputs.grammar",
+          ('start: "a" | "b"',), (7, "")),
+    # tools
+    Field("tools", Items(_OBJECT, MAX_TOOLS), "shown to the model by its template; arguments are held to their schema",
+          ([], [_TOOL]), (7, [7], [{"type": "custom"}], [{"type": "function"}]), _CHAT),
+    Field("tool_choice", Special("none, auto, required or a function", _read_tool_choice), "whether a tool must be called",
+          ("none", "auto"), ("must", 7, {"type": "function"}), _CHAT),
+    Field("parallel_tool_calls", _BOOL, "false allows one call at most", (True, False), _BAD_BOOL, _CHAT),
+    Field("functions", Refused("it was replaced by tools", ([],)), "", ([],), ([{"name": "f"}],), _CHAT),
+    Field("function_call", Refused("it was replaced by tool_choice", ("none", "auto")), "", ("none",), ({"name": "f"},), _CHAT),
+    # the template
+    Field("chat_template", Refused("a request may not bring code to run; start the server with --chat-template"), "",
+          (), ("{{ x }}",), _CHAT),
+    Field("chat_template_kwargs", _OBJECT, "variables of the template", ({"enable_thinking": False},), (7, []), _CHAT),
+    Field("add_generation_prompt", _BOOL, "open the assistant's turn (default true)", (True,), _BAD_BOOL, _CHAT),
+    Field("continue_final_message", _BOOL, "go on in the last message; needs add_generation_prompt false",
+          (False,), _BAD_BOOL, _CHAT),
+    Field("add_special_tokens", _BOOL, "tokens the tokenizer puts around text (completions: true, chat: false)",
+          (True, False), _BAD_BOOL),
+    Field("reasoning_effort", OneOf(EFFORTS), "variables reasoning_effort and enable_thinking of the template",
+          ("none", "low"), ("huge", 7), _CHAT),
+    # order and sharing
+    Field("priority", Integer(-(1 << 31), (1 << 31) - 1), "lower runs first", (0, -5), (1.5, "1")),
+    Field("service_tier", OneOf(tuple(TIERS)), "a priority: flex runs after, priority and fast before the default",
+          ("auto", "flex"), ("gold", 1)),
+    Field("cache_salt", Text(256), "prefixes are shared only among equal salts", ("a",), (7,)),
+    Field("prompt_cache_key", Text(1024), "a hint for routing; every prefix is cached anyway", ("a",), (7,)),
+    Field("prompt_cache_options",
+          Record({"mode": Refused("breakpoints are not supported", ("implicit",)),
+                  "ttl": Refused("a lifetime cannot be promised")}),
+          "caching is always implicit", ({"mode": "implicit"}, {}), ({"mode": "explicit"}, {"ttl": "30m"}, 7)),
+    Field("prompt_cache_retention", Refused("a lifetime cannot be promised", ("in_memory",)), "", ("in_memory",), ("24h",)),
+    # labels
+    Field("user", Text(1024), _LABEL, ("a",), (7,)),
+    Field("safety_identifier", Text(1024), _LABEL, ("a",), (7,)),
+    Field("metadata", Record({}, open=True), _LABEL, ({"a": "b"},), ("a", 7)),
+    Field("session_id", Text(1024), _LABEL, ("a",), (7,)),
+    Field("request_id", Text(256), "the request id, as the header x-request-id", ("a",), (7,)),
+    # not built
+    Field("store", Refused("answers are not kept", (False,)), "", (False,), (True, "x")),
+    Field("modalities", Refused("the model writes text only", (["text"],)), "", (["text"],), (["text", "audio"], 7)),
+    Field("audio", Refused("the model writes text only"), "", (), ({"voice": "a", "format": "wav"},)),
+    Field("prediction", Refused("predicted outputs are not supported"), "", (), ({"type": "content", "content": "a"},)),
+    Field("moderation", Refused("answers are not moderated"), "", (), ({"model": "m"},)),
+    Field("verbosity", Refused("the model has no such control", ("medium",)), "", ("medium",), ("low", 7)),
+    Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
+    Field("suffix", Refused("infilling is not supported", ("",)), "", ("",), ("x",), _TEXT),
+    Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
+    Field("thinking_token_budget", Refused("a budget for reasoning is not supported"), "", (), (5,)),
+    Field("truncate_prompt_tokens", Refused("prompts are never cut: send a shorter one"), "", (), (5,)),
+    Field("use_beam_search", Refused("beam search is not supported", (False,)), "", (False,), (True,)),
+    Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
+    Field("logits_processors", Refused("a request may not bring code to run", ([],)), "", ([],), (["x"],)),
+)
+# fmt: on
+
+REQUIRED: dict[Route, tuple[str, ...]] = {"chat": ("messages",), "completions": ("prompt",)}
+
+_ROUTES: tuple[Route, ...] = ("chat", "completions")
+_BY_ROUTE: dict[Route, dict[str, Field]] = {
+    route: {field.name: field for field in TABLE if route in field.routes} for route in _ROUTES
+}

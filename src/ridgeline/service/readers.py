@@ -1,0 +1,305 @@
+"""Readers of JSON values: each knows what it expects, in words, and refuses anything else with the field's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.core.sampling import Grammar, GrammarKind
+
+
+class Reader(Protocol):
+    """Checks one value. `expects` ends the sentence "expected ..."."""
+
+    @property
+    def expects(self) -> str: ...
+
+    def read(self, name: str, value: Any) -> Any: ...
+
+
+def wrong(name: str, value: Any, expects: str) -> RequestError:
+    """The error for a value of the wrong type or out of range."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return RequestError(f"{name} is {shown}: expected {expects}.", param=name)
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    low: float
+    high: float
+    above: bool = False
+
+    @property
+    def expects(self) -> str:
+        return f"a number {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} {self.high:g}"
+
+    def read(self, name: str, value: Any) -> float:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not self.low <= value <= self.high or (self.above and value == self.low) or math.isnan(value):
+            raise wrong(name, value, self.expects)
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    low: int
+    high: int
+
+    @property
+    def expects(self) -> str:
+        return f"a whole number from {self.low} to {self.high}"
+
+    def read(self, name: str, value: Any) -> int:
+        if not _is_integer(value) or not self.low <= value <= self.high:
+            raise wrong(name, value, self.expects)
+        return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Boolean:
+    expects: str = "true or false"
+
+    def read(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise wrong(name, value, self.expects)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    longest: int
+
+    @property
+    def expects(self) -> str:
+        return f"a string of at most {self.longest} characters"
+
+    def read(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > self.longest:
+            raise wrong(name, value, self.expects)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    values: tuple[str, ...]
+
+    @property
+    def expects(self) -> str:
+        return "one of " + ", ".join(f'"{value}"' for value in self.values)
+
+    def read(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise wrong(name, value, self.expects)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A list of strings that are not empty; with `single`, one string stands for a list of one."""
+
+    most: int
+    longest: int = 1024
+    single: bool = True
+
+    @property
+    def expects(self) -> str:
+        plural = f"a list of at most {self.most} strings, none of them empty or above {self.longest} characters"
+        return "a string or " + plural if self.single else plural
+
+    def read(self, name: str, value: Any) -> tuple[str, ...]:
+        items = [value] if self.single and isinstance(value, str) else value
+        if not isinstance(items, list) or len(items) > self.most:
+            raise wrong(name, value, self.expects)
+        if not all(isinstance(item, str) and 0 < len(item) <= self.longest for item in items):
+            raise wrong(name, value, self.expects)
+        return tuple(items)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    most: int
+
+    @property
+    def expects(self) -> str:
+        return f"a list of at most {self.most} token ids"
+
+    def read(self, name: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list) or len(value) > self.most:
+            raise wrong(name, value, self.expects)
+        if not all(_is_integer(item) and 0 <= item < 1 << 31 for item in value):
+            raise wrong(name, value, self.expects)
+        return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    most: int
+    expects: str = "an object of token id to a number from -100 to 100"
+
+    def read(self, name: str, value: Any) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict) or len(value) > self.most:
+            raise wrong(name, value, f"{self.expects}, with at most {self.most} entries")
+        pairs = []
+        for key, bias in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise wrong(f"{name}.{key}"[:80], bias, "a token id as the key")
+            pairs.append((int(key), Number(-100, 100).read(f"{name}.{key}", bias)))
+        return tuple(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object; `known` names its members' readers, others are refused unless `open`."""
+
+    known: dict[str, Reader]
+    open: bool = False
+
+    @property
+    def expects(self) -> str:
+        return "an object" + (" with " + ", ".join(self.known) if self.known else "")
+
+    def read(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong(name, value, self.expects)
+        strange = [] if self.open else [key for key in value if key not in self.known]
+        if strange:
+            raise RequestError(
+                f"{name} has the unknown member {strange[0][:40]!r}: expected {self.expects}.", param=name
+            )
+        return {
+            key: self.known[key].read(f"{name}.{key}", member) if key in self.known else member
+            for key, member in value.items()
+            if member is not None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of at most `most` values, each read by `each`."""
+
+    each: Reader
+    most: int
+    least: int = 0
+
+    @property
+    def expects(self) -> str:
+        return f"a list of {self.least} to {self.most} items, each {self.each.expects}"
+
+    def read(self, name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list) or not self.least <= len(value) <= self.most:
+            raise wrong(name, value, self.expects)
+        return [self.each.read(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A reader made of a function, for a field that is like no other."""
+
+    expects: str
+    function: Callable[[str, Any], Any]
+
+    def read(self, name: str, value: Any) -> Any:
+        return self.function(name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field of the API that is not honoured: only values that change nothing pass."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def expects(self) -> str:
+        if not self.neutral:
+            return "the field to be left out"
+        return " or ".join(json_text(value) for value in self.neutral) + ", or the field to be left out"
+
+    def read(self, name: str, value: Any) -> None:
+        if not any(type(value) is type(same) and value == same for same in self.neutral):
+            raise UnsupportedField(f"{name} is not supported: {self.why}. Expected {self.expects}.", param=name)
+
+
+def read_response_format(name: str, value: Any) -> Grammar | None:
+    """OpenAI's `response_format`: None for plain text."""
+    if not isinstance(value, dict):
+        raise wrong(name, value, "an object with type")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object", "")
+    if kind != "json_schema":
+        raise wrong(f"{name}.type", kind, 'one of "text", "json_object", "json_schema"')
+    holder = value.get("json_schema")
+    if not isinstance(holder, dict):
+        raise wrong(f"{name}.json_schema", holder, "an object with name and schema")
+    return read_schema(f"{name}.json_schema.schema", holder.get("schema"))
+
+
+def read_schema(name: str, value: Any) -> Grammar:
+    """A JSON schema as an object, or as the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{name} is not valid JSON: {error}.", param=name) from None
+    if not isinstance(value, (dict, bool)):
+        raise wrong(name, value, "a JSON schema (an object)")
+    return Grammar("json_schema", json_text(value))
+
+
+def read_pattern(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
+    """A regex or Lark grammar given as a string."""
+
+    def read(name: str, value: Any) -> Grammar:
+        text = Text(100_000).read(name, value)
+        if not text:
+            raise wrong(name, value, "a string that is not empty")
+        return Grammar(kind, text)
+
+    return read
+
+
+def read_choices(name: str, value: Any) -> Grammar:
+    choices = Texts(most=1000, single=False).read(name, value)
+    if not choices:
+        raise wrong(name, value, "at least one choice")
+    return Grammar("choice", json_text(choices))
+
+
+_CONSTRAINTS: dict[str, Callable[[str, Any], Grammar]] = {
+    "json": read_schema,
+    "regex": read_pattern("regex"),
+    "grammar": read_pattern("lark"),
+    "choice": read_choices,
+}
+
+
+def read_structured_outputs(name: str, value: Any) -> Grammar | None:
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar (Lark)."""
+    known = (*_CONSTRAINTS, "json_object")
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise wrong(name, value, "an object with one of " + ", ".join(known))
+    given = [key for key in value if value[key] is not None]
+    if len(given) > 1:
+        raise RequestError(f"{name} has {' and '.join(given)}: give one of them.", param=name)
+    for key in given:
+        if key == "json_object":
+            return Grammar("json_object", "") if Boolean().read(f"{name}.{key}", value[key]) else None
+        return _CONSTRAINTS[key](f"{name}.{key}", value[key])
+    return None

@@ -1,0 +1,147 @@
+"""The small routes: health, version, models, metrics, tokenize, detokenize, the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import ridgeline
+from ridgeline.core.errors import RequestError, Unavailable
+from ridgeline.metrics import CONTENT_TYPE
+from ridgeline.service.errors import error_response
+from ridgeline.service.fields import LONG, MAX_MESSAGES
+from ridgeline.service.guard import FRONT, read_json
+from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
+from ridgeline.service.sampling import tokenize
+from ridgeline.service.state import Service
+from ridgeline.text.chat import RenderOptions
+
+ROUTES = web.RouteTableDef()
+
+_OBJECT = Record({}, open=True)
+_TOKENIZE: dict[str, Reader] = {
+    "model": Text(512),
+    "prompt": Text(LONG),
+    "messages": Items(_OBJECT, MAX_MESSAGES, 1),
+    "tools": Items(_OBJECT, MAX_MESSAGES),
+    "add_special_tokens": Boolean(),
+    "add_generation_prompt": Boolean(),
+    "continue_final_message": Boolean(),
+    "chat_template_kwargs": _OBJECT,
+    "return_token_strs": Boolean(),
+}
+_DETOKENIZE: dict[str, Reader] = {"model": Text(512), "tokens": TokenIds(LONG)}
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@ROUTES.get("/health")
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine makes progress, or is idle and beats; else 503 with the reason."""
+    front = request.app[FRONT]
+    if front.trouble is not None:
+        return error_response(Unavailable(f"Not healthy: {front.trouble}."))
+    return _json({"status": "ok", "step": front.client.last_step})
+
+
+@ROUTES.get("/version")
+async def version(request: web.Request) -> web.Response:
+    return _json({"version": ridgeline.__version__})
+
+
+@ROUTES.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[FRONT].metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+@ROUTES.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    return _json({"object": "list", "data": [_card(request.app[FRONT].service())]})
+
+
+@ROUTES.get("/v1/models/{name:.+}")
+async def model(request: web.Request) -> web.Response:
+    service = request.app[FRONT].service()
+    service.card.check(request.match_info["name"])
+    return _json(_card(service))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    card = service.card
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "ridgeline",
+        "root": card.root,
+        "parent": None,
+        "max_model_len": service.limits.context,
+    }
+
+
+@ROUTES.post("/tokenize")
+async def tokenize_text(request: web.Request) -> web.Response:
+    """`prompt`, or `messages` through the chat template, to token ids."""
+    service = request.app[FRONT].service()
+    body = _read(_TOKENIZE, await read_json(request))
+    _check_model(service, body)
+    if ("prompt" in body) == ("messages" in body):
+        raise RequestError("give either prompt or messages.", param="prompt")
+    if "prompt" in body:
+        text, field = body["prompt"], "prompt"
+    else:
+        template = service.templates.choose(tools=bool(body.get("tools")))
+        options = RenderOptions(
+            body.get("add_generation_prompt", True),
+            body.get("continue_final_message", False),
+            body.get("chat_template_kwargs", {}),
+        )
+        text = await asyncio.to_thread(template.render, body["messages"], tools=body.get("tools"), options=options)
+        field = "messages"
+    special = body.get("add_special_tokens", field == "prompt")
+    ids = await tokenize(service, text, field, add_special_tokens=special) if text else []
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids}
+    if body.get("return_token_strs"):
+        answer["token_strs"] = [service.tokenizer.token_text(index) for index in ids]
+    return _json(answer)
+
+
+@ROUTES.post("/detokenize")
+async def detokenize(request: web.Request) -> web.Response:
+    """`tokens` to text, special tokens shown."""
+    service = request.app[FRONT].service()
+    body = _read(_DETOKENIZE, await read_json(request))
+    _check_model(service, body)
+    if "tokens" not in body:
+        raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")
+    service.limits.check_ids(body["tokens"], "tokens")
+    text = await asyncio.to_thread(service.tokenizer.decode, body["tokens"], skip_special_tokens=False)
+    return _json({"prompt": text})
+
+
+@ROUTES.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forget every prefix that no request uses."""
+    return _json(await request.app[FRONT].service().client.control("reset_prefix_cache"))
+
+
+@ROUTES.get("/admin/stats")
+async def stats(request: web.Request) -> web.Response:
+    """The engine's facts and numbers: free, used and total blocks, running and waiting requests."""
+    return _json(await request.app[FRONT].service().client.control("stats"))
+
+
+def _read(known: dict[str, Reader], body: Any) -> dict[str, Any]:
+    """Members of a body by their readers; unknown ones and nulls are left out."""
+    if not isinstance(body, dict):
+        raise RequestError("The body is not a JSON object.")
+    return {name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None}
+
+
+def _check_model(service: Service, body: dict[str, Any]) -> None:
+    service.card.check(body.get("model"))

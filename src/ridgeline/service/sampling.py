@@ -1,0 +1,133 @@
+"""From checked fields to SamplingParams: the same for every route."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ridgeline.core.errors import ContextTooLong, RequestError
+from ridgeline.core.sampling import Grammar, SamplingParams
+from ridgeline.service.answer import Streaming
+from ridgeline.service.fields import TIERS, Fields
+from ridgeline.service.state import Service
+
+GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+_PLAIN = (
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "skip_special_tokens",
+)
+_WITH_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+_IN_LOOP = 4096
+"""Characters that are tokenized in the event loop; longer texts go to a thread, so that no other stream waits."""
+_SHRINK = 4
+"""No normalizer makes a text shorter than a quarter."""
+
+
+def read_sampling(service: Service, fields: Fields, max_tokens: int) -> SamplingParams:
+    """The sampling a body asks for; what it leaves open comes from the model's generation_config, then from OpenAI.
+
+    max_tokens 0 becomes 1, as something must be computed; whoever asked drops it.
+    """
+    values: dict[str, Any] = {name: fields.values[name] for name in _PLAIN if name in fields.values}
+    for name, default in _WITH_DEFAULTS.items():
+        values[name] = fields.get(name, service.card.defaults.get(name, default))
+    values["top_k"] = max(0, int(values["top_k"]))
+    if values["top_p"] == 0:
+        values["top_k"], values["top_p"] = 1, 1.0
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        if given := fields.get(name):
+            service.limits.check_ids([item[0] for item in given] if name == "logit_bias" else given, name)
+            values[name] = given
+    if fields.get("allowed_token_ids") == ():
+        raise RequestError(
+            "allowed_token_ids is empty: nothing could be drawn; leave it out.", param="allowed_token_ids"
+        )
+    if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
+        raise RequestError(
+            f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
+            "beside the model's own end tokens.",
+            param="stop_token_ids",
+        )
+    return SamplingParams(
+        **values,
+        max_tokens=max(1, max_tokens),
+        include_stop=fields.get("include_stop_str_in_output", False),
+        grammar=_grammar(fields),
+        prompt_logprobs=fields.get("prompt_logprobs"),
+    )
+
+
+def _grammar(fields: Fields) -> Grammar | None:
+    given = [name for name in GRAMMAR_FIELDS if fields.get(name) is not None]
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} constrain the same output: give one of them.", param=given[1])
+    return fields.get(given[0]) if given else None
+
+
+async def check_grammar(service: Service, sampling: SamplingParams, param: str) -> None:
+    """Compile the grammar, in a thread, before the engine sees it. Raises BadGrammar naming `param`."""
+    if sampling.grammar is not None:
+        await asyncio.to_thread(service.grammars.check, sampling.grammar, param=param)
+
+
+def grammar_field(fields: Fields) -> str:
+    """The field that constrains the output, for messages."""
+    return next((name for name in GRAMMAR_FIELDS if fields.get(name) is not None), GRAMMAR_FIELDS[0])
+
+
+def read_streaming(fields: Fields) -> Streaming | None:
+    """How to stream, None for a single body."""
+    options = fields.get("stream_options")
+    if not fields.get("stream"):
+        if options is not None:
+            raise RequestError(
+                "stream_options needs stream: set it to true or leave stream_options out.", param="stream_options"
+            )
+        return None
+    if fields.get("prompt_logprobs") is not None:
+        raise RequestError("prompt_logprobs cannot be streamed: leave stream out.", param="prompt_logprobs")
+    options = options or {}
+    return Streaming(bool(options.get("include_usage")), bool(options.get("continuous_usage_stats")))
+
+
+def read_priority(fields: Fields) -> int:
+    """`priority`, else what `service_tier` stands for (lower runs first)."""
+    priority = fields.get("priority")
+    return int(priority) if priority is not None else TIERS[fields.get("service_tier", "auto")]
+
+
+def read_tier(fields: Fields) -> str:
+    """The tier the answer names, when the request named one: what it was run as."""
+    tier = fields.get("service_tier", "")
+    return "default" if tier and TIERS[tier] == 0 else tier
+
+
+async def tokenize(service: Service, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of a prompt, at least one. A text that cannot fit the context is refused before the work is done."""
+    if len(text) > service.limits.context * service.limits.longest_piece * _SHRINK:
+        raise ContextTooLong(
+            f"{field} has {len(text)} characters, more than {service.limits.context} tokens can hold: shorten it.",
+            param=field,
+        )
+    if len(text) <= _IN_LOOP:
+        ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        ids = await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    if not ids:
+        raise RequestError(f"{field} has no tokens: send at least one character.", param=field)
+    return ids

@@ -1,0 +1,208 @@
+"""Start, serve, stop: the listening socket is there at once, the answers as soon as the engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+import ridgeline
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.metrics import Metrics
+from ridgeline.service.app import make_app
+from ridgeline.service.front import Front
+from ridgeline.service.gate import Gate
+from ridgeline.service.launch import launch
+from ridgeline.service.state import Limits, ModelCard, Service
+from ridgeline.text.chat import ChatTemplates
+from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.client import EngineClient
+
+_CLOSE_S = 2.0
+"""Seconds that connections get to close after the drain."""
+_LOOK_S = 0.05
+"""Seconds between two looks at the engine's progress while it loads."""
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """The HTTP side of one engine. `start` listens, `open` answers, `stop` drains and closes."""
+
+    def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
+        self.front = Front(config, client, metrics)
+        self.port = config.port
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Until `open` every route but the small ones answers 503. Raises ConfigError when the port is taken."""
+        config = self.front.config
+        runner = web.AppRunner(
+            make_app(self.front),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_CLOSE_S,
+            keepalive_timeout=75,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another --port."
+            ) from error
+        self._runner = runner
+        self.port = runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.front.config.host}:{self.port}"
+
+    async def open(self, folder: Path, name: str) -> None:
+        """Read the model folder's text side, wait for the engine, and answer. Raises what either of them raises."""
+        config, client = self.front.config, self.front.client
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        templates = _read_templates(config, tokenizer)
+        facts = await client.wait_ready()
+        card = ModelCard(
+            config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
+        )
+        metrics = self.front.metrics
+        metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
+        self.front.open(_make_service(self.front, card, tokenizer, templates))
+        log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
+
+    async def stop(self) -> None:
+        """Drain, end with an error what is left, close. The engine is the caller's to stop."""
+        await self.front.drain()
+        self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates: ChatTemplates) -> Service:
+    """The service of an engine that is ready."""
+    facts = front.client.facts
+    limits = Limits.of(facts, tokenizer)
+    ends = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
+    return Service(
+        config=front.config,
+        client=front.client,
+        metrics=front.metrics,
+        card=card,
+        tokenizer=tokenizer,
+        templates=templates,
+        grammars=GrammarCompiler(tokenizer, vocab_size=limits.vocab, end_ids=ends),
+        limits=limits,
+        gate=Gate(front.config.max_queue, int(facts.get("max_num_seqs") or 1)),
+        fingerprint=f"ridgeline-{ridgeline.__version__}",
+    )
+
+
+def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplates:
+    """The model's chat templates, or the one given instead: a file, or the text itself (it has a brace, a path has none).
+
+    Raises ConfigError for one that is missing or not valid.
+    """
+    given = config.chat_template
+    if given is None:
+        return ChatTemplates(tokenizer.templates, tokenizer.specials)
+    if "{" not in given:
+        try:
+            given = Path(given).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the chat template {given} cannot be read ({error.strerror}): give a Jinja file."
+            ) from error
+    return ChatTemplates({"default": given}, tokenizer.specials)
+
+
+class Announce(Protocol):
+    """Who wants to know how far a server has come."""
+
+    def listening(self, url: str) -> None: ...
+
+    def loading(self, stage: str, done: int, total: int) -> None: ...
+
+    def ready(self, url: str, facts: Mapping[str, Any]) -> None: ...
+
+
+class Quiet:
+    """Tells nobody."""
+
+    def listening(self, url: str) -> None: ...
+
+    def loading(self, stage: str, done: int, total: int) -> None: ...
+
+    def ready(self, url: str, facts: Mapping[str, Any]) -> None: ...
+
+
+async def serve(
+    config: ServiceConfig, model: ModelConfig, engine: EngineConfig, folder: Path, announce: Announce | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT. `folder`: the model's files on this disk.
+
+    Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
+    get errors and /health says why, so that whoever supervises it can see and decide.
+    """
+    told = announce or Quiet()
+    name = model.model or folder.name
+    metrics = Metrics(config.served_model_name or name, config.metrics_alias)
+    process = await launch(model, engine, on_step=metrics.on_step)
+    server = Server(config, process.client, metrics)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        """The first signal drains, the second one does not wait."""
+        if stopped.is_set():
+            server.front.hurry()
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    opening = watching = None
+    try:
+        await server.start()
+        told.listening(server.url)
+        watching = loop.create_task(_watch_loading(process.client, told))
+        opening = loop.create_task(server.open(folder, name))
+        if await _opened(opening, stopped):
+            await watching
+            told.ready(server.url, process.client.facts)
+            await stopped.wait()
+    finally:
+        for task in (opening, watching):
+            if task is not None:
+                task.cancel()
+        await server.stop()
+        await process.stop()
+
+
+async def _opened(opening: asyncio.Task[None], stopped: asyncio.Event) -> bool:
+    """True when the server is open, False when it was stopped before; an error of `opening` is raised."""
+    stop = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({opening, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if opening.done():
+        opening.result()
+    return opening.done()
+
+
+async def _watch_loading(client: EngineClient, announce: Announce) -> None:
+    """Pass the engine's progress on until it is ready."""
+    seen = None
+    while not client.ready.is_set():
+        if client.loading is not None and client.loading is not seen:
+            seen = client.loading
+            announce.loading(seen.stage, seen.done, seen.total)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,99 @@
+"""What the routes share: one value, made when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.core.config import ServiceConfig
+from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
+from ridgeline.core.sampling import MAX_STOP_IDS
+from ridgeline.metrics import Metrics
+from ridgeline.service.gate import Gate
+from ridgeline.text.chat import ChatTemplates
+from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.client import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The model as the API shows it. `created`: unix seconds.
+
+    defaults: sampling parameters of its generation_config.json, used where a request gives none.
+    """
+
+    name: str
+    root: str
+    created: int
+    defaults: Mapping[str, float]
+
+    def check(self, name: str | None) -> None:
+        """Raises ModelNotFound for any model but this one; a request without a model means this one."""
+        if name is not None and name not in (self.name, self.root):
+            raise ModelNotFound(
+                f"The model {name[:80]!r} does not exist: this server has {self.name!r}.", param="model"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may hold, from the engine's facts. All counts are tokens but `stop_ids`."""
+
+    context: int
+    held: int
+    vocab: int
+    stop_ids: int
+    longest_piece: int
+    """Characters of the longest token."""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], tokenizer: Tokenizer) -> Limits:
+        context = int(facts["max_len"])
+        held = int(facts.get("max_request_tokens") or context)
+        own = len(facts.get("eos_ids") or ())
+        vocab = int(facts.get("vocab_size") or tokenizer.vocab_size)
+        longest = max(len(tokenizer.token_bytes(index)) for index in range(tokenizer.vocab_size))
+        return cls(context, held, vocab, MAX_STOP_IDS - own, longest)
+
+    @property
+    def most(self) -> int:
+        """Tokens of prompt and answer together."""
+        return min(self.context, self.held)
+
+    def check(self, prompt: int, max_tokens: int | None, field: str) -> None:
+        """Raises ContextTooLong for a request that can never run; `field` names the prompt's."""
+        asked = 1 if max_tokens is None else max_tokens
+        for most, what in ((self.context, "the model's context is"), (self.held, "this server's KV cache holds")):
+            if prompt + asked > most:
+                answer = "at least 1" if max_tokens is None else str(max_tokens)
+                remedy = "shorten it" if prompt >= most else "lower max_tokens or shorten it"
+                raise ContextTooLong(
+                    f"The prompt has {prompt} tokens and the answer may have {answer} more, but {what} {most} tokens: "
+                    f"{remedy}.",
+                    param=field if prompt >= most else "max_tokens",
+                )
+
+    def check_ids(self, ids: list[int] | tuple[int, ...], field: str) -> None:
+        """Raises RequestError for an id outside the vocabulary."""
+        if ids and (max(ids) >= self.vocab or min(ids) < 0):
+            strange = next(index for index in ids if not 0 <= index < self.vocab)
+            raise RequestError(f"{field} has the token id {strange}: expected 0 to {self.vocab - 1}.", param=field)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Everything a route needs."""
+
+    config: ServiceConfig
+    client: EngineClient
+    metrics: Metrics
+    card: ModelCard
+    tokenizer: Tokenizer
+    templates: ChatTemplates
+    grammars: GrammarCompiler
+    limits: Limits
+    gate: Gate
+    fingerprint: str
+    """`system_fingerprint` of every answer: server version and model."""

@@ -1,0 +1,197 @@
+"""From deltas to text: ONE generator feeds server-sent events and single bodies alike.
+
+Leaving it early, as a disconnect does, closes the subscription, and that cancels the request in the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.service.call import Call, Usage
+from ridgeline.service.ledger import Ledger
+from ridgeline.service.state import Service
+from ridgeline.text.detokenize import Detokenizer
+from ridgeline.text.stops import StopStrings
+from ridgeline.wire.client import Subscription
+from ridgeline.wire.messages import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token with its log-probabilities and the character of the answer's text at which it begins."""
+
+    start: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class Piece:
+    """News of one choice. finish: "" while it runs, else "stop" or "length".
+
+    count: tokens it gained (they count in usage). scored: those whose text is released now. ended_by: the stop token,
+    scored; it is no part of the text. stopped_by: the request's stop string or stop token id that ended it.
+    prompt_logprobs: with the first piece of a prompt's first choice, when asked for.
+    """
+
+    index: int
+    text: str
+    count: int
+    finish: str = ""
+    scored: list[Scored] = field(default_factory=list)
+    ended_by: Scored | None = None
+    stopped_by: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class _Choice:
+    """One answer while it grows."""
+
+    def __init__(self, service: Service, call: Call, index: int) -> None:
+        sampling = call.sampling
+        self.index = index
+        self._include_stop = sampling.include_stop
+        self._stop_ids = sampling.stop_token_ids
+        self._text = Detokenizer(
+            service.tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            context=call.prompts[index // sampling.n] if call.continues else (),
+        )
+        self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens)
+        self._one_by_one = bool(sampling.stop) or sampling.logprobs is not None
+        self._scored: deque[Scored] = deque()
+        self._read = 0
+        self._released = 0
+        self.count = 0
+        self.finished = False
+
+    def take(self, delta: Delta) -> Piece:
+        """The piece a delta makes. After a stop string the piece has a finish that the engine does not know of yet."""
+        piece = Piece(self.index, "", len(delta.tokens), delta.finish)
+        cut = delta.stop_id >= 0 and not self._include_stop
+        shown = delta.tokens[:-1] if cut else delta.tokens
+        if self._one_by_one:
+            self._walk(piece, shown, delta.logprobs)
+        else:
+            piece.text = self._text.push(shown)
+        if piece.finish and piece.stopped_by is None:
+            self._end(piece, delta, cut)
+        self._released += len(piece.text)
+        self.count += piece.count
+        self.finished = bool(piece.finish)
+        self._release(piece)
+        return piece
+
+    def _walk(self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """With stop strings or logprobs it matters which token brought which text."""
+        for place, token in enumerate(tokens):
+            text = self._text.push((token,))
+            if logprobs is not None:
+                self._scored.append(Scored(self._read, logprobs[place]))
+            self._read += len(text)
+            shown, hit = self._stops.push(text)
+            piece.text += shown
+            if hit is not None:
+                piece.finish, piece.stopped_by, piece.count = "stop", hit, place + 1
+                return
+
+    def _end(self, piece: Piece, delta: Delta, cut: bool) -> None:
+        """The engine ended it: what was held back comes out."""
+        shown, hit = self._stops.push(self._text.finish())
+        piece.text += shown + self._stops.finish()
+        piece.stopped_by = delta.stop_id if delta.stop_id in self._stop_ids else hit
+        if cut and delta.logprobs is not None:
+            piece.ended_by = Scored(self._released + len(piece.text), delta.logprobs[-1])
+
+    def _release(self, piece: Piece) -> None:
+        """Log-probabilities follow their text; those of a stop string that is cut off never come."""
+        rest = self.finished and not isinstance(piece.stopped_by, str)
+        while self._scored and (rest or self._scored[0].start < self._released):
+            piece.scored.append(self._scored.popleft())
+
+
+async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
+    """What the engine says, as text, until every choice has ended; an empty list after a silence of keep_alive_s.
+
+    Keeps `usage` up to date. Raises EngineFailed when the engine ends a choice with an error.
+    """
+    subscription = service.client.submit(*call.submits())
+    ledger = Ledger(call.arrival)
+    try:
+        run = _Run(service, call, subscription, ledger, usage)
+        while not subscription.over:
+            news: list[Piece] = []
+            failed: EngineFailed | None = None
+            deltas = await subscription.take(service.config.keep_alive_s)
+            for delta in _merged(deltas) if len(deltas) > 1 else deltas:
+                failed = failed or run.failure(delta)
+                if failed is None and (piece := run.take(delta)) is not None:
+                    news.append(piece)
+            if news or not deltas:
+                yield news
+            if failed is not None:
+                raise failed
+    finally:
+        service.gate.ended(call.choices)
+        subscription.close()
+        ledger.close(service.metrics, call, usage)
+
+
+def _merged(deltas: list[Delta]) -> list[Delta]:
+    """Deltas of one choice that follow each other as one: a client that is behind gets fewer, larger events."""
+    found = deltas[:1]
+    for delta in deltas[1:]:
+        last = found[-1]
+        if (last.id, last.choice) != (delta.id, delta.choice) or delta.finish not in ("", "stop", "length"):
+            found.append(delta)
+            continue
+        last.tokens = last.tokens + delta.tokens
+        last.finish, last.stop_id, last.times = delta.finish, delta.stop_id, delta.times
+        if delta.logprobs is not None:
+            last.logprobs = (last.logprobs or []) + delta.logprobs
+    return found
+
+
+class _Run:
+    """One call while it is answered."""
+
+    def __init__(self, service: Service, call: Call, subscription: Subscription, ledger: Ledger, usage: Usage) -> None:
+        self._call = call
+        self._subscription = subscription
+        self._ledger = ledger
+        self._usage = usage
+        self._choices = [_Choice(service, call, index) for index in range(call.choices)]
+        self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
+        usage.prompt = sum(map(len, call.prompts))
+
+    def failure(self, delta: Delta) -> EngineFailed | None:
+        """Why the engine ended a choice that had not come to its end."""
+        if delta.finish in ("", "stop", "length"):
+            return None
+        self._ledger.cut = self._subscription.cut or "error"
+        return EngineFailed(delta.error or f"The request was ended by the server ({delta.finish}).")
+
+    def take(self, delta: Delta) -> Piece | None:
+        """A delta as a piece; None for what comes after the service ended the choice."""
+        call, usage = self._call, self._usage
+        choice = self._choices[self._places[delta.id] * call.sampling.n + delta.choice]
+        if choice.finished:
+            return None
+        if delta.choice == 0 and delta.cached > 0:
+            usage.cached += delta.cached
+        self._ledger.news(delta)
+        if call.max_tokens == 0:
+            piece = Piece(choice.index, "", 0, "length")
+            choice.finished = True
+        else:
+            piece = choice.take(delta)
+        piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None
+        usage.completion += piece.count
+        if piece.finish:
+            self._ledger.ended(piece.finish, delta.times)
+            if not delta.finish:
+                self._subscription.finish(delta.id, delta.choice, piece.finish, choice.count)
+        return piece

@@ -1,0 +1,338 @@
+"""The service's end of the border: one EngineClient per engine, one Subscription per request.
+
+Nothing is lost and nothing is guessed: a subscription gets every delta of its request in order, or one delta that says
+why it ended early. When the engine fails, all open requests hear of it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.wire.frames import down_decoder, encode, read_body
+from ridgeline.wire.messages import (
+    Beat,
+    Cancel,
+    Control,
+    Delta,
+    Deltas,
+    Down,
+    Failed,
+    Finish,
+    Loading,
+    Ready,
+    Reply,
+    StepStats,
+    Submit,
+    Up,
+)
+
+MAX_UNREAD = 8192
+"""Tokens (a token's alternatives count as tokens) one request may hold that its client has not read yet."""
+
+STALL_S = 30.0
+"""Seconds without a sign of life, or without progress while requests wait, after which the engine counts as stuck."""
+
+
+_LAST_WORDS_S = 1.0
+
+
+class Subscription:
+    """The deltas of one or more requests, in order; over when all their choices have ended.
+
+    Closing it early cancels in the engine what still runs.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[Submit]) -> None:
+        self._client = client
+        self._running = {request.id: set(range(request.sampling.n)) for request in requests}
+        self.choices = sum(map(len, self._running.values()))
+        """Choices that still run."""
+        self._weight = 1 + max(request.sampling.logprobs or 0 for request in requests)
+        self._limit = client.max_unread + 256 * self.choices
+        self._arrived: list[Delta] = []
+        self._unread = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self.cut = ""
+        """Why this side ended it early: "slow_reader", "failed"."""
+
+    @property
+    def over(self) -> bool:
+        """Every choice has ended and every delta has been taken."""
+        return not self._running and not self._arrived
+
+    async def take(self, patience: float | None = None) -> list[Delta]:
+        """All deltas that have arrived, waiting for the first; empty after `patience` seconds of silence, or when over."""
+        if not self._arrived and self._running:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if patience is None else loop.call_later(patience, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        arrived, self._arrived = self._arrived, []
+        self._unread = 0
+        return arrived
+
+    def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
+        """The service ends a choice itself: `kept` output tokens count. Later deltas of that choice are dropped."""
+        if choice in self._running.get(request_id, ()):
+            self._client.send(Finish(request_id, choice, reason, kept))
+            self._end(request_id, choice)
+
+    def close(self, reason: str = "cancelled") -> None:
+        """Cancel what still runs and drop what was not taken. Idempotent."""
+        self._cancel(reason)
+        self._arrived.clear()
+        self._wake()
+
+    def put(self, delta: Delta) -> None:
+        """A delta from the engine. What belongs to an ended choice is dropped."""
+        if delta.choice not in self._running.get(delta.id, ()):
+            return
+        self._arrived.append(delta)
+        self._unread += self._weight * len(delta.tokens)
+        if delta.finish:
+            self._end(delta.id, delta.choice)
+        elif self._unread > self._limit:
+            self.fail("the client reads too slowly: too many tokens wait for it.", "slow_reader")
+        self._wake()
+
+    def fail(self, message: str, reason: str = "failed") -> None:
+        """End every running choice with an error delta, after what has arrived, and cancel it in the engine."""
+        for request_id, choices in self._running.items():
+            self._arrived += [Delta(request_id, choice, finish="error", error=message) for choice in sorted(choices)]
+        self.cut = reason
+        self._cancel(reason)
+        self._wake()
+
+    def _cancel(self, reason: str) -> None:
+        for request_id in self._running:
+            self._client.send(Cancel(request_id, reason))
+            self._client.forget(request_id)
+        self._running.clear()
+        self._count(-self.choices)
+
+    def _count(self, change: int) -> None:
+        self.choices += change
+        self._client.open_choices += change
+
+    def _end(self, request_id: str, choice: int) -> None:
+        choices = self._running[request_id]
+        choices.discard(choice)
+        self._count(-1)
+        if not choices:
+            del self._running[request_id]
+            self._client.forget(request_id)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """Speaks to one engine. Make it inside a running event loop; it reads until the stream ends or `close`.
+
+    on_step: called with the record of every step. last_words: asked, when the stream has ended, why it did.
+    clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        on_step: Callable[[StepStats], None] | None = None,
+        last_words: Callable[[], Awaitable[str]] | None = None,
+        max_unread: int = MAX_UNREAD,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._on_step = on_step
+        self._last_words = last_words
+        self.max_unread = max_unread
+        self._clock = clock
+        self.ready = asyncio.Event()
+        """Set when the engine serves, and also when it has failed: look at `failure`."""
+        self.facts: dict[str, Any] = {}
+        self.loading: Loading | None = None
+        self.failure: str | None = None
+        self.stats: StepStats | None = None
+        self.last_heard = self.last_progress = clock()
+        self.last_step = -1
+        self.open_choices = 0
+        """Choices that have been submitted and have not ended."""
+        self._sequence: int | None = None
+        self._open: dict[str, Subscription] = {}
+        self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._closing = False
+        self._task = asyncio.get_running_loop().create_task(self._read(), name="engine-client")
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """The engine's facts, as soon as it serves. Raises EngineFailed when it cannot."""
+        await self.ready.wait()
+        self._check()
+        return self.facts
+
+    def submit(self, *requests: Submit) -> Subscription:
+        """Start requests whose answers are read together.
+
+        Raises EngineFailed when the engine has ended, ValueError for an id that is in use.
+        """
+        self._check()
+        for request in requests:
+            if request.id in self._open:
+                raise ValueError(f"request id {request.id!r} is in use")
+        if not self._open:
+            self.last_progress = self._clock()
+        subscription = Subscription(self, requests)
+        self.open_choices += subscription.choices
+        for request in requests:
+            self._open[request.id] = subscription
+            self.send(request)
+        return subscription
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> None:
+        """End a request; its reader gets a "cancelled" delta per choice from the engine. Unknown ids are fine."""
+        if request_id in self._open:
+            self.send(Cancel(request_id, reason))
+
+    async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
+        """Give an order and wait for its answer. Raises EngineFailed when it ends, fails or stays silent too long."""
+        self._check()
+        name = f"control-{next(self._numbers)}"
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._replies[name] = answer
+        self.send(Control(name, order))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise EngineFailed(f"the engine did not answer {order!r} within {timeout:g} s.") from None
+        finally:
+            self._replies.pop(name, None)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine cannot be trusted to answer now, or None: it makes progress, or is idle and alive."""
+        if self.failure is not None:
+            return self.failure
+        if not self.ready.is_set():
+            at = self.loading
+            return "the engine is loading" + (f": {at.stage} {at.done}/{at.total}" if at is not None else "")
+        now = self._clock()
+        if now - self.last_heard > STALL_S:
+            return f"the engine has been silent for {now - self.last_heard:.0f} s"
+        if self._open and now - self.last_progress > STALL_S:
+            return f"requests wait, and no step has ended for {now - self.last_progress:.0f} s"
+        return None
+
+    def end_all(self, message: str, reason: str) -> None:
+        """End every open request with an error that its reader sees."""
+        for subscription in set(self._open.values()):
+            subscription.fail(message, reason)
+
+    async def close(self) -> None:
+        """Stop reading and close the stream; the engine sees the end of it and stops."""
+        self._closing = True
+        self._writer.close()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._fail("the service is stopping.")
+
+    def send(self, message: Up) -> None:
+        """Put a message on the wire; the transport buffers what the engine has not read yet."""
+        if self.failure is None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    def forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed(self.failure)
+
+    async def _read(self) -> None:
+        decoder = down_decoder()
+        try:
+            while (body := await read_body(self._reader)) is not None:
+                self._take(decoder.decode(body))
+                await asyncio.sleep(
+                    0
+                )  # whoever was woken reads before the next frame, also when frames come in a burst
+            self._writer.close()  # an engine that has said its last word waits for this
+            self._fail(await self._ask_why())
+        except Exception as error:  # whatever it is, nobody may go on waiting for answers that no one reads
+            self._fail(f"what the engine sent could not be read: {error}")
+            self._writer.close()
+
+    async def _ask_why(self) -> str:
+        if self._last_words is not None and self.failure is None:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._last_words(), _LAST_WORDS_S)
+        return "the engine process has ended."
+
+    def _take(self, message: Down) -> None:
+        self.last_heard = self._clock()
+        match message:
+            case Deltas():
+                self._take_deltas(message)
+            case Beat():
+                self._progress(message.step)
+            case Ready():
+                self.facts = message.facts
+                self.last_progress = self.last_heard
+                self.ready.set()
+            case Loading():
+                self.loading = message
+            case Reply():
+                self._take_reply(message)
+            case Failed():
+                self._fail(message.message)
+
+    def _take_deltas(self, frame: Deltas) -> None:
+        if self._sequence is not None and frame.sequence != self._sequence + 1:
+            raise EngineFailed(f"frame {frame.sequence} came after frame {self._sequence}: answers are missing.")
+        self._sequence = frame.sequence
+        for delta in frame.deltas:
+            subscription = self._open.get(delta.id)
+            if subscription is not None:
+                subscription.put(delta)
+        if frame.stats is not None:
+            self.stats = frame.stats
+            self._progress(frame.stats.step)
+            if self._on_step is not None:
+                self._on_step(frame.stats)
+        elif frame.deltas:
+            self.last_progress = self.last_heard
+
+    def _take_reply(self, reply: Reply) -> None:
+        answer = self._replies.get(reply.id)
+        if answer is not None and not answer.done():
+            answer.set_result(reply.facts)
+        elif reply.id in self._open and "error" in reply.facts:
+            self._open[reply.id].fail(str(reply.facts["error"]))
+
+    def _progress(self, step: int) -> None:
+        if step != self.last_step:
+            self.last_step = step
+            self.last_progress = self.last_heard
+
+    def _fail(self, message: str) -> None:
+        if self.failure is not None:
+            return
+        self.failure = message
+        self.ready.set()
+        self.end_all(message, "failed")
+        for answer in self._replies.values():
+            if not answer.done():
+                answer.set_exception(EngineFailed(message))

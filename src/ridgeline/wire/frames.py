@@ -1,0 +1,73 @@
+"""Framing of messages over a stream socket: `length (uint32, little endian) + msgpack`, for asyncio and for plain bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import msgspec
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.wire.messages import Down, Up
+
+MAX_FRAME = 1 << 30
+"""Bytes of the largest frame; a longer length word means that the two ends no longer agree where a frame begins."""
+
+LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Up | Down) -> bytes:
+    """One message as a frame, length word included."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def up_decoder() -> msgspec.msgpack.Decoder[Up]:
+    return msgspec.msgpack.Decoder(Up)
+
+
+def down_decoder() -> msgspec.msgpack.Decoder[Down]:
+    return msgspec.msgpack.Decoder(Down)
+
+
+def body_length(word: bytes | bytearray | memoryview) -> int:
+    """Length of the frame's body from its first four bytes. Raises EngineFailed when it cannot be one."""
+    (length,) = LENGTH.unpack_from(word)
+    if length > MAX_FRAME:
+        raise EngineFailed(f"a frame of {length} bytes was announced, above {MAX_FRAME}: the stream is out of step.")
+    return int(length)
+
+
+class FrameBuffer:
+    """Bytes as they arrive, frames as they complete: `feed` any split of the stream, `take` whole bodies."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._bytes += data
+
+    def take(self) -> list[bytes]:
+        """Bodies of all complete frames, in order; the rest stays."""
+        bodies: list[bytes] = []
+        start = 0
+        held = self._bytes
+        while len(held) - start >= LENGTH.size:
+            end = start + LENGTH.size + body_length(memoryview(held)[start : start + LENGTH.size])
+            if end > len(held):
+                break
+            bodies.append(bytes(memoryview(held)[start + LENGTH.size : end]))
+            start = end
+        if start:
+            del held[:start]
+        return bodies
+
+
+async def read_body(reader: asyncio.StreamReader) -> bytes | None:
+    """Body of the next frame, or None at the end of the stream (also in the middle of a frame)."""
+    try:
+        word = await reader.readexactly(LENGTH.size)
+        return await reader.readexactly(body_length(word))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -1,0 +1,216 @@
+"""An engine that speaks the wire protocol and computes nothing: deterministic answers, delays and failures at will."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.wire.frames import encode, read_body, up_decoder
+from ridgeline.wire.messages import (
+    Beat,
+    Cancel,
+    Control,
+    Delta,
+    Deltas,
+    Down,
+    Failed,
+    Finish,
+    Loading,
+    Ready,
+    Reply,
+    StepStats,
+    Submit,
+)
+
+Script = Callable[[Submit, int], list[int]]
+"""Output tokens of a choice, end token included where the model would end by itself."""
+
+
+@dataclass
+class Behaviour:
+    """script: what is said. delay: seconds per step. per_step: tokens per step. stuck: requests get no answer.
+
+    die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
+    as hits, at most. fail_after: tokens after which a request ends with an error.
+    """
+
+    script: Script
+    eos: int
+    vocab: int
+    max_len: int = 2048
+    rows: int = 8
+    delay: float = 0.0
+    per_step: int = 1
+    cached: int = 16
+    stuck: bool = False
+    loading: bool = False
+    die_after: int | None = None
+    last_word: str = ""
+    fail_after: int | None = None
+    skip_frame: bool = False
+    defaults: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Row:
+    submit: Submit
+    choice: int
+    script: list[int]
+    said: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """One engine for one connection."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.finishes: list[Finish] = []
+        self.orders: list[str] = []
+        self.said = 0
+        self._rows: list[_Row] = []
+        self._waiting: list[_Row] = []
+        self._sequence = 0
+        self._step = 0
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(cls, behaviour: Behaviour) -> tuple[FakeEngine, asyncio.StreamReader, asyncio.StreamWriter]:
+        """The engine, and the service's end of the stream."""
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        engine = cls(behaviour)
+        engine._reader, engine._writer = reader, writer
+        loop = asyncio.get_running_loop()
+        engine._tasks = [loop.create_task(engine._listen()), loop.create_task(engine._run())]
+        service_reader, service_writer = await asyncio.open_connection(sock=ours)
+        return engine, service_reader, service_writer
+
+    def send(self, message: Down) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    def ready(self) -> None:
+        b = self.behaviour
+        facts = {"max_len": b.max_len, "vocab_size": b.vocab, "max_num_seqs": b.rows, "eos_ids": [b.eos]}
+        facts |= {"generation_defaults": b.defaults, "page_tokens": 16, "blocks": 100}
+        self.send(Ready(facts))
+
+    async def die(self) -> None:
+        """End as a process does that was killed, or with a last word."""
+        if self.behaviour.last_word and not self._writer.is_closing():
+            self.send(Failed(self.behaviour.last_word))
+            await self._writer.drain()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._writer.close()
+
+    @property
+    def open(self) -> int:
+        return len(self._rows) + len(self._waiting)
+
+    async def _listen(self) -> None:
+        decoder = up_decoder()
+        if self.behaviour.loading:
+            self.send(Loading("weights", 1, 3))
+        else:
+            self.ready()
+        while (body := await read_body(self._reader)) is not None:
+            self._take(decoder.decode(body))
+        await self.die()
+
+    def _take(self, message: Submit | Cancel | Finish | Control) -> None:
+        if isinstance(message, Submit):
+            self.submits.append(message)
+            for choice in range(message.sampling.n):
+                self._waiting.append(_Row(message, choice, self.behaviour.script(message, choice)))
+        elif isinstance(message, Cancel):
+            self.cancels.append(message)
+            self._drop(lambda row: row.submit.id == message.id)
+        elif isinstance(message, Finish):
+            self.finishes.append(message)
+            self._drop(lambda row: row.submit.id == message.id and row.choice == message.choice)
+        else:
+            self.orders.append(message.order)
+            held = {"free": 10, "used": self.open, "total": 10 + self.open}
+            self.send(Reply(message.id, held if message.order == "stats" else {"forgotten": 3}))
+        self._wake.set()
+
+    def _drop(self, ends: Callable[[_Row], bool]) -> None:
+        self._rows = [row for row in self._rows if not ends(row)]
+        self._waiting = [row for row in self._waiting if not ends(row)]
+
+    async def _run(self) -> None:
+        while True:
+            if (not self._rows and not self._waiting) or self.behaviour.stuck:
+                self._wake.clear()
+                self.send(Beat(self._step, bool(self._waiting)))
+                await self._wake.wait()
+                if self.behaviour.stuck:
+                    continue
+            await asyncio.sleep(self.behaviour.delay)
+            while self._waiting and len(self._rows) < self.behaviour.rows:
+                self._rows.append(self._waiting.pop(0))
+            deltas = [self._advance(row) for row in self._rows]
+            self._rows = [row for row, delta in zip(self._rows, deltas, strict=True) if not delta.finish]
+            self._step += 1
+            self._sequence += 2 if self.behaviour.skip_frame and self._step == 2 else 1
+            self.send(Deltas(self._sequence, deltas, self._stats(sum(len(delta.tokens) for delta in deltas))))
+            await self._writer.drain()
+            if self.behaviour.die_after is not None and self.said >= self.behaviour.die_after:
+                await self.die()
+                return
+
+    def _advance(self, row: _Row) -> Delta:
+        sampling, b = row.submit.sampling, self.behaviour
+        limit = min(sampling.max_tokens or b.max_len, b.max_len - len(row.submit.tokens))
+        tokens = row.script[row.said : min(row.said + b.per_step, limit)]
+        first = row.said == 0
+        row.said += len(tokens)
+        self.said += len(tokens)
+        delta = Delta(row.submit.id, row.choice, tokens)
+        if b.fail_after is not None and row.said >= b.fail_after:
+            return replace_delta(delta, finish="error", error="The step failed: as it was told to.")
+        ends = {b.eos, *sampling.stop_token_ids} if not sampling.ignore_eos else set(sampling.stop_token_ids)
+        if tokens and tokens[-1] in ends:
+            delta.finish, delta.stop_id = "stop", tokens[-1]
+        elif row.said >= limit or row.said >= len(row.script):
+            delta.finish = "length"
+        if first:
+            delta.cached = min(b.cached, len(row.submit.tokens) // 16 * 16) if row.submit.cache else 0
+            if sampling.prompt_logprobs is not None and row.choice == 0:
+                delta.prompt_logprobs = [score(token, sampling.prompt_logprobs) for token in row.submit.tokens[1:]]
+        if sampling.logprobs is not None:
+            delta.logprobs = [score(token, sampling.logprobs) for token in tokens]
+        if delta.finish:
+            delta.times = (0.0, 0.0, 0.0, 0)
+        return delta
+
+    def _stats(self, tokens: int) -> StepStats:
+        return StepStats(
+            self._step, len(self._rows), len(self._waiting), 0, tokens, 0, 0, 0, 0, 0, 0, 0, 10, 0.0, 0.0, 0.0, 0.0
+        )
+
+
+def replace_delta(delta: Delta, **changes: object) -> Delta:
+    for name, value in changes.items():
+        setattr(delta, name, value)
+    return delta
+
+
+def score(token: int, top: int) -> TokenLogprobs:
+    """A token's made-up scores: it is the most probable one, its successors follow."""
+    ids = tuple((token + place) % 256 for place in range(top))
+    return TokenLogprobs(
+        token, -0.25 - token / 1024, 1, ids, tuple(-0.25 - token / 1024 - place for place in range(top)), 3.0
+    )
+
+
+__all__ = ["Behaviour", "FakeEngine", "Script", "replace", "score"]

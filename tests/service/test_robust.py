@@ -1,0 +1,366 @@
+"""What goes wrong: bad bodies, full queues, missing keys, clients that leave or stall, engines that die."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+from ridgeline.service import answer as answer_module
+from ridgeline.service.gate import Gate
+
+from .live import MODEL, Live, behaviour, counts, ids, live, says
+
+BODIES = [
+    b"",
+    b"{",
+    b"[" * 50_000,
+    b"\xff\xfe",
+    b'{"messages": NaN}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"a": 1e999}',
+    b"[]",
+    b"7",
+    b"null",
+    b'"text"',
+    b'{"messages": [{"role": "user", "content": "\xff"}]}',
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_are_no_requests(endless: Live, path: str):
+    for body in BODIES:
+        answer = endless.send("POST", path, body)
+        assert answer.status == 400, (body[:20], answer.data)
+        assert answer.error["type"] == "invalid_request_error"
+    assert endless.send("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "not_found"),
+        ("DELETE", "/health", 405, "not_found"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ],
+)
+def test_wrong_addresses(endless: Live, method: str, path: str, status: int, code: str):
+    answer = endless.send(method, path)
+    assert (answer.status, answer.error["code"]) == (status, code)
+
+
+def test_unknown_model(endless: Live):
+    for answer in (endless.chat(model="gpt-4"), endless.complete(model="")):
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+    assert endless.chat(model=None, max_tokens=1).status == 200
+    assert endless.chat(model="root/tiny-test", max_tokens=1).status == 200
+
+
+def test_small_routes(endless: Live):
+    assert endless.send("GET", "/version").json["version"]
+    (card,) = endless.send("GET", "/v1/models").json["data"]
+    assert (card["id"], card["object"], card["max_model_len"], card["root"]) == (MODEL, "model", 2048, "root/tiny-test")
+    assert endless.send("GET", f"/v1/models/{MODEL}").json == card
+    found = endless.send("POST", "/tokenize", {"prompt": "the é", "return_token_strs": True}).json
+    assert found["tokens"] == ids("the é") and found["count"] == len(found["tokens"])
+    assert found["token_strs"][0] == "the"
+    assert endless.send("POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "the é"}
+    rendered = endless.send("POST", "/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json
+    assert endless.chat(max_tokens=1).json["usage"]["prompt_tokens"] == rendered["count"]
+    for body in ({"prompt": 7}, {}, {"prompt": "a", "messages": []}, {"model": "other", "prompt": "a"}):
+        assert endless.send("POST", "/tokenize", body).status in (400, 404)
+    for body in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [10**7]}):
+        assert endless.send("POST", "/detokenize", body).status == 400
+    assert endless.send("POST", "/reset_prefix_cache").json == {"forgotten": 3}
+    assert endless.send("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
+
+
+def test_metrics_count_what_happened(polite: Live):
+    before = polite.send("GET", "/metrics").data.decode()
+    polite.chat()
+    text = polite.send("GET", "/metrics").data.decode()
+    assert text != before
+    line = next(line for line in text.splitlines() if line.startswith("ridgeline:request_success_total{"))
+    assert 'finished_reason="stop"' in line and float(line.split()[-1]) >= 1
+
+
+def test_request_ids(endless: Live):
+    assert endless.send("GET", "/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    first, second = (endless.send("GET", "/nowhere").headers["x-request-id"] for _ in range(2))
+    assert first != second
+    assert endless.chat(max_tokens=1, request_id="in-body").headers["x-request-id"] == "in-body"
+    assert endless.chat(max_tokens=1, stream=True, headers={"x-request-id": "s"}).headers["x-request-id"] == "s"
+    assert endless.send("GET", "/version", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_keys():
+    with live(behaviour(counts), api_key="säcret") as server:
+        assert server.send("GET", "/health").status == 200
+        for path in ("/v1/models", "/metrics", "/version", "/nowhere"):
+            answer = server.send("GET", path)
+            assert (answer.status, answer.error["type"]) == (401, "authentication_error"), path
+        for header in ("Bearer wrong", "säcret", "Basic säcret", ""):
+            assert server.chat(headers={"Authorization": header.encode().decode("latin-1")}).status == 401
+        good = {"Authorization": "Bearer säcret".encode().decode("latin-1")}
+        assert server.chat(headers=good, max_tokens=1).status == 200
+
+
+def test_bodies_have_a_limit():
+    with live(behaviour(counts), max_body_mb=0.01) as server:
+        answer = server.complete(prompt="x" * 20_000)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        assert server.complete(max_tokens=1).status == 200
+
+
+def test_what_can_never_fit_is_refused_at_once(endless: Live):
+    before = len(endless.engine.submits)
+    cases = [
+        endless.complete(prompt=[5] * 2048),
+        endless.complete(prompt=[5] * 2000, max_tokens=49),
+        endless.complete(prompt="x" * 100_000),
+        endless.chat(messages=[{"role": "user", "content": "y" * 3000}]),
+        endless.chat(max_tokens=4000),
+    ]
+    for answer in cases:
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded"), answer.data
+        assert "2048" in answer.error["message"]
+    assert len(endless.engine.submits) == before
+    assert endless.complete(prompt=[5] * 2047).json["usage"]["completion_tokens"] == 1
+
+
+def read_head(sock: socket.socket) -> bytes:
+    data = b""
+    while b"data: " not in data:
+        part = sock.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+def begin(server: Live, path: str = "/v1/completions", **fields) -> socket.socket:
+    """A request by hand, so that the client can go at any moment."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 1000, **fields}).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_client_that_leaves_ends_its_request(stream: bool, choices: int):
+    with live(behaviour(counts, delay=0.005)) as server:
+        sock = begin(server, stream=stream, n=choices)
+        if stream:
+            read_head(sock)
+        server.until(lambda: server.engine.submits)
+        sock.close()
+        server.until(lambda: server.engine.cancels)
+        assert [cancel.id for cancel in server.engine.cancels] == [server.engine.submits[0].id]
+        server.until(lambda: server.engine.open == 0 and server.server.front.client.open_choices == 0)
+        assert 'aborted_requests_total{engine="0",model_name="tiny-test",reason="cancelled"} 1.0' in (
+            server.send("GET", "/metrics").data.decode()
+        )
+
+
+def test_a_reader_that_stalls_is_cut_off_and_nobody_else_waits():
+    with live(behaviour(counts, max_len=200_000, per_step=500), keep_alive_s=0.5) as server:
+        server.server.front.client.max_unread = 20_000
+        server.engine.behaviour.script = lambda submit, choice: ids("abc") * 50_000
+        sock = begin(server, stream=True, max_tokens=150_000, logprobs=5)
+        server.until(lambda: server.engine.cancels)
+        assert server.engine.cancels[0].reason == "slow_reader"
+        server.until(lambda: server.engine.open == 0)
+        assert server.complete(max_tokens=3).status == 200
+        data = b""
+        while b"[DONE]" not in data and b'"error"' not in data:
+            part = sock.recv(1 << 20)
+            if not part:
+                break
+            data += part
+        assert b"reads too slowly" in data
+        sock.close()
+
+
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(answer_module, "SLOW_WRITE_S", 0.2)
+    with live(behaviour(counts, max_len=200_000, per_step=50)) as server:
+        server.engine.behaviour.script = lambda submit, choice: ids("abc") * 50_000
+        server.server.front.client.max_unread = 10**9
+        sock = begin(server, stream=True, max_tokens=150_000, logprobs=5)
+        server.until(lambda: server.engine.submits)
+        server.until(lambda: server.server.front.active == 0, timeout=10)
+        assert server.complete(max_tokens=3).status == 200
+        sock.close()
+
+
+def test_a_silent_stream_is_kept_alive():
+    with live(behaviour(says("a"), delay=0.3), keep_alive_s=0.05) as server:
+        data = server.complete(stream=True).data
+        assert data.startswith(b": keep-alive\n\n")
+        assert b'"text":"a"' in data
+
+
+def test_a_full_queue_answers_429():
+    with live(behaviour(counts, rows=1, delay=0.01), max_queue=1) as server:
+        held = [begin(server, stream=True), begin(server, stream=True)]
+        server.until(lambda: len(server.engine.submits) == 2)
+        answer = server.complete()
+        assert (answer.status, answer.error["code"], answer.error["type"]) == (
+            429,
+            "rate_limit_exceeded",
+            "rate_limit_error",
+        )
+        assert int(answer.headers["retry-after"]) >= 1
+        assert int(answer.headers["retry-after-ms"]) > 0
+        assert server.send("GET", "/health").status == 200
+        for sock in held:
+            sock.close()
+        server.until(lambda: server.engine.open == 0)
+        assert server.complete(max_tokens=2).status == 200
+
+
+def test_the_gate_computes_when_to_come_back():
+    now = [0.0]
+    gate = Gate(max_queue=4, rows=8, clock=lambda: now[0])
+    assert gate.retry_after(4) == 1.0
+    for _ in range(200):
+        now[0] += 0.1
+        gate.ended()
+    assert gate.retry_after(4) == pytest.approx(0.1, rel=0.3)
+    assert gate.retry_after(40) == pytest.approx(3.7, rel=0.3)
+    gate.admit(11, 0)
+    for open_choices, waiting in ((12, 0), (5, 4)):
+        with pytest.raises(Exception, match="wait already"):
+            gate.admit(open_choices, waiting)
+    gate.admit(0, 50)
+
+
+def test_a_dead_engine_is_told_to_everyone():
+    with live(behaviour(counts, die_after=20, delay=0.002)) as server:
+        answer = server.complete(stream=True, max_tokens=1000)
+        *_, last = [line for line in answer.data.decode().split("\n\n") if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["type"] == "server_error"
+        health = server.send("GET", "/health")
+        assert health.status == 503 and "ended" in health.error["message"]
+        later = server.complete()
+        assert (later.status, later.error["code"]) == (500, "engine_failed")
+        assert server.send("GET", "/metrics").status == 200
+
+
+def test_a_dead_engine_ends_single_bodies_too():
+    with live(behaviour(counts, die_after=20, last_word="out of memory")) as server:
+        answer = server.complete(max_tokens=1000)
+        assert answer.status == 500 and "out of memory" in answer.error["message"]
+
+
+def test_missing_frames_are_a_failure():
+    with live(behaviour(counts, skip_frame=True)) as server:
+        answer = server.complete(max_tokens=1000)
+        assert answer.status == 500 and "missing" in answer.error["message"]
+        assert server.send("GET", "/health").status == 503
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failed_step_ends_its_request_only(stream: bool):
+    with live(behaviour(counts, fail_after=3)) as server:
+        answer = server.complete(stream=stream)
+        assert b"The step failed" in answer.data
+        if stream:
+            assert answer.status == 200 and b'"text":"a"' in answer.data and b"[DONE]" not in answer.data
+        else:
+            assert answer.status == 500
+        server.engine.behaviour.fail_after = None
+        assert server.complete(max_tokens=2).status == 200
+
+
+def test_a_failure_before_the_first_token_has_its_own_status():
+    with live(behaviour(counts, fail_after=0)) as server:
+        assert server.complete(stream=True).status == 500
+
+
+def test_loading_then_ready():
+    with live(behaviour(counts, loading=True)) as server:
+        health = server.send("GET", "/health")
+        server.until(lambda: server.server.front.client.loading)
+        health = server.send("GET", "/health")
+        assert health.status == 503 and "weights 1/3" in health.error["message"]
+        assert server.chat().status == 503
+        assert server.chat().headers["retry-after"]
+        server.loop.call_soon_threadsafe(server.engine.ready)
+        server.until(lambda: server.server.front.trouble is None)
+        assert server.chat(max_tokens=1).status == 200
+
+
+def test_health_proves_progress():
+    with live(behaviour(counts)) as server:
+        client = server.server.front.client
+        assert server.send("GET", "/health").status == 200
+        server.engine.behaviour.stuck = True
+        sock = begin(server)
+        server.until(lambda: server.engine.submits)
+        later = time.monotonic() + 1000
+        client._clock = lambda: later
+        client.last_heard = later
+        answer = server.send("GET", "/health")
+        assert answer.status == 503 and "no step" in answer.error["message"]
+        sock.close()
+
+
+def test_drain_lets_what_runs_finish():
+    with live(behaviour(counts, delay=0.005), drain_s=5.0) as server:
+        sock = begin(server, stream=True, max_tokens=60)
+        read_head(sock)
+
+        async def stop() -> None:
+            server.loop.create_task(server.server.stop())
+
+        server.run(stop())
+        answer = server.complete()
+        assert answer.status == 503 and answer.headers["retry-after"]
+        assert server.send("GET", "/health").status == 503
+        data = b""
+        while part := sock.recv(65536):
+            data += part
+        assert b"[DONE]" in data
+
+
+def test_drain_ends_what_takes_too_long_with_an_error():
+    with live(behaviour(counts, delay=0.01), drain_s=0.1) as server:
+        sock = begin(server, stream=True, max_tokens=1000)
+        read_head(sock)
+        server.run(server.server.stop())
+        data = b""
+        while part := sock.recv(65536):
+            data += part
+        assert b"shutting down" in data and b"[DONE]" not in data
+        server.until(lambda: server.engine.cancels)
+
+
+def test_abuse_leaves_a_server_that_answers():
+    """Everything at once, and at the end nothing is held and the next request is answered."""
+    with live(behaviour(counts, rows=2, delay=0.001), max_queue=4, max_body_mb=0.5) as server:
+        socks = []
+        for round_number in range(10):
+            socks.append(begin(server, stream=bool(round_number % 2), n=1 + round_number % 3))
+            socks.append(begin(server, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]))
+            garbage = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            garbage.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+            socks.append(garbage)
+            assert server.send("POST", "/v1/completions", BODIES[round_number]).status == 400
+            assert server.complete(prompt="x" * 100_000).status in (400, 429)
+            assert server.complete(prompt="x" * 600_000).status == 413
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        raw.sendall(b"\x16\x03\x01nonsense\r\n\r\n")
+        assert b"400" in raw.recv(1000)
+        for sock in [*socks, raw]:
+            sock.close()
+        server.until(lambda: server.engine.open == 0 and server.server.front.client.open_choices == 0)
+        server.until(lambda: server.server.front.active == 0)
+        assert server.complete(max_tokens=5).json["choices"][0]["text"] == "abcab"
+        stats = server.run(server.server.front.client.control("stats"))
+        assert stats["free"] + stats["used"] == stats["total"] and stats["used"] == 0

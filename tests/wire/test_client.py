@@ -1,0 +1,235 @@
+"""EngineClient against a scripted peer: order, cancel, failure, silence."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.wire.client import STALL_S, EngineClient
+from ridgeline.wire.frames import encode, read_body, up_decoder
+from ridgeline.wire.messages import (
+    Beat,
+    Cancel,
+    Control,
+    Delta,
+    Deltas,
+    Failed,
+    Finish,
+    Loading,
+    Ready,
+    Reply,
+    StepStats,
+    Submit,
+)
+
+STATS = StepStats(7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 4, 0.0, 0.0, 0.0, 0.0)
+
+
+class Peer:
+    """The engine's end, by hand, and a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.steps: list[StepStats] = []
+
+    @classmethod
+    async def start(cls, **options) -> Peer:
+        peer = cls()
+        ours, theirs = socket.socketpair()
+        peer.reader, peer.writer = await asyncio.open_connection(sock=theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        peer.client = EngineClient(reader, writer, on_step=peer.steps.append, clock=lambda: peer.now, **options)
+        return peer
+
+    def send(self, *messages) -> None:
+        for message in messages:
+            self.writer.write(encode(message))
+
+    async def hear(self):
+        body = await asyncio.wait_for(read_body(self.reader), 5)
+        return None if body is None else up_decoder().decode(body)
+
+
+@pytest.fixture
+async def peer():
+    made = await Peer.start()
+    yield made
+    await made.client.close()
+    made.writer.close()
+
+
+def request(name: str = "a", **sampling) -> Submit:
+    return Submit(name, [1, 2], SamplingParams(**sampling), 0.0)
+
+
+async def take_all(subscription) -> list[Delta]:
+    found = []
+    while not subscription.over:
+        found += await asyncio.wait_for(subscription.take(), 5)
+    return found
+
+
+async def test_ready_brings_facts_and_loading_is_seen(peer):
+    peer.send(Loading("weights", 2, 5))
+    while peer.client.loading is None:
+        await asyncio.sleep(0)
+    assert "weights 2/5" in peer.client.trouble
+    peer.send(Ready({"max_len": 9}))
+    assert await peer.client.wait_ready() == {"max_len": 9}
+    assert peer.client.trouble is None
+
+
+async def test_deltas_reach_their_request_in_order(peer):
+    one, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
+    assert await peer.hear() == request("a")
+    assert await peer.hear() == request("b", n=2)
+    assert peer.client.open_choices == 3
+    peer.send(
+        Deltas(1, [Delta("a", 0, [1]), Delta("b", 1, [5]), Delta("nobody", 0, [9])]),
+        Deltas(2, [Delta("a", 0, [2], "stop"), Delta("b", 0, [6], "length"), Delta("b", 1, [7], "stop")], STATS),
+    )
+    assert [delta.tokens for delta in await take_all(one)] == [[1], [2]]
+    assert [(delta.choice, delta.tokens) for delta in await take_all(two)] == [(1, [5]), (0, [6]), (1, [7])]
+    assert peer.client.open_choices == 0
+    assert peer.steps == [STATS] and peer.client.last_step == 7
+
+
+async def test_several_requests_are_read_together(peer):
+    both = peer.client.submit(request("a"), request("b"))
+    peer.send(Deltas(1, [Delta("b", 0, [1], "stop")]), Deltas(2, [Delta("a", 0, [2], "stop")]))
+    assert [delta.id for delta in await take_all(both)] == ["b", "a"]
+    with pytest.raises(ValueError, match="in use"):
+        peer.client.submit(request("c"))
+        peer.client.submit(request("d"), request("c"))
+
+
+async def test_close_cancels_once_and_only_what_runs(peer):
+    subscription = peer.client.submit(request("a"), request("b"))
+    await peer.hear(), await peer.hear()
+    peer.send(Deltas(1, [Delta("a", 0, [1], "stop")]))
+    await subscription.take()
+    subscription.close()
+    subscription.close()
+    peer.client.cancel("b")
+    peer.client.send(Control("end", "stats"))
+    assert await peer.hear() == Cancel("b")
+    assert await peer.hear() == Control("end", "stats")
+    assert subscription.over
+
+
+async def test_a_choice_the_service_ended_hears_no_more(peer):
+    subscription = peer.client.submit(request("a", n=2))
+    await peer.hear()
+    subscription.finish("a", 0, "stop", 3)
+    subscription.finish("a", 0, "stop", 3)
+    peer.send(Deltas(1, [Delta("a", 0, [1]), Delta("a", 1, [2], "stop")]))
+    assert [delta.choice for delta in await take_all(subscription)] == [1]
+    assert await peer.hear() == Finish("a", 0, "stop", 3)
+
+
+async def test_silence_is_an_empty_list(peer):
+    subscription = peer.client.submit(request())
+    assert await subscription.take(0.01) == []
+    assert not subscription.over
+
+
+async def test_control_is_answered_or_fails(peer):
+    asked = asyncio.ensure_future(peer.client.control("stats"))
+    order = await peer.hear()
+    peer.send(Reply(order.id, {"free": 3}))
+    assert await asked == {"free": 3}
+    with pytest.raises(EngineFailed, match="did not answer"):
+        await peer.client.control("stats", timeout=0.01)
+    asked = asyncio.ensure_future(peer.client.control("drain"))
+    await asyncio.sleep(0)
+    peer.writer.close()
+    with pytest.raises(EngineFailed, match="ended"):
+        await asked
+
+
+@pytest.mark.parametrize("end", ["eof", "failed", "gap", "garbage"])
+async def test_every_end_of_the_engine_reaches_every_request(peer, end):
+    peer.send(Ready({}), Deltas(1, []))
+    one, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
+    await peer.hear(), await peer.hear()
+    peer.send(Deltas(2, [Delta("a", 0, [1])]))
+    if end == "eof":
+        peer.writer.close()
+    elif end == "failed":
+        peer.send(Failed("out of memory: use a smaller model."))
+    elif end == "gap":
+        peer.send(Deltas(4, []))
+    else:
+        peer.writer.write(b"\x01\x00\x00\x00\xc1")
+    news = await take_all(one)
+    assert news[0].tokens == [1] and news[-1].finish == "error"
+    assert [(delta.choice, delta.finish) for delta in await take_all(two)] == [(0, "error"), (1, "error")]
+    assert peer.client.failure and peer.client.failure == news[-1].error == peer.client.trouble
+    assert peer.client.open_choices == 0
+    with pytest.raises(EngineFailed):
+        peer.client.submit(request("c"))
+    with pytest.raises(EngineFailed):
+        await peer.client.wait_ready()
+
+
+async def test_last_words_say_why_the_process_ended():
+    async def last_words() -> str:
+        return "it was killed"
+
+    peer = await Peer.start(last_words=last_words)
+    peer.writer.close()
+    with pytest.raises(EngineFailed, match="it was killed"):
+        await peer.client.wait_ready()
+    await peer.client.close()
+
+
+async def test_a_refused_message_ends_its_request(peer):
+    subscription = peer.client.submit(request("a"))
+    peer.send(Reply("a", {"error": "could not read it"}))
+    assert (await take_all(subscription))[0].error == "could not read it"
+
+
+async def test_a_reader_that_falls_behind_is_cut_off():
+    peer = await Peer.start(max_unread=100)
+    subscription = peer.client.submit(request("a", max_tokens=None))
+    await peer.hear()
+    for number in range(1, 10):
+        peer.send(Deltas(number, [Delta("a", 0, list(range(50)))]))
+    message = await peer.hear()
+    assert message == Cancel("a", "slow_reader")
+    news = await take_all(subscription)
+    assert news[-1].finish == "error" and "slow" in news[-1].error and len(news) < 10
+    assert subscription.cut == "slow_reader"
+    await peer.client.close()
+
+
+async def test_trouble_tells_idle_from_stuck(peer):
+    peer.send(Ready({}), Beat(1, False))
+    await peer.client.wait_ready()
+    while peer.client.last_step != 1:
+        await asyncio.sleep(0)
+    assert peer.client.trouble is None
+    peer.now += STALL_S + 1
+    assert "silent" in peer.client.trouble
+    subscription = peer.client.submit(request())
+    await peer.hear()
+
+    async def beat(step: int) -> None:
+        heard = peer.client.last_heard
+        peer.send(Beat(step, True))
+        while peer.client.last_heard == heard:
+            await asyncio.sleep(0)
+
+    await beat(1)
+    assert peer.client.trouble is None  # the request has only just come
+    peer.now += STALL_S + 1
+    await beat(1)
+    assert "no step" in peer.client.trouble
+    peer.now += 1
+    await beat(2)
+    assert peer.client.trouble is None
+    subscription.close()
