@@ -76,9 +76,7 @@ class Timed:
 _runs = iter(range(1, 1 << 30))
 
 
-def timed(
-    engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *, temperature: float = 1.0
-) -> Timed:
+def timed(engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *, temperature: float = 1.0) -> Timed:
     """All requests at once, random token ids, end tokens ignored; seconds until the last token of the last request."""
     chance = random.Random(1)
     run = next(_runs)

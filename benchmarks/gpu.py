@@ -100,9 +100,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     arguments = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    engine = EngineConfig(
-        max_num_seqs=512, enable_prefix_caching=False, enforce_eager=arguments.eager, device="auto"
-    )
+    engine = EngineConfig(max_num_seqs=512, enable_prefix_caching=False, enforce_eager=arguments.eager, device="auto")
     if arguments.lens:
         bench = Bench(arguments.model, 1, engine)
         result = bench.run(lens(arguments.lens))

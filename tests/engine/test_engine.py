@@ -135,9 +135,7 @@ def test_a_grammar_is_followed_token_by_token_and_ends_the_answer() -> None:
     launch = engine.loop.runner.launch
     engine.loop.runner.launch = lambda plan: (masks.append(dict(plan.masks)), launch(plan))[1]  # type: ignore[method-assign]
     local = LocalEngine(engine)
-    news = list(
-        local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True, grammar=Grammar("regex", "[12]{3}"))])
-    )
+    news = list(local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True, grammar=Grammar("regex", "[12]{3}"))]))
     assert sum(len(delta.tokens) for delta in news) == 3 and news[-1].finish == "stop"
     assert len([mask for mask in masks if mask]) == 3
 

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from ridgeline.kv.blocks import BlockPool
 
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "share", "release", "forget"]), st.integers(0, 30)), max_size=200)
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["take", "share", "release", "forget"]), st.integers(0, 30)), max_size=200
+)
 
 
 @settings(max_examples=200, deadline=None)

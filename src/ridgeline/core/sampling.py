@@ -71,7 +71,8 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, 1 << 30)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it.", param="min_tokens"
+                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it.",
+                    param="min_tokens",
                 )
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)

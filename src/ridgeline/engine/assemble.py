@@ -63,18 +63,14 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress) -> En
     ops = choose(device, DTYPES[spec.dtype])
     with stages("weights"):
         loaded = build(folder, model=model, ops=ops, device=device, progress=progress)
-    sizes = Sizes(
-        plan.max_rows, plan.max_step_tokens, plan.max_len, plan.n_pages, graphs=not config.enforce_eager
-    )
+    sizes = Sizes(plan.max_rows, plan.max_step_tokens, plan.max_len, plan.n_pages, graphs=not config.enforce_eager)
     with stages("runner"):
         runner = build_runner(loaded, plan.layout, sizes, progress)
     with stages("grammar"):
         grammars = _grammars(folder, spec)
     leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
     limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
-    loop = Loop(
-        Scheduler(plan.layout, leases, limits, policy), runner, steps_in_flight=plan.steps_in_flight
-    )
+    loop = Loop(Scheduler(plan.layout, leases, limits, policy), runner, steps_in_flight=plan.steps_in_flight)
     setup = Setup(
         max_len=plan.max_len,
         vocab_size=spec.vocab_size,

@@ -42,9 +42,7 @@ class FakeRunner:
         self._layout = layout
         self._vocab = vocab
         self._fail_at = fail_at
-        self._memory: list[list[tuple[int, int] | None]] = [
-            [None] * layout.page_tokens for _ in range(pages + 1)
-        ]
+        self._memory: list[list[tuple[int, int] | None]] = [[None] * layout.page_tokens for _ in range(pages + 1)]
         self._tables: dict[tuple[int, int], list[int]] = {}
         self._rows: dict[int, _Row] = {}
         self._results: deque[StepResult] = deque()

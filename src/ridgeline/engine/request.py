@@ -86,6 +86,4 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        return (
-            self.sampling.prompt_logprobs is not None and self.choice == 0 and len(self.scores) < self.prompt_len - 1
-        )
+        return self.sampling.prompt_logprobs is not None and self.choice == 0 and len(self.scores) < self.prompt_len - 1

@@ -1,0 +1,58 @@
+# make setup | serve | test | lint | format | bench-cpu | clean
+# Variables: PYTHON (3.11 or newer), VENV (an environment of your own), ARGS (handed to serve, pytest and bench-cpu).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RUN_STAMP := $(VENV)/.ridgeline-run
+DEV_STAMP := $(VENV)/.ridgeline-dev
+TORCH := torch==2.13.0
+TRITON := triton==3.6.0
+TOO_OLD := "Ridgeline needs Python 3.11 or newer: make PYTHON=python3.11"
+
+.PHONY: setup serve test lint format bench-cpu clean
+.DEFAULT_GOAL := setup
+
+setup: $(DEV_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'
+	$(PYTHON) -m venv $(VENV)
+
+# Without a GPU and without a torch of the user's, a CPU build is asked for by name, since plain resolution brings
+# gigabytes of CUDA. --no-deps: what torch needs comes from the usual index in the next line. Then the CPU's kernels are
+# compiled if there is a compiler; without them everything works, slower.
+$(RUN_STAMP): pyproject.toml Makefile | $(BIN)/python
+	@$(BIN)/python tools/installed.py torch 2.11 || command -v nvidia-smi >/dev/null || ( set -x; \
+		$(PIP) install --quiet --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH) )
+	$(PIP) install -e '.[structured]'
+	@$(BIN)/python -m ridgeline.ops.native.build || true
+	@touch $@
+
+# A torch for CUDA brings its own triton; beside a CPU build the interpreter runs on the one named here.
+$(DEV_STAMP): $(RUN_STAMP)
+	@$(BIN)/python tools/installed.py triton 3.6 || ( set -x; $(PIP) install $(TRITON) )
+	$(PIP) install -e '.[structured,dev]'
+	@touch $@
+
+serve: $(RUN_STAMP)
+	$(BIN)/ridgeline serve $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python tools/budgets.py
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+bench-cpu: $(DEV_STAMP)
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

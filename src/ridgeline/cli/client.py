@@ -1,0 +1,127 @@
+"""A small client of the chat API: one streamed answer at a time, with its times. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from ridgeline.core.errors import ConfigError, RidgelineError
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request brought. Times in seconds from the moment it was sent; ttft None until the first text."""
+
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second after the first one; None when there is no second."""
+        decoding = self.total_s - (self.ttft_s or 0.0)
+        return (self.output_tokens - 1) / decoding if self.output_tokens > 1 and decoding > 0 else None
+
+
+@dataclass(slots=True)
+class ChatClient:
+    """Talks to the server at `url` ("http://host:port", with or without /v1)."""
+
+    url: str
+    api_key: str | None = None
+    last: Answer = field(default_factory=Answer)
+    """The answer of the last `stream`, complete when its iterator is exhausted."""
+
+    def stream(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[str]:
+        """Pieces of the answer as they arrive; closing the iterator closes the connection, which cancels the request.
+
+        Raises RidgelineError with the server's own words, or ConfigError when there is no server.
+        """
+        answer = self.last = Answer()
+        body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **options}
+        connection = self._connect()
+        started = time.perf_counter()
+        try:
+            response = self._send(connection, body)
+            for event in _events(response):
+                piece = _take(answer, event)
+                answer.total_s = time.perf_counter() - started
+                if piece:
+                    if answer.ttft_s is None:
+                        answer.ttft_s = answer.total_s
+                    answer.text += piece
+                    yield piece
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if parts.scheme not in kinds or not parts.hostname:
+            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url")
+        return kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
+
+    def _send(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+        path = urlsplit(self.url).path.rstrip("/").removesuffix("/v1") if "://" in self.url else ""
+        headers = {"content-type": "application/json"}
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        try:
+            connection.request("POST", f"{path}/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"{self.url} does not answer ({error}): is the server running?", param="url") from None
+        if response.status != 200:
+            raise RidgelineError(f"{self.url} answered {response.status}: {_words(response.read())}")
+        return response
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """JSON of every `data:` line until [DONE]. Raises RidgelineError for an error event or a stream that breaks off."""
+    try:
+        for line in response:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise RidgelineError(str(event["error"].get("message", event["error"])))
+            yield event
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RidgelineError(f"the answer broke off: {error}") from None
+    raise RidgelineError("the answer broke off before its end.")
+
+
+def _take(answer: Answer, event: Mapping[str, Any]) -> str:
+    """Note what an event says; returns its text."""
+    usage = event.get("usage")
+    if usage:
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.output_tokens = usage["completion_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    piece = ""
+    for choice in event.get("choices", ()):
+        piece += choice.get("delta", {}).get("content") or ""
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    return piece
+
+
+def _words(body: bytes) -> str:
+    """The message of an error body, or its beginning."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

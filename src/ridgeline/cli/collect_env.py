@@ -1,0 +1,55 @@
+"""Describe this machine for a bug report: versions, processor, memory, GPUs and the options set in the environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.show import bytes_text
+from ridgeline.core.resolve import ENVIRONMENT, SECRETS
+from ridgeline.hardware.probe import probe
+
+PACKAGES = (
+    "ridgeline", "torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "aiohttp", "uvloop", "msgspec",
+    "prometheus-client", "rich", "huggingface-hub", "llguidance", "transformers",
+)  # fmt: skip
+
+
+def parser() -> Parser:
+    return parser_for("collect-env", __doc__ or "", (), model=False)
+
+
+def run(given: Given) -> int:
+    for name, value in facts():
+        print(f"{name:18} {value}")
+    return 0
+
+
+def facts() -> list[tuple[str, str]]:
+    """(name, value) lines; nothing is loaded to find them."""
+    machine = probe()
+    found = [
+        ("python", sys.version.split()[0]),
+        ("system", platform.platform()),
+        ("processor", f"{machine.processor}, {machine.cores} cores, {' '.join(machine.features)}"),
+        ("memory", f"{bytes_text(machine.host.memory_bytes)}, {bytes_text(machine.host.free_bytes)} free"),
+    ]
+    for index, gpu in enumerate(machine.gpus):
+        known = "" if gpu.accelerator is not None else " (not in the table)"
+        found.append((f"gpu {index}", f"{gpu.name}{known}, {bytes_text(gpu.memory_bytes)}"))
+    found += [(package, _version(package)) for package in PACKAGES]
+    for name, value in sorted(os.environ.items()):
+        if name.startswith((ENVIRONMENT, "CUDA_VISIBLE", "OMP_", "TORCH", "HF_HUB_OFFLINE")):
+            secret = name.removeprefix(ENVIRONMENT).lower() in SECRETS
+            found.append((name, "***" if secret else value))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"

@@ -1,0 +1,107 @@
+"""What of a model fits into this machine (or another one), before any weight is read, and the command that works.
+
+Reads config.json alone. Exit status 1 when the model does not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.serve import read
+from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.cost import CostModel
+from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.resolve import parse
+from ridgeline.core.sizing import Memory, MemoryPlan, command, size
+from ridgeline.core.spec import ModelSpec
+from ridgeline.hardware.probe import Device, probe
+from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+
+
+def parser() -> Parser:
+    found = parser_for("fit", __doc__ or "", (ModelConfig, EngineConfig))
+    found.add_argument("--on", metavar="NAME", help="plan for this accelerator of the table (H100, L4, ...) instead")
+    found.add_argument("--memory", metavar="N", help="plan for a device with this many bytes (24G)")
+    return found
+
+
+def run(given: Given) -> int:
+    resolved = read(given)
+    model, engine = resolved.model, resolved.engine
+    # As for dummy weights only the small files of a hub model are fetched: no weight is needed to know its size.
+    folder = resolve_model(replace(model, load_format="dummy"))
+    spec = served_spec(read_model(folder)[0], model)
+    device = _device(given, engine.device)
+    total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
+    memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
+    console = Console()
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    _describe(table, spec, device)
+    try:
+        plan = size(spec, engine, total, device.kind, taken_bytes=memory.taken, model=model)
+    except DoesNotFit as error:
+        console.print(table)
+        console.print(f"\n[bold]does not fit[/bold]  {escape(error.message)}", soft_wrap=True, highlight=False)
+        return 1
+    _plan(table, plan, spec, device)
+    console.print(table)
+    console.print("\n[bold]fits[/bold]  " + escape(command(engine, memory, model, {})), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
+    heads = "+".join(dict.fromkeys(f"{one.n_heads}/{one.n_kv_heads}" for one in spec.layers))
+    table.add_row("model", f"{spec.architecture}, {len(spec.layers)} layers of {spec.d_model}, heads {heads}")
+    table.add_row("parameters", count_text(spec.params))
+    table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {spec.dtype}")
+    windows = sorted({one.window for one in spec.layers if one.window is not None})
+    note = f" (some layers keep the last {', '.join(map(str, windows))} tokens)" if windows else ""
+    table.add_row("KV per token", bytes_text(spec.kv_bytes_per_token()) + note)
+    table.add_row("context", f"{spec.max_len} tokens, {bytes_text(spec.kv_bytes(spec.max_len))} of KV when full")
+    free = f", {bytes_text(device.free_bytes)} free" if device.free_bytes != device.memory_bytes else ""
+    table.add_row("device", f"{device.name}, {bytes_text(device.memory_bytes)}{free}")
+
+
+def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, device: Device) -> None:
+    table.add_row("may be used", bytes_text(plan.usable_bytes))
+    table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
+    blocks = f"{plan.n_pages} blocks of {plan.page_tokens} tokens"
+    table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")
+    table.add_row("at once", f"{plan.sequences} sequences of {plan.max_len} tokens, at most {plan.max_rows} requests")
+    row = device.accelerator
+    if row is not None:
+        cost = CostModel(spec, row.peak(spec.dtype), row.bandwidth)
+        word = "calibrated" if cost.calibrated else "uncalibrated"
+        table.add_row(
+            "one request", f"about {cost.decode_s([min(1024, spec.max_len)]) * 1e3:.2f} ms per token ({word})"
+        )
+
+
+def _named(name: str) -> Accelerator | None:
+    """The accelerator in whose name every word of `name` stands ("4090")."""
+    words = set(name.lower().split())
+    return next((one for one in ACCELERATORS if words <= set(one.name.lower().split())), None)
+
+
+def _device(given: Given, wanted: str) -> Device:
+    """The device to plan for: --on, --memory, or this machine's."""
+    name, memory = getattr(given.rest, "on", None), getattr(given.rest, "memory", None)
+    device = probe().device(wanted)
+    if name is not None:
+        row = find(name) or _named(name)
+        if row is None:
+            raise ConfigError(f"there is no {name!r} in the table: {', '.join(one.name for one in ACCELERATORS)}.")
+        device = Device(row.kind, row.name, row.memory_bytes, row.memory_bytes)
+    if memory is not None:
+        count = parse("memory", memory, (int, False), "flag")
+        device = Device(device.kind, device.name, count, count)
+    return device

@@ -1,0 +1,79 @@
+"""A server in a thread of this process, for commands that need one and were not pointed at any."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import uvloop
+
+from ridgeline.core.errors import RidgelineError
+from ridgeline.core.resolve import Resolved
+from ridgeline.metrics import Metrics
+from ridgeline.models.hub import resolve_model
+from ridgeline.service.launch import launch
+from ridgeline.service.server import Server
+
+
+class Hosted:
+    """`with Hosted(resolved, progress) as url`: listens on a free port of this machine alone, ends with the block.
+
+    The same service and engine process as `ridgeline serve`, so that there is one way to an answer.
+    """
+
+    def __init__(self, resolved: Resolved, progress: Callable[[str, int, int], None]) -> None:
+        self._resolved = resolved
+        self._progress = progress
+        self._folder = resolve_model(resolved.model)
+        self._known = threading.Event()
+        self._stop = asyncio.Event()
+        self._url = ""
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._work, name="hosted-server", daemon=True)
+
+    def __enter__(self) -> str:
+        """The server's address once it answers. Raises what kept it from starting."""
+        self._thread.start()
+        self._known.wait()
+        if self._error is not None:
+            raise self._error
+        return self._url
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            uvloop.run(self._serve())
+        except (RidgelineError, OSError) as error:
+            self._error = error
+        finally:
+            self._known.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        resolved, folder = self._resolved, self._folder
+        name = resolved.model.model or folder.name
+        metrics = Metrics(resolved.service.served_model_name or name)
+        process = await launch(resolved.model, resolved.engine, on_step=metrics.on_step)
+        server = Server(resolved.service, process.client, metrics)
+        try:
+            await server.start()
+            opening = asyncio.ensure_future(server.open(folder, name))
+            while not (await asyncio.wait({opening}, timeout=0.05))[0]:
+                if (loading := process.client.loading) is not None:
+                    self._progress(loading.stage, loading.done, loading.total)
+            opening.result()
+            self._url = server.url
+            self._known.set()
+            await self._stop.wait()
+        finally:
+            await server.stop()
+            await process.stop()

@@ -1,0 +1,83 @@
+"""`ridgeline COMMAND`: finds the command's module, and turns our errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Protocol
+
+import ridgeline
+from ridgeline.cli.flags import Given, Parser, read_flags, search_help
+from ridgeline.core.errors import ConfigError, RidgelineError
+
+COMMANDS: Mapping[str, str] = {
+    "serve": "start the server: the OpenAI API over one model",
+    "chat": "talk to a model in the terminal",
+    "generate": "complete prompts without a server",
+    "fit": "what of a model fits into this machine, and the command that works",
+    "collect-env": "describe this machine for a bug report",
+}
+
+
+class Command(Protocol):
+    """What a command's module offers."""
+
+    def parser(self) -> Parser: ...
+
+    def run(self, given: Given) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (2 for a mistake of the user's, 1 for one of ours)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except ConfigError as error:
+        print(f"ridgeline: {error.message}", file=sys.stderr)
+        return 2
+    except RidgelineError as error:
+        print(f"ridgeline: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone; nothing may be written any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(ridgeline.__version__)
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}: {', '.join(COMMANDS)}.")
+    # By name, because a command loads only what it needs: `serve` must start without torch, `generate` cannot.
+    command: Command = import_module(f"ridgeline.cli.{name.replace('-', '_')}")  # type: ignore[assignment]
+    parser = command.parser()
+    searched = [word.partition("=")[2] for word in rest if word.startswith("--help=")]
+    if searched:
+        print(search_help(parser, searched[0]), end="")
+        return 0
+    return command.run(read_flags(parser, rest))
+
+
+def usage() -> str:
+    """The overview of all commands."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    head = (
+        f"Ridgeline {ridgeline.__version__}: an LLM inference server.\n\nusage: ridgeline COMMAND [MODEL] [options]\n"
+    )
+    return "\n".join(
+        [head, *lines, "", "`ridgeline COMMAND --help` shows a command's options, `--help=WORD` searches them."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

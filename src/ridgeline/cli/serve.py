@@ -1,0 +1,98 @@
+"""Start the server: the OpenAI API over one model. Without MODEL it serves the one that comes with Ridgeline.
+
+This process is the service; it starts the engine's process and never loads torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.show import Stages, chosen, configuration
+from ridgeline.core.config import ServiceConfig
+from ridgeline.core.resolve import CONFIGS, Resolved, resolve
+from ridgeline.models.hub import resolve_model
+from ridgeline.service.server import serve
+
+SHIPPED_NAME = "ridgeline-14m"
+"""What the API calls the model that comes with Ridgeline."""
+
+
+def parser() -> Parser:
+    return parser_for("serve", __doc__ or "", CONFIGS)
+
+
+class Announcer:
+    """Tells the terminal how the start goes: bars while loading, then configuration, address and a first request."""
+
+    def __init__(self, given: Given, folder: Path, console: Console, stages: Stages) -> None:
+        self._given = given
+        self._folder = folder
+        self._console = console
+        self._stages = stages
+        self._started = time.perf_counter()
+
+    def listening(self, url: str) -> None:
+        self._console.print(f"[dim]listening on {url}; /health says 503 until the model is loaded[/dim]")
+
+    def loading(self, stage: str, done: int, total: int) -> None:
+        self._stages(stage, done, total)
+
+    def ready(self, url: str, facts: Mapping[str, Any]) -> None:
+        self._stages.__exit__(None, None, None)
+        resolved = read(self._given, chosen(facts))
+        self._console.print(configuration(resolved))
+        seconds = time.perf_counter() - self._started
+        self._console.print(f"\n[bold]ready[/bold] in {seconds:.1f} s: {url}/v1", highlight=False)
+        self._console.print(
+            first_request(url, self._folder, resolved.service), highlight=False, soft_wrap=True, markup=False
+        )
+
+
+def read(given: Given, settled: Mapping[str, Any] | None = None) -> Resolved:
+    """The configuration of this process: what was typed, its environment, the file that was named, and what model and
+    hardware settled."""
+    found = resolve(given.flags, environ=os.environ, file=given.config, hardware=settled)
+    if found.model.model:
+        return found
+    named = {"served_model_name": SHIPPED_NAME, **(settled or {})}
+    return resolve(given.flags, environ=os.environ, file=given.config, hardware=named)
+
+
+def first_request(url: str, folder: Path, service: ServiceConfig) -> str:
+    """A curl line that gets an answer from this server."""
+    if has_template(folder) or service.chat_template:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    else:
+        path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 64}
+    key = " -H 'authorization: Bearer YOUR-KEY'" if service.api_key else ""
+    return f"curl {url}/v1/{path}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a model folder brings a chat template."""
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    )
+
+
+def run(given: Given) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    resolved = read(given)
+    folder = resolve_model(resolved.model)
+    console = Console(stderr=True)
+    with Stages(console) as stages:
+        announcer = Announcer(given, folder, console, stages)
+        uvloop.run(serve(resolved.service, resolved.model, resolved.engine, folder, announcer))
+    return 0

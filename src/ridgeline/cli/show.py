@@ -1,0 +1,87 @@
+"""How the command line shows things: progress of a start-up, the resolved configuration, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline.core.resolve import Resolved
+
+_FACTS = {
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "block_size": "page_tokens",
+    "steps_in_flight": "steps_in_flight",
+    "dtype": "dtype",
+}
+
+
+def chosen(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the engine settled, by the names of their fields, from its facts."""
+    return {name: facts[fact] for name, fact in _FACTS.items() if fact in facts}
+
+
+class Stages:
+    """One bar per stage of a start-up (weights, graphs, ...), on a terminal only."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Stages:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+
+def configuration(resolved: Resolved) -> Group:
+    """Every option with its value and origin; what is only the default shares the last paragraph."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    defaults = []
+    for name, value, origin in resolved.rows():
+        if origin == "default":
+            defaults.append(f"{name} {value}")
+        else:
+            table.add_row(name, Text(value), Text(origin, style="dim"))
+    return Group(table, Text(f"defaults: {', '.join(defaults)}", style="dim"))
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.50 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def count_text(count: float) -> str:
+    """8030261248 -> "8.03 G"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:g}"

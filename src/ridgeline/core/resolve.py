@@ -1,0 +1,276 @@
+"""Configuration, resolved once: flags > environment > file > model and hardware > defaults, each value with its origin.
+
+One reader for all sources: a value means the same as a flag, as `RIDGELINE_MAX_MODEL_LEN` and as a key of a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.errors import ConfigError
+
+CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
+ENVIRONMENT = "RIDGELINE_"
+SECRETS = frozenset({"api_key"})
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "load_format": ("auto", "dummy"),
+    "metrics_alias": ("", "vllm"),
+}
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "max_model_len": (1, 1 << 30),
+    "max_num_seqs": (1, 1 << 16),
+    "max_num_batched_tokens": (1, 1 << 24),
+    "gpu_memory_utilization": (0.01, 1.0),
+    "kv_cache_memory": (1, 1 << 50),
+    "block_size": (1, 1 << 12),
+    "steps_in_flight": (0, 16),
+    "threads": (1, 1 << 12),
+    "port": (0, 65535),
+    "max_queue": (0, 1 << 30),
+    "max_body_mb": (0.001, 1 << 20),
+    "keep_alive_s": (0.01, 1 << 20),
+    "drain_s": (0.0, 1 << 20),
+}
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+# Kubernetes puts such variables into every container beside a service named "ridgeline"; they are not options.
+_KUBERNETES = re.compile(r"RIDGELINE_(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The three configurations and where each value came from (field name -> words)."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    service: ServiceConfig
+    origins: Mapping[str, str]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(field, value, origin) of every option, secrets masked, in the order of the dataclasses.
+
+        What is left to model and hardware shows as "auto", a text that is not set as "-".
+        """
+        rows, types = [], option_types()
+        for config in (self.model, self.engine, self.service):
+            for one in fields(config):
+                value = getattr(config, one.name)
+                empty = "-" if types[one.name][0] is str else "auto"
+                shown = "***" if one.name in SECRETS and value else empty if value in (None, "") else str(value)
+                rows.append((one.name, shown, self.origins[one.name]))
+        return rows
+
+
+def option_fields(configs: Iterable[type] = CONFIGS) -> dict[str, Field[Any]]:
+    """Every configuration field by name."""
+    return {one.name: one for config in configs for one in fields(config)}
+
+
+def option_types(configs: Iterable[type] = CONFIGS) -> dict[str, tuple[type, bool]]:
+    """Field name -> (its plain type, whether None is allowed)."""
+    found = {}
+    for config in configs:
+        for name, hint in get_type_hints(config).items():
+            parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+            plain = next(part for part in parts if part is not NoneType)
+            found[name] = (plain, NoneType in parts)
+    return found
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    hardware: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """One value per option. flags: field name -> value given by the user (text or typed), absent when not given.
+
+    hardware: values that model and machine suggest (`MemoryPlan.chosen`). Raises ConfigError that names the
+    option, where it was said and the remedy.
+    """
+    sources = [
+        ("flag", _canonical(flags, "flag")),
+        ("environment", _from_environment(environ or {})),
+        (f"file {file.name}" if file else "file", _canonical(read_file(file), str(file)) if file else {}),
+        ("model and hardware", dict(hardware or {})),
+    ]
+    types = option_types()
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(types, "default")
+    for origin, given in reversed(sources):
+        for name, raw in given.items():
+            values[name] = parse(name, raw, types[name], origin)
+            origins[name] = origin
+    model, engine, service = (
+        config(**{one.name: values[one.name] for one in fields(config) if one.name in values}) for config in CONFIGS
+    )
+    return Resolved(model, engine, service, origins)
+
+
+def split_options(options: Mapping[str, Any], *configs: type) -> tuple[dict[str, Any], ...]:
+    """Keyword arguments sorted into one dict per dataclass, read as flags are. Raises ConfigError for unknown names."""
+    known, types = option_fields(configs), option_types(configs)
+    for name in options:
+        if name not in known:
+            raise _unknown(name, "option", known)
+    return tuple(
+        {
+            one.name: parse(one.name, options[one.name], types[one.name], "option")
+            for one in fields(config)
+            if one.name in options
+        }
+        for config in configs
+    )
+
+
+def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
+    """A value of an option's type from text (a flag, the environment) or from a typed file. Raises ConfigError."""
+    plain, optional = kind
+    if raw is None or (optional and plain is not str and raw == "auto"):
+        if optional:
+            return None
+        raise _bad(name, raw, origin, "a value")
+    value: Any = _READERS[plain](name, raw, origin)
+    allowed = CHOICES.get(name)
+    if allowed is not None and value not in allowed:
+        raise _bad(name, raw, origin, "one of " + ", ".join(word or "(empty)" for word in allowed))
+    low, high = BOUNDS.get(name, (value, value))
+    if name in BOUNDS and not low <= value <= high:
+        raise _bad(name, raw, origin, f"{low:g} to {high:g}")
+    return value
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Keys of a TOML, JSON or YAML file. Raises ConfigError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}.", param="config") from None
+    readers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+        ".yaml": _yaml,
+        ".yml": _yaml,
+    }
+    if path.suffix not in readers:
+        raise ConfigError(f"{path}: name it .toml, .json or .yaml, so that its form is known.", param="config")
+    try:
+        found = readers[path.suffix](text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", param="config") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold options as `name: value`.", param="config")
+    return found
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        remedy = "install it (pip install pyyaml), or write the file as TOML or JSON."
+        raise ConfigError(f"reading YAML needs PyYAML, which is not installed: {remedy}", param="config") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Options among the environment's variables; an empty one counts as not set."""
+    given = {}
+    for name, value in environ.items():
+        service_link = _KUBERNETES.fullmatch(name) or (name == "RIDGELINE_PORT" and "://" in value)
+        if name.startswith(ENVIRONMENT) and value and not service_link:
+            given[name.removeprefix(ENVIRONMENT).lower()] = value
+    return _canonical(given, "environment")
+
+
+def _canonical(given: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Keys as field names: dashes and the other names of an option are read too."""
+    known = option_fields()
+    names = {name: name for name in known}
+    for name, one in known.items():
+        for flag in one.metadata["flags"]:
+            if flag.startswith("--"):
+                names[flag[2:].replace("-", "_")] = name
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        field = names.get(key.replace("-", "_"))
+        if field is None:
+            raise _unknown(key, origin, names)
+        if field in found:
+            raise ConfigError(f"{field} is given twice ({origin}): keep one.", param=field)
+        found[field] = value
+    return found
+
+
+def _unknown(key: str, origin: str, names: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(key.replace("-", "_"), list(names), n=1)
+    hint = f" Did you mean {near[0]}?" if near else " `ridgeline serve --help` lists all."
+    return ConfigError(f"there is no option {key!r} ({origin}).{hint}", param=key)
+
+
+def _bad(name: str, raw: Any, origin: str, wanted: str) -> ConfigError:
+    return ConfigError(f"{name} is {raw!r} ({origin}): give {wanted}.", param=name)
+
+
+def _text(name: str, raw: Any, origin: str) -> str:
+    if isinstance(raw, str):
+        return raw
+    if isinstance(raw, int) and not isinstance(raw, bool):  # a key or a name of digits, as YAML reads it
+        return str(raw)
+    raise _bad(name, raw, origin, "text")
+
+
+def _integer(name: str, raw: Any, origin: str) -> int:
+    """Whole number; text may end in k, m, g (powers of 1000) or K, M, G (powers of 1024), as in 8k or 1.5G."""
+    wanted = "a whole number (8192, 8K = 8192, 8k = 8000)"
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    if not isinstance(raw, str):
+        raise _bad(name, raw, origin, wanted)
+    text = raw.strip().replace("_", "")
+    factor = _SUFFIXES.get(text[-1:], 1)
+    try:
+        if factor == 1:
+            return int(text)
+        value = float(text[:-1]) * factor
+    except ValueError:
+        raise _bad(name, raw, origin, wanted) from None
+    if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+        raise _bad(name, raw, origin, wanted)
+    return int(value)
+
+
+def _number(name: str, raw: Any, origin: str) -> float:
+    try:
+        if isinstance(raw, (int, float, str)) and not isinstance(raw, bool):
+            return float(raw)
+    except ValueError:
+        pass
+    raise _bad(name, raw, origin, "a number")
+
+
+def _boolean(name: str, raw: Any, origin: str) -> bool:
+    word = str(raw).strip().lower()
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    raise _bad(name, raw, origin, "true or false")
+
+
+_READERS: Mapping[type, Callable[[str, Any, str], Any]] = {str: _text, int: _integer, float: _number, bool: _boolean}

@@ -1,0 +1,68 @@
+"""Log-probabilities of the model's own distribution: before temperature, penalties and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.core.plan import TokenLogprobs
+
+SCORE_BYTES = 256 << 20
+"""Most bytes of logits that `score` holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """For N places. token: int32 [N]; stats: float32 [N, 3], logprob of the token, its rank (exact up to 2^24), the
+    log-sum-exp of the logits; top_ids: int32 [N, n], top_logprobs: float32 [N, n]."""
+
+    token: torch.Tensor
+    stats: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+
+def rank(logits: torch.Tensor, token: torch.Tensor, top: int) -> Ranked:
+    """logits float32 [N, V], token int32 [N] (negative: scored as token 0; the caller drops it) -> Ranked."""
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    own = logits.gather(1, token.clamp(min=0).long().unsqueeze(1))
+    place = (logits > own).sum(dim=-1, keepdim=True) + 1
+    stats = torch.cat((own - total, place.float(), total), dim=1)
+    values, ids = torch.topk(logits, min(top, logits.shape[1]), dim=-1)
+    return Ranked(token, stats, ids.int(), values - total)
+
+
+def score(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, token: torch.Tensor, top: int, vocab: int
+) -> Ranked:
+    """`rank` for hidden [N, D], whose logits come from `logits_of` in pieces of at most SCORE_BYTES."""
+    piece = max(1, SCORE_BYTES // (4 * vocab))
+    parts = [
+        rank(logits_of(hidden[at : at + piece]), token[at : at + piece], top) for at in range(0, hidden.shape[0], piece)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Ranked(
+        token,
+        torch.cat([one.stats for one in parts]),
+        torch.cat([one.top_ids for one in parts]),
+        torch.cat([one.top_logprobs for one in parts]),
+    )
+
+
+def to_records(ranked: Ranked, tops: list[int]) -> list[TokenLogprobs]:
+    """Plain records of a Ranked on the host, one per place; tops[i]: how many alternatives place i asked for."""
+    columns = zip(
+        ranked.token.tolist(),
+        ranked.stats.tolist(),
+        ranked.top_ids.tolist(),
+        ranked.top_logprobs.tolist(),
+        tops,
+        strict=True,
+    )
+    return [
+        TokenLogprobs(token, stats[0], int(stats[1]), tuple(ids[:top]), tuple(values[:top]), stats[2])
+        for token, stats, ids, values, top in columns
+    ]

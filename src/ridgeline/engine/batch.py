@@ -1,0 +1,299 @@
+"""One step as the device needs it: which rows, which of their tokens, which logits, and who asks for more than a draw.
+
+Everything here follows from the plan and the joins; nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.core.plan import Logits, StepPlan
+from ridgeline.decoding.masks import read_mask
+from ridgeline.engine.packet import Packet
+from ridgeline.engine.residents import Residents, filtered
+from ridgeline.engine.rows import MAX_DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the host knows of a step. n_tokens: T; max_query, wide: most query tokens, 1 + most drafts of a row.
+
+    decode: each row has one query token and draws one. sampling: places in the step of the rows that draw, or None for
+    all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token.
+    """
+
+    n_tokens: int
+    max_query: int
+    wide: int
+    decode: bool
+    greedy: bool
+    plain: bool
+    sampling: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Which logit rows want what, as int32 indices into the step's N logit rows (None: nobody).
+
+    bias: (logit row, token, bias) triples as three tensors. words: masks of the masked rows. tops: for the rows with
+    log-probabilities, how many alternatives each wants; places: those rows' places among the rows that draw.
+    """
+
+    penalized: torch.Tensor | None = None
+    early: torch.Tensor | None = None
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    masked: torch.Tensor | None = None
+    words: torch.Tensor | None = None
+    filtered: torch.Tensor | None = None
+    ranked: bool = False
+    most_k: int = 0
+    logprobs: torch.Tensor | None = None
+    tops: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Query tokens to score: at int32 [M] of the step's T, ids int32 [M]; counts, tops: per scored row (place -> n)."""
+
+    at: torch.Tensor
+    ids: torch.Tensor
+    counts: Mapping[int, int]
+    tops: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where the query tokens of a step lie that is not pure decode; all int32.
+
+    q_start [B + 1]; n_query [B]; advance [B], how far the position moves before drawn tokens count; row_of, place [T],
+    each query token's row in the step and number in that row; at [S * wide], the query tokens whose logits are wanted;
+    n_draft [S]; drafts: (device row, place, token) of every draft.
+    """
+
+    q_start: torch.Tensor
+    n_query: torch.Tensor
+    advance: torch.Tensor
+    row_of: torch.Tensor
+    place: torch.Tensor
+    at: torch.Tensor
+    n_draft: torch.Tensor
+    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode."""
+
+    shape: Shape
+    rows: torch.Tensor
+    sampled: torch.Tensor
+    ragged: Ragged | None = None
+    wishes: Wishes = Wishes()
+    scores: Scores | None = None
+
+
+class BatchBuilder:
+    """Reads a plan, fills a packet, and makes the Batch once the packet was sent.
+
+    residents: what sits in each row once the plan's joins are applied. Raises EngineFailed for a plan that this runner
+    cannot run or whose rows hold something else.
+    """
+
+    def __init__(self, plan: StepPlan, residents: Residents, packet: Packet) -> None:
+        self._plan, self._vocab, self._packet = plan, residents.vocab, packet
+        self._rows = np.frombuffer(plan.rows, dtype=np.int32)
+        self._n_query = np.frombuffer(plan.n_query, dtype=np.int32)
+        self._n_draft = np.frombuffer(plan.n_draft, dtype=np.int32)
+        self._check(residents)
+        samples = np.frombuffer(plan.samples, dtype=np.int8).astype(bool)
+        self._where = np.flatnonzero(samples)
+        self.shape = self._shape(residents)
+        self._drawing = [] if self.shape.plain else [residents[row] for row in self._rows[self._where].tolist()]
+        scored = np.flatnonzero(np.frombuffer(plan.logits, dtype=np.int8) == Logits.ALL).tolist()
+        self._scored = {place: residents[plan.rows[place]] for place in scored}
+        self._tops: tuple[int, ...] = ()
+        self._places: tuple[int, ...] = ()
+        self._most_k, self._ranked = 0, False
+        self._score_counts: dict[int, int] = {}
+
+    def _check(self, residents: Residents) -> None:
+        plan, most = self._plan, int(self._n_draft.max())
+        if len(plan.tree):
+            raise EngineFailed("Draft trees arrive with speculation; this runner verifies chains only.")
+        if most > MAX_DRAFT:
+            raise EngineFailed(f"A row has {most} drafts; at most {MAX_DRAFT} can be verified at once.")
+        if int(self._n_draft.sum()) != len(plan.drafts):
+            raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {self._n_draft.sum()} drafts.")
+        known = (self._rows > 0) & (self._rows < len(residents.generation))
+        held = residents.generation[np.where(known, self._rows, 0)]
+        wrong = np.flatnonzero(~known | (held != np.frombuffer(plan.generations, dtype=np.int32)))
+        if len(wrong):
+            row, generation = plan.rows[wrong[0]], plan.generations[wrong[0]]
+            raise EngineFailed(f"Row {row} does not hold generation {generation}: its join was lost.")
+        if plan.masks and most:
+            for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
+                if n_draft and row in plan.masks:
+                    raise EngineFailed(f"Row {row} has a mask and {n_draft} drafts; a mask holds for one token only.")
+
+    def _shape(self, residents: Residents) -> Shape:
+        everyone = len(self._where) == len(self._rows)
+        max_query = int(self._n_query.max())
+        drawing = self._rows[self._where]
+        return Shape(
+            n_tokens=int(self._n_query.sum()),
+            max_query=max_query,
+            wide=1 + int(self._n_draft.max()),
+            decode=everyone and max_query == 1,
+            greedy=bool(residents.greedy[drawing].all()),
+            plain=not self._plan.masks and bool(residents.plain[drawing].all()),
+            sampling=None if everyone else self._where,
+        )
+
+    # --- what goes up -----------------------------------------------------------------------------------------------
+
+    def pack(self, bucket: int = 0) -> None:
+        """Add the step to the packet. bucket: pad the rows of a decode step to this many."""
+        rows, packet = self._rows, self._packet
+        packet.add("rows", rows if bucket <= len(rows) else np.pad(rows, (0, bucket - len(rows))))
+        if not self.shape.decode:
+            self._pack_tokens()
+        if not self.shape.plain:
+            self._pack_wishes()
+        if self._scored:
+            self._pack_scores()
+
+    def _pack_tokens(self) -> None:
+        packet, n_query, n_draft = self._packet, self._n_query, self._n_draft
+        q_start = np.zeros(len(n_query) + 1, dtype=np.int32)
+        np.cumsum(n_query, out=q_start[1:])
+        row_of = np.repeat(np.arange(len(n_query), dtype=np.int32), n_query)
+        packet.add("q_start", q_start)
+        packet.add("n_query", n_query)
+        packet.add("row_of", row_of)
+        packet.add("place", np.arange(len(row_of), dtype=np.int32) - q_start[row_of])
+        advance = n_query - n_draft
+        advance[self._where] -= 1
+        packet.add("advance", advance)
+        packet.add("sampled", self._rows[self._where])
+        packet.add("n_draft", n_draft[self._where])
+        # Logits of a row start at its last known token; a row with fewer drafts than others repeats its last query.
+        first = q_start[1:] - 1 - n_draft
+        grid = first[self._where, None] + np.arange(self.shape.wide, dtype=np.int32)
+        packet.add("at", np.minimum(grid, q_start[1:][self._where, None] - 1).reshape(-1))
+        if self._plan.drafts:
+            starts = np.cumsum(n_draft) - n_draft
+            packet.add("draft_rows", np.repeat(self._rows, n_draft))
+            packet.add("draft_place", np.arange(len(self._plan.drafts)) - np.repeat(starts, n_draft))
+            packet.add("draft_tokens", np.frombuffer(self._plan.drafts, dtype=np.int32))
+
+    def _pack_wishes(self) -> None:
+        draws = [one.join.sampling for one in self._drawing]
+        self._pack_index("penalized", [one.penalized for one in draws])
+        self._pack_index("early", [one.min_tokens > 0 for one in draws])
+        self._pack_bias()
+        self._pack_masks()
+        self._pack_index("filtered", [filtered(one) for one in draws])
+        chosen = [one for one in draws if filtered(one)]
+        self._ranked = any(one.top_k > 0 or one.top_p < 1 for one in chosen)
+        if chosen and all(one.top_k > 0 for one in chosen):
+            self._most_k = max(one.top_k for one in chosen)
+        wanted = [one.logprobs is not None for one in draws]
+        self._pack_index("logprobs", wanted)
+        self._places = tuple(np.flatnonzero(wanted).tolist())
+        self._tops = tuple(draws[place].logprobs or 0 for place in self._places)
+
+    def _pack_index(self, name: str, wanted: Sequence[bool]) -> None:
+        """The logit rows of the drawing rows that want something."""
+        if any(wanted):
+            rows = np.flatnonzero(wanted)[:, None] * self.shape.wide + np.arange(self.shape.wide)
+            self._packet.add(name, rows.reshape(-1))
+
+    def _pack_bias(self) -> None:
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for index, one in enumerate(self._drawing):
+            for token, bias in one.join.sampling.logit_bias:
+                if token < self._vocab:
+                    rows += range(index * self.shape.wide, (index + 1) * self.shape.wide)
+                    tokens += [token] * self.shape.wide
+                    values += [bias] * self.shape.wide
+        if rows:
+            self._packet.add("bias_rows", rows)
+            self._packet.add("bias_tokens", tokens)
+            self._packet.add("bias", values, np.float32)
+
+    def _pack_masks(self) -> None:
+        masks = self._plan.masks
+        wanted, words = [], []
+        for one in self._drawing:
+            given = masks.get(one.join.row)
+            word = None if given is None else read_mask(given, self._vocab)
+            if one.allowed is not None:
+                word = one.allowed if word is None else word & one.allowed
+            wanted.append(word is not None)
+            if word is not None:
+                words += [word] * self.shape.wide
+        self._pack_index("masked", wanted)
+        if words:
+            self._packet.add("words", np.stack(words))
+
+    def _pack_scores(self) -> None:
+        at: list[int] = []
+        ids: list[int] = []
+        starts = np.cumsum(self._n_query) - self._n_query
+        for place, one in self._scored.items():
+            wanted = np.array(self._plan.score_ids[one.join.row], dtype=np.int32)
+            asked = np.flatnonzero(wanted >= 0)
+            at += (starts[place] + asked).tolist()
+            ids += wanted[asked].tolist()
+            self._score_counts[place] = len(asked)
+        self._packet.add("score_at", at)
+        self._packet.add("score_ids", ids)
+
+    # --- what came of it --------------------------------------------------------------------------------------------
+
+    def build(self, got: Mapping[str, torch.Tensor]) -> Batch:
+        """The Batch over the tensors that the packet became."""
+        rows, shape = got["rows"], self.shape
+        wishes = Wishes() if shape.plain else self._wishes(got)
+        scores = self._scores(got) if self._scored else None
+        if shape.decode:
+            return Batch(shape, rows, rows, None, wishes, scores)
+        drafts = (got["draft_rows"], got["draft_place"], got["draft_tokens"]) if "draft_rows" in got else None
+        ragged = Ragged(
+            q_start=got["q_start"],
+            n_query=got["n_query"],
+            advance=got["advance"],
+            row_of=got["row_of"],
+            place=got["place"],
+            at=got["at"],
+            n_draft=got["n_draft"],
+            drafts=drafts,
+        )
+        return Batch(shape, rows, got["sampled"], ragged, wishes, scores)
+
+    def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
+        return Wishes(
+            penalized=got.get("penalized"),
+            early=got.get("early"),
+            bias=(got["bias_rows"], got["bias_tokens"], got["bias"]) if "bias" in got else None,
+            masked=got.get("masked"),
+            words=got.get("words"),
+            filtered=got.get("filtered"),
+            ranked=self._ranked,
+            most_k=self._most_k,
+            logprobs=got.get("logprobs"),
+            tops=self._tops,
+            places=self._places,
+        )
+
+    def _scores(self, got: Mapping[str, torch.Tensor]) -> Scores:
+        tops = {place: one.join.sampling.prompt_logprobs or 0 for place, one in self._scored.items()}
+        return Scores(got["score_at"], got["score_ids"], self._score_counts, tops)

@@ -1,0 +1,67 @@
+"""What the host remembers of the rows: who sits where, and what each one's sampling costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ridgeline.core.plan import Join, StepPlan
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.decoding.masks import pack_allowed, read_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Who holds a row. allowed: the packed mask of its allowed_token_ids, int32 words, or None."""
+
+    join: Join
+    allowed: np.ndarray | None
+
+
+class Residents:
+    """The rows 1 .. rows by number, and as columns for the questions asked of a whole step: generation (0: nobody),
+    greedy, and plain (a draw by temperature is all it asks for)."""
+
+    def __init__(self, rows: int, vocab: int) -> None:
+        self.vocab = vocab
+        self.generation = np.zeros(rows + 1, dtype=np.int32)
+        self.greedy = np.ones(rows + 1, dtype=bool)
+        self.plain = np.ones(rows + 1, dtype=bool)
+        self._of: dict[int, Resident] = {}
+
+    def __getitem__(self, row: int) -> Resident:
+        return self._of[row]
+
+    def follow(self, plan: StepPlan) -> None:
+        """Rows leave and join. A row out of range is left to whoever checks the join itself."""
+        for row in plan.leaves:
+            self._leave(row)
+        for join in plan.joins:
+            if 0 < join.row < len(self.generation):
+                self._enter(join)
+
+    def forget(self, plan: StepPlan) -> None:
+        """The plan's changes never reached the device: nobody sits where they were for."""
+        for row in (*(join.row for join in plan.joins), *plan.pages[::4]):
+            self._leave(row)
+
+    def _enter(self, join: Join) -> None:
+        one = join.sampling
+        allowed = None
+        if one.allowed_token_ids is not None:
+            allowed = read_mask(pack_allowed(one.allowed_token_ids, self.vocab), self.vocab)
+        self._of[join.row] = Resident(join, allowed)
+        self.generation[join.row] = join.generation
+        self.greedy[join.row] = one.greedy
+        more = one.penalized or one.min_tokens > 0 or bool(one.logit_bias) or one.logprobs is not None
+        self.plain[join.row] = not (more or filtered(one) or allowed is not None)
+
+    def _leave(self, row: int) -> None:
+        if self._of.pop(row, None) is not None:
+            self.generation[row] = 0
+
+
+def filtered(one: SamplingParams) -> bool:
+    """Top-k, top-p or min-p change what is drawn."""
+    return not one.greedy and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)

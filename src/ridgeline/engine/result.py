@@ -1,0 +1,142 @@
+"""From what a step left on the device to the StepResult: copies that nobody waits for until they are collected."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ridgeline.core.plan import StepPlan, StepResult, TokenLogprobs
+from ridgeline.decoding.logprobs import Ranked, to_records
+from ridgeline.engine.batch import Batch
+from ridgeline.engine.device import Outcome
+
+
+class Clock:
+    """Seconds a step takes on the device: events on a GPU, the wall clock where steps run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._end = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        """The step's last work has been enqueued."""
+        if self._cuda:
+            self._end.record()
+        else:
+            self._seconds = time.perf_counter() - self._started
+
+    def finished(self) -> bool:
+        return self._end.query() if self._cuda else True
+
+    def wait(self) -> float:
+        """Wait for the end; returns the seconds."""
+        if not self._cuda:
+            return self._seconds
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) * 1e-3
+
+
+def without(plan: StepPlan, error: str | None) -> StepResult:
+    """The result of a step that gave nobody anything; its rows end with `error` if there is one."""
+    nothing = array("i", bytes(4 * len(plan.rows)))
+    return StepResult(plan.step, plan.rows, plan.generations, nothing, array("i"), nothing, nothing, error=error)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive."""
+
+    plan: StepPlan
+    batch: Batch
+    outcome: Outcome
+    clock: Clock
+
+    @classmethod
+    def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
+        """Start the copies to the host and mark the end of the step."""
+        packed = None if outcome.packed is None else _to_host(outcome.packed)
+        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores))
+        clock.stop()
+        return cls(plan, batch, host, clock)
+
+    def result(self) -> StepResult:
+        """Wait for the step and read it."""
+        seconds = self.clock.wait()
+        plan, shape = self.plan, self.batch.shape
+        places = np.arange(len(plan.rows)) if shape.sampling is None else shape.sampling
+        counts, flags = np.zeros((2, len(plan.rows)), dtype=np.int32)
+        tokens = np.zeros(0, dtype=np.int32)
+        if self.outcome.packed is not None:
+            # A graph's batch is padded at the end.
+            packed = self.outcome.packed.numpy()[: len(places)]
+            counts[places], flags[places] = packed[:, 0], packed[:, 1]
+            tokens = packed[:, 2:][np.arange(shape.wide) < packed[:, :1]]
+        result = StepResult(
+            step=plan.step,
+            rows=plan.rows,
+            generations=plan.generations,
+            counts=_ints(counts),
+            tokens=_ints(tokens),
+            accepted=_ints(np.maximum(counts - 1, 0)),
+            flags=_ints(flags),
+            device_s=seconds,
+        )
+        self._read_logprobs(result, places.tolist())
+        self._read_scores(result)
+        return result
+
+    def _read_logprobs(self, result: StepResult, places: Sequence[int]) -> None:
+        ranked, wishes, wide = self.outcome.logprobs, self.batch.wishes, self.batch.shape.wide
+        if ranked is None:
+            return
+        records = to_records(ranked, [top for top in wishes.tops for _ in range(wide)])
+        for number, drawing in enumerate(wishes.places):
+            place = places[drawing]
+            gained = records[number * wide : number * wide + result.counts[place]]
+            if gained:
+                result.logprobs[place] = gained
+
+    def _read_scores(self, result: StepResult) -> None:
+        scores = self.batch.scores
+        if scores is None:
+            return
+        tops = [scores.tops[place] for place, count in scores.counts.items() for _ in range(count)]
+        records: list[TokenLogprobs] = [] if self.outcome.scores is None else to_records(self.outcome.scores, tops)
+        first = 0
+        for place, count in scores.counts.items():
+            result.scores[place] = records[first : first + count]
+            first += count
+
+
+def _ints(values: np.ndarray) -> array[int]:
+    return array("i", values.astype(np.int32, copy=False).tobytes())
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy that arrives in its own time; a tensor of the host is returned as it is."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _ranked_to_host(ranked: Ranked | None) -> Ranked | None:
+    if ranked is None:
+        return None
+    return replace(
+        ranked,
+        token=_to_host(ranked.token),
+        stats=_to_host(ranked.stats),
+        top_ids=_to_host(ranked.top_ids),
+        top_logprobs=_to_host(ranked.top_logprobs),
+    )

@@ -1,0 +1,139 @@
+"""The device's rows: what it knows of every running request. The host never reads them; steps do.
+
+tokens: int32 [R, max_len + MARGIN], all a row knows; the sampler appends, the next step gathers. ints: int32
+[R, INTS], knobs: float32 [R, KNOBS], columns as below. tables: int32 [groups, R, P], each row's pages in slot order.
+Row 0 is scratch: it is always done, so that padding may point at it and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.core.plan import Join, StepPlan
+from ridgeline.core.sampling import MAX_STOP_IDS
+from ridgeline.core.spec import KvLayout
+from ridgeline.decoding.noise import row_key
+from ridgeline.engine.packet import Packet
+
+MAX_DRAFT = 64
+MARGIN = MAX_DRAFT + 8
+"""Places beyond max_len: a row that has ended may still be written by the step in flight."""
+
+
+class Int(IntEnum):
+    """Columns of `ints`. The first four move with every step.
+
+    POSITION: tokens whose keys are written, so the position of the next query. LENGTH: slots in use; equal to POSITION
+    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop or the limit was seen.
+    """
+
+    POSITION = 0
+    LENGTH = 1
+    KNOWN = 2
+    DONE = 3
+    LIMIT = 4
+    PROMPT = 5
+    MIN_TOKENS = 6
+    TOP_K = 7
+    KEY = 8
+    STOP = 10
+
+
+class Knob(IntEnum):
+    """Columns of `knobs`."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    PRESENCE = 3
+    FREQUENCY = 4
+    REPETITION = 5
+
+
+MOVING = 4
+INTS = Int.STOP + MAX_STOP_IDS
+KNOBS = len(Knob)
+
+
+class Rows:
+    """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens."""
+
+    def __init__(self, layout: KvLayout, rows: int, max_len: int, device: torch.device) -> None:
+        self.width = max_len + MARGIN
+        self.page_tokens = layout.page_tokens
+        pages = -(-self.width // layout.page_tokens)
+        self.tokens = torch.zeros(rows + 1, self.width, dtype=torch.int32, device=device)
+        self.ints = torch.zeros(rows + 1, INTS, dtype=torch.int32, device=device)
+        self.knobs = torch.zeros(rows + 1, KNOBS, dtype=torch.float32, device=device)
+        self.tables = torch.zeros(len(layout.groups), rows + 1, pages, dtype=torch.int32, device=device)
+        self.ints[0, Int.KNOWN] = 1
+        self.ints[0, Int.DONE] = 1
+        self.ints[0, Int.LIMIT] = max_len
+        self.ints[0, Int.STOP :] = -1
+        self.knobs[0, Knob.REPETITION] = 1.0
+
+    @property
+    def flat_tokens(self) -> torch.Tensor:
+        return self.tokens.view(-1)
+
+    def pack(self, plan: StepPlan, packet: Packet) -> list[Join]:
+        """Add what `plan` changes to `packet`; returns the joins that count (of several for one row, the last)."""
+        joins = list({join.row: join for join in plan.joins}.values())
+        if joins:
+            packet.add("join_rows", [join.row for join in joins])
+            packet.add("join_ints", [_ints(join) for join in joins])
+            packet.add("join_knobs", [_knobs(join) for join in joins], np.float32)
+            for join in joins:
+                packet.add(f"join_{join.row}", self._checked(join))
+        if plan.pages:
+            where, pages = self._entries(plan.pages)
+            packet.add("page_at", where)
+            packet.add("pages", pages)
+        return joins
+
+    def apply(self, got: Mapping[str, torch.Tensor], joins: Sequence[Join]) -> None:
+        """Write what `pack` sent: joins first, then page tables."""
+        if joins:
+            at = got["join_rows"].long()
+            self.ints.index_copy_(0, at, got["join_ints"])
+            self.knobs.index_copy_(0, at, got["join_knobs"])
+            for join in joins:
+                self.tokens[join.row, : len(join.tokens)].copy_(got[f"join_{join.row}"])
+        if "pages" in got:
+            self.tables.view(-1).index_copy_(0, got["page_at"].long(), got["pages"])
+
+    def _checked(self, join: Join) -> np.ndarray:
+        if not 0 < join.row < len(self.ints) or len(join.stop_ids) > MAX_STOP_IDS:
+            raise EngineFailed(f"A join asks for row {join.row} and {len(join.stop_ids)} stop ids.")
+        if not join.computed < len(join.tokens) <= self.width - MARGIN:
+            raise EngineFailed(f"A join brings {len(join.tokens)} tokens, {join.computed} of them computed.")
+        return np.array(join.tokens, dtype=np.int32)
+
+    def _entries(self, quads: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Flat places in `tables` and their pages; of several entries for one place the last counts."""
+        flat = np.array(quads, dtype=np.int64).reshape(-1, 4)
+        _, rows, pages = self.tables.shape
+        where = (flat[:, 1] * rows + flat[:, 0]) * pages + flat[:, 2]
+        last = dict(zip(where.tolist(), flat[:, 3].tolist(), strict=True))
+        return np.array(list(last), dtype=np.int32), np.array(list(last.values()), dtype=np.int32)
+
+
+def _ints(join: Join) -> list[int]:
+    """One row of `ints`, in the order of `Int`."""
+    stops = (*join.stop_ids, *[-1] * (MAX_STOP_IDS - len(join.stop_ids)))
+    moving = (join.computed, join.computed, len(join.tokens), 0)
+    sampling = join.sampling
+    bounds = (join.limit, join.prompt_len, sampling.min_tokens, sampling.top_k)
+    return [*moving, *bounds, *row_key(join.seed, join.choice), *stops]
+
+
+def _knobs(join: Join) -> list[float]:
+    """One row of `knobs`, in the order of `Knob`."""
+    one = join.sampling
+    penalties = (one.presence_penalty, one.frequency_penalty, one.repetition_penalty)
+    return [one.temperature, one.top_p, one.min_p, *penalties]

@@ -1,0 +1,190 @@
+"""The runner owns device memory and holds no policy: it does what a StepPlan says and tells what came of it.
+
+launch enqueues a step and never waits for the device; collect waits for the oldest one. A step that fails comes back as
+a StepResult with `error`; nothing a plan contains ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.spec import KvLayout
+from ridgeline.engine.batch import Batch, BatchBuilder
+from ridgeline.engine.device import DeviceStep, Outcome
+from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
+from ridgeline.engine.packet import Packet
+from ridgeline.engine.residents import Residents
+from ridgeline.engine.result import Clock, Pending, without
+from ridgeline.engine.rows import Rows
+from ridgeline.kv.store import KvStore, Order
+from ridgeline.models.build import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the runner makes room for. rows: requests at once; step_tokens: query tokens of a step; max_len: tokens of a
+    request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU); order: how pages lie in memory."""
+
+    rows: int
+    step_tokens: int
+    max_len: int
+    blocks: int
+    graphs: bool = True
+    order: Order = "page"
+
+
+def build_runner(model: LoadedModel, layout: KvLayout, sizes: Sizes, progress: Progress | None = None) -> Runner:
+    """A runner on the device that holds the model's weights. Allocates the cache and, on a GPU, captures graphs
+    (`progress`: stage, done, total). Raises ConfigError if rows could not be addressed."""
+    with torch.inference_mode():
+        runner = Runner(model, layout, sizes)
+        runner.capture(progress or (lambda stage, done, total: None))
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """The last batch, to be used again while nothing but lengths changes. bucket: its graph, 0 if it runs eagerly."""
+
+    plan: StepPlan
+    batch: Batch
+    bucket: int
+
+    def serves(self, plan: StepPlan) -> bool:
+        mine = self.plan
+        if plan.masks or plan.drafts or plan.score_ids or mine.masks or mine.drafts or mine.score_ids:
+            return False
+        same = plan.rows == mine.rows and plan.generations == mine.generations and plan.n_query == mine.n_query
+        return same and plan.n_draft == mine.n_draft and plan.samples == mine.samples
+
+
+class Runner:
+    """launch / ready / collect / close over a model, its cache and its rows. Results come in the order of launches."""
+
+    def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes) -> None:
+        self.device = model.decoder.embedding.device
+        self.vocab = model.spec.vocab_size
+        self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
+        if self.rows.tokens.numel() >= 1 << 31 or self.rows.tables.numel() >= 1 << 31:
+            raise ConfigError(
+                f"{sizes.rows} rows of {sizes.max_len} tokens are more than 2^31: lower max_num_seqs or max_model_len.",
+                param="max_num_seqs",
+            )
+        self.store = KvStore(layout, model.spec.layers, sizes.blocks, self.device, sizes.order)
+        self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens)
+        self._graphs: Graphs | None = None
+        if sizes.graphs and self.device.type == "cuda":
+            self._graphs = Graphs(self._step, sizes.rows, CudaRecorder())
+        self._residents = Residents(sizes.rows, self.vocab)
+        self._built: _Built | None = None
+        self._pending: deque[Pending | StepResult] = deque()
+
+    def capture(self, progress: Progress) -> None:
+        """Capture all graphs now, so that no request waits for it. Without it they are captured when first needed."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(progress)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Enqueue one step; on a CPU it runs at once."""
+        reason = ""
+        try:
+            with torch.inference_mode():
+                self._pending.append(self._launch(plan))
+        except Exception as error:
+            reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
+            log.exception("step %d failed", plan.step)
+        if reason:
+            # Outside of the handler, so that the failed step's tensors are free already.
+            self._built = None
+            self._pending.append(without(plan, reason))
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def ready(self) -> bool:
+        """The oldest launched step has finished."""
+        if not self._pending:
+            return False
+        oldest = self._pending[0]
+        return isinstance(oldest, StepResult) or oldest.clock.finished()
+
+    def collect(self) -> StepResult:
+        """The result of the oldest launched step; waits for it. IndexError if there is none."""
+        oldest = self._pending.popleft()
+        if isinstance(oldest, StepResult):
+            return oldest
+        try:
+            return oldest.result()
+        except Exception as error:
+            log.exception("step %d failed on the device", oldest.plan.step)
+            return without(oldest.plan, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Wait for the device and forget what is in flight."""
+        self._pending.clear()
+        self._built = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> Pending | StepResult:
+        clock = Clock(self.device)
+        built = self._apply(plan)
+        if built is None:
+            return without(plan, None)
+        self._built = built
+        outcome = self._run(built, max(plan.bound))
+        return Pending.of(plan, built.batch, outcome, clock)
+
+    def _apply(self, plan: StepPlan) -> _Built | None:
+        """One upload for all that the plan changes and states; rows and pages change even if the step is refused."""
+        packet = Packet()
+        self._residents.follow(plan)
+        builder, refusal, bucket = None, None, 0
+        reused = self._built if self._built is not None and self._built.serves(plan) else None
+        try:
+            joins = self.rows.pack(plan, packet)
+            if reused is None and plan.rows:
+                try:
+                    builder = BatchBuilder(plan, self._residents, packet)
+                    bucket = self._bucket(builder)
+                    builder.pack(bucket)
+                except RidgelineError as error:
+                    refusal = error
+            got = packet.send(self.device)
+            self.rows.apply(got, joins)
+            self.store.copy_pages(plan.copies)
+        except Exception:
+            # Rows that the changes were for fail when they are next planned, and only they.
+            self._residents.forget(plan)
+            raise
+        if refusal is not None:
+            raise refusal
+        if builder is None:
+            return reused
+        batch = builder.build(got)
+        if bucket and self._graphs is not None:
+            self._graphs.load(batch.rows)
+        return _Built(plan, batch, bucket)
+
+    def _bucket(self, builder: BatchBuilder) -> int:
+        shape = builder.shape
+        return self._graphs.bucket(shape.n_tokens) if self._graphs is not None and shape.decode else 0
+
+    def _run(self, built: _Built, bound: int) -> Outcome:
+        batch, size, graphs = built.batch, built.bucket, self._graphs
+        if not size or graphs is None:
+            return self._step.finish(batch, self._step.forward(batch, bound), bound)
+        hidden = graphs.forward(size)
+        if batch.shape.plain and batch.scores is None:
+            return Outcome(graphs.finish(size, batch.shape.greedy))
+        return self._step.finish(batch, hidden, bound)

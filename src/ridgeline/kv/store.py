@@ -1,0 +1,110 @@
+"""The cache's memory: one flat buffer of pages, and each layer's window into it.
+
+Ownership: the store belongs to the runner. Which page holds what is decided elsewhere (kv.blocks); here pages are only
+memory. Page 0 is scratch: padding writes there and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ridgeline.core.spec import KvLayout, LayerSpec
+
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+Order = Literal["page", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one layer lies: element offset of its part in page 0, and elements from one page to the next."""
+
+    first: int
+    stride: int
+
+
+class KvStore:
+    """Memory of `blocks` pages and the scratch page, for a model whose layers are `layers`.
+
+    order "page": [page][layer][K | V][head][slot][dim], one run of bytes per page, so that offload and hand-over copy
+    a page at once. "layer": [layer][page][K | V][head][slot][dim], what most engines do; kept to measure the
+    difference. `kv[i]`: layer i's cache [pages, 2, kv_heads, page_tokens, head_dim] as ops.step.KvView wants it;
+    `groups[i]`: the group whose page table serves it. A layer with `share_from` has its source's.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        layers: Sequence[LayerSpec],
+        blocks: int,
+        device: torch.device,
+        order: Order = "page",
+    ) -> None:
+        self.layout = layout
+        self.pages = blocks + 1
+        self.order = order
+        dtype = KV_DTYPES[layout.dtype]
+        page = layout.page_bytes // dtype.itemsize
+        self._regions = _regions(layout, layers, page, order)
+        # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
+        self.flat = torch.zeros(self.pages * sum(self._regions), dtype=dtype, device=device)
+        own = self._views(layers)
+        sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
+        group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
+        self.kv = tuple(own[source] for source in sources)
+        self.groups = tuple(group_of[source] for source in sources)
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    def copy_pages(self, pairs: Sequence[int]) -> None:
+        """Copy page pairs[0] to pairs[1], then pairs[2] to pairs[3], and so on: a later copy sees the earlier ones."""
+        first = 0
+        for size in self._regions:
+            region = self.flat[first : first + size * self.pages].view(self.pages, size)
+            for at in range(0, len(pairs), 2):
+                region[pairs[at + 1]].copy_(region[pairs[at]])
+            first += size * self.pages
+
+    def _views(self, layers: Sequence[LayerSpec]) -> dict[int, torch.Tensor]:
+        tokens = self.layout.page_tokens
+        views = {}
+        for group in self.layout.groups:
+            for place, index in zip(self._places(group.layers, layers), group.layers, strict=True):
+                heads, dim = layers[index].n_kv_heads, layers[index].head_dim
+                shape = (self.pages, 2, heads, tokens, dim)
+                strides = (place.stride, heads * tokens * dim, tokens * dim, dim, 1)
+                views[index] = self.flat.as_strided(shape, strides, place.first)
+        return views
+
+    def _places(self, members: Sequence[int], layers: Sequence[LayerSpec]) -> list[_Place]:
+        """In page order a layer follows those before it in the page; in layer order it has a region of its own."""
+        places, first = [], 0
+        for depth, index in enumerate(members):
+            stride = self._regions[depth if self.order == "layer" else 0]
+            places.append(_Place(first, stride))
+            size = layers[index].kv_elements * self.layout.page_tokens
+            first += size if self.order == "page" else stride * self.pages
+        return places
+
+
+def _regions(layout: KvLayout, layers: Sequence[LayerSpec], page: int, order: Order) -> list[int]:
+    """Elements per page of each region of the buffer: one region in page order, one per depth in layer order."""
+    if order == "page":
+        return [page]
+    return [
+        max(layers[group.layers[depth]].kv_elements for group in layout.groups if depth < len(group.layers))
+        * layout.page_tokens
+        for depth in range(layout.max_width)
+    ]

@@ -1,0 +1,86 @@
+"""Every metric: its stem, its help and, for histograms, its edges. Stems and edges are vLLM's where vLLM has the metric,
+so that dashboards port by a change of prefix and mixed fleets can be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+CHOICES = (1, 2, 5, 10, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One metric. label: the further label of a family, "" for none. ours: vLLM has no such metric.
+
+    edges: upper bounds of a histogram's buckets; empty for 1, 2, 5, 10, ... up to the model's context.
+    """
+
+    text: str
+    label: str = ""
+    ours: bool = False
+    edges: tuple[float, ...] = ()
+
+
+GAUGES: Mapping[str, Entry] = {
+    "num_requests_running": Entry("Requests on the device."),
+    "num_requests_waiting": Entry("Requests that wait to be admitted."),
+    "kv_cache_usage_perc": Entry("Share of KV blocks held by running requests, 0 to 1."),
+    "kv_cache_cached_perc": Entry("Share of KV blocks kept for prefixes that may come again, 0 to 1.", ours=True),
+    "kv_waste_inside_perc": Entry("Leased slots that hold no token, as a share of leased slots.", ours=True),
+    "kv_waste_between_perc": Entry("Bytes of the cache lost to unequal groups of layers, as a share.", ours=True),
+}
+COUNTERS: Mapping[str, Entry] = {
+    "prompt_tokens": Entry("Prompt tokens computed."),
+    "generation_tokens": Entry("Tokens generated."),
+    "prompt_tokens_cached": Entry("Prompt tokens taken from the prefix cache."),
+    "prefix_cache_queries": Entry("Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": Entry("Tokens found in the prefix cache."),
+    "num_preemptions": Entry("Requests that gave up their blocks and were computed again."),
+    "spec_decode_num_draft_tokens": Entry("Draft tokens verified."),
+    "spec_decode_num_accepted_tokens": Entry("Draft tokens accepted."),
+    "request_success": Entry("Finished choices.", label="finished_reason"),
+    "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
+    "steps": Entry("Steps run.", ours=True),
+    "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
+}
+HISTOGRAMS: Mapping[str, Entry] = {
+    "time_to_first_token_seconds": Entry("Seconds from arrival to the first token.", edges=FIRST_TOKEN_SECONDS),
+    "inter_token_latency_seconds": Entry("Seconds between tokens, weighted by token.", edges=TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": Entry("Mean seconds per token after the first.", edges=TOKEN_SECONDS),
+    "e2e_request_latency_seconds": Entry("Seconds from arrival to the last token.", edges=REQUEST_SECONDS),
+    "request_queue_time_seconds": Entry("Seconds a request waited.", edges=REQUEST_SECONDS),
+    "request_prefill_time_seconds": Entry("Seconds from admission to the first token.", edges=REQUEST_SECONDS),
+    "request_decode_time_seconds": Entry("Seconds from the first token to the last.", edges=REQUEST_SECONDS),
+    "request_inference_time_seconds": Entry("Seconds from admission to the last token.", edges=REQUEST_SECONDS),
+    "request_prompt_tokens": Entry("Tokens of a prompt."),
+    "request_generation_tokens": Entry("Tokens generated for a request."),
+    "request_params_max_tokens": Entry("max_tokens as asked for."),
+    "request_params_n": Entry("n as asked for.", edges=CHOICES),
+    "iteration_tokens_total": Entry("Tokens of a step.", edges=STEP_TOKENS),
+    "scheduler_host_seconds": Entry("Seconds the scheduler spent on a step.", ours=True, edges=HOST_SECONDS),
+}
+
+
+def one_two_five(most: int) -> Iterator[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    scale = 1
+    while scale <= most:
+        for digit in (1, 2, 5):
+            if digit * scale <= most:
+                yield digit * scale
+        scale *= 10

@@ -1,0 +1,130 @@
+"""Every command end to end on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cli.client import Answer, ChatClient
+from ridgeline.cli.main import main
+from ridgeline.core.errors import ConfigError, RidgelineError
+
+DUMMY = ("--load-format", "dummy", "--device", "cpu")
+
+
+@contextmanager
+def server(*words: str) -> Iterator[tuple[str, list[str]]]:
+    """`ridgeline serve ... --port 0` as a process: its address, and the lines it printed until it was ready."""
+    command = [sys.executable, "-m", "ridgeline", "serve", *words, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            if line.startswith("curl "):
+                break
+        found = re.search(r"ready in [\d.]+ s: (http://\S+)/v1", "\n".join(lines))
+        assert found, lines
+        yield found[1], lines
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(30) == 0
+
+
+def test_serve_answers_and_says_how_it_is_configured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_MAX_NUM_SEQS", "3")
+    with server(str(tiny), *DUMMY, "--served-model-name", "tiny") as (url, lines):
+        said = "\n".join(re.sub(r" +", " ", line).strip() for line in lines)
+        assert "max_num_seqs 3 environment" in said
+        assert "load_format dummy flag" in said
+        assert "max_model_len 512 model and hardware" in said
+        with urllib.request.urlopen(f"{url}/health") as health:
+            assert health.status == 200
+        client = ChatClient(url)
+        pieces = list(client.stream([{"role": "user", "content": "Hello"}], {"max_tokens": 5, "ignore_eos": True}))
+        assert "".join(pieces) == client.last.text
+        assert client.last.output_tokens == 5 and client.last.finish_reason == "length"
+        with pytest.raises(RidgelineError, match="400"):
+            list(client.stream([{"role": "user", "content": "Hello"}], {"max_tokens": -1}))
+        with urllib.request.urlopen(f"{url}/metrics") as metrics:
+            assert 'ridgeline:request_success_total{engine="0"' in metrics.read().decode()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_printed_curl_line_is_a_request_that_works(tiny: Path) -> None:
+    with server(str(tiny), *DUMMY) as (_, lines):
+        done = subprocess.run(lines[-1] + " -s", shell=True, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["usage"]["prompt_tokens"] > 0
+
+
+def test_chat(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAgain\n/clear\nAfresh\n/exit\nnever\n"))
+    assert main(["chat", str(tiny), *DUMMY, "--max-tokens", "4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("TTFT") == 3 and "tokens/s" in said.err
+    asked = [int(count) for count in re.findall(r"(\d+) tokens in \(", said.err)]
+    assert asked[1] > asked[0] and asked[2] < asked[1]  # the second has the first before it, the third nothing
+
+
+def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 0
+    assert "is the server running?" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no address"):
+        list(ChatClient("ftp://x").stream([], {}))
+
+
+def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("def\n\nghi\n")
+    words = ["generate", str(tiny), *DUMMY, "-p", "abc", "--file", str(file), "--max-tokens", "6", "--json"]
+    assert main([*words, "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["abc", "def", "ghi"]
+    assert all(1 <= row["choices"][0]["tokens"] <= 6 for row in rows)
+    assert "tokens/s" in said.err
+    assert main(["generate", str(tiny), *DUMMY, "--file", str(tmp_path / "none")]) == 2
+
+
+def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(tiny), "--on", "H200", "--max-model-len", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "fits" in said and f"ridgeline serve {tiny} --max-model-len 256" in said
+    assert "uncalibrated" in said and "sequences of 256 tokens" in said
+    assert main(["fit", str(tiny), "--memory", "1M"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["fit", str(tiny), "--on", "abacus"]) == 2
+
+
+def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_API_KEY", "secret")
+    assert main(["collect-env"]) == 0
+    said = capsys.readouterr().out
+    assert "torch" in said and "memory" in said and "secret" not in said
+
+
+def test_speed_counts_tokens_after_the_first() -> None:
+    answer = Answer(output_tokens=11, ttft_s=0.5, total_s=1.5)
+    assert answer.tokens_per_s == 10.0
+    assert Answer(output_tokens=1, ttft_s=0.5, total_s=0.5).tokens_per_s is None
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m ridgeline collect-env | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.startswith("python") and "Traceback" not in done.stderr

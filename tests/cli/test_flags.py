@@ -1,0 +1,115 @@
+"""Flags are the configuration's fields, with the other names users know, and mistakes end with a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cli.flags import Given, add_sampling, parser_for, read_flags, read_sampling, search_help
+from ridgeline.cli.main import COMMANDS, main
+from ridgeline.cli.serve import SHIPPED_NAME
+from ridgeline.cli.serve import read as configuration
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import CONFIGS, option_fields, resolve
+from ridgeline.core.sampling import SamplingParams
+
+
+def read(*words: str) -> Given:
+    return read_flags(parser_for("serve", "", CONFIGS), words)
+
+
+def test_every_option_has_its_flag() -> None:
+    text = parser_for("serve", "", CONFIGS).format_help()
+    for name, one in option_fields().items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert all(flag in text for flag in one.metadata["flags"])
+
+
+def test_only_what_was_typed_is_given() -> None:
+    assert read().flags == {}
+    given = read("some/model", "--max_model_len=8K", "--no-enable-prefix-caching", "--port", "0")
+    assert given.flags == {
+        "model": "some/model",
+        "max_model_len": "8K",
+        "enable_prefix_caching": False,
+        "port": "0",
+    }
+    assert resolve(given.flags).model.max_model_len == 8192
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["-c", "512"], "max_model_len", "512"),
+        (["--context-length", "512"], "max_model_len", "512"),
+        (["-np", "4"], "max_num_seqs", "4"),
+        (["--mem-fraction-static", "0.5"], "gpu_memory_utilization", "0.5"),
+        (["-m", "x"], "model", "x"),
+        (["--model-path", "x"], "model", "x"),
+        (["--model", "x"], "model", "x"),
+    ],
+)
+def test_other_names(words: list[str], name: str, value: str) -> None:
+    assert read(*words).flags == {name: value}
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError, match="did you mean --max-num-seqs"):
+        read("--max-num-seq=3")
+    with pytest.raises(ConfigError, match="two models"):
+        read("a", "--model", "b")
+    with pytest.raises(ConfigError, match="expected one argument"):
+        read("--port")
+
+
+def test_file_and_rest() -> None:
+    parser = parser_for("fit", "", CONFIGS)
+    parser.add_argument("--on")
+    given = read_flags(parser, ["--config", "a.toml", "--on", "H100"])
+    assert given.config == Path("a.toml") and given.rest.on == "H100" and given.flags == {}
+
+
+def test_the_shipped_model_has_a_name() -> None:
+    assert configuration(read()).service.served_model_name == SHIPPED_NAME
+    assert configuration(read("--served-model-name", "mine")).service.served_model_name == "mine"
+    assert configuration(read("some/model")).service.served_model_name is None
+
+
+def test_sampling_flags() -> None:
+    parser = parser_for("chat", "", ())
+    add_sampling(parser)
+    given = read_flags(
+        parser, ["--temperature", "0", "--top-k", "5", "--stop", "a", "--stop", "b", "--max-tokens", "9"]
+    )
+    assert SamplingParams(**read_sampling(given)) == SamplingParams(
+        temperature=0.0, top_k=5, stop=("a", "b"), max_tokens=9
+    )
+
+
+def test_help_search() -> None:
+    parser = parser_for("serve", "", CONFIGS)
+    found = search_help(parser, "prefix")
+    assert "--enable-prefix-caching" in found and "--port" not in found
+    assert "near it: port" in search_help(parser, "prot")
+
+
+def test_main_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    overview = capsys.readouterr().out
+    assert all(name in overview for name in COMMANDS)
+    assert main(["serve", "--help=prefix"]) == 0
+    assert "--enable-prefix-caching" in capsys.readouterr().out
+    assert main(["sevre"]) == 2
+    assert "there is no command 'sevre'" in capsys.readouterr().err
+    assert main(["serve", "--port", "x"]) == 2
+    assert "port is 'x' (flag)" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"ridgeline {name}" in capsys.readouterr().out

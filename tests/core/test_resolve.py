@@ -1,0 +1,173 @@
+"""Configuration resolves alike from flags, environment and file, and says where each value came from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import ENVIRONMENT, option_fields, option_types, resolve, split_options
+
+SAID = {
+    "model": "some/model",
+    "revision": "main",
+    "load_format": "dummy",
+    "dtype": "float16",
+    "max_model_len": "8K",
+    "seed": "7",
+    "device": "cpu",
+    "max_num_seqs": "12",
+    "max_num_batched_tokens": "2k",
+    "gpu_memory_utilization": "0.5",
+    "kv_cache_memory": "1.5G",
+    "block_size": "32",
+    "enable_prefix_caching": "false",
+    "batching": "dynamic:8,50",
+    "steps_in_flight": "0",
+    "enforce_eager": "true",
+    "threads": "3",
+    "host": "0.0.0.0",
+    "port": "0",
+    "api_key": "secret",
+    "served_model_name": "name",
+    "chat_template": "t.jinja",
+    "max_queue": "9",
+    "max_body_mb": "1.5",
+    "keep_alive_s": "3",
+    "drain_s": "4",
+    "metrics_alias": "vllm",
+}
+
+
+def test_every_option_is_tried_here() -> None:
+    assert set(SAID) == set(option_fields())
+
+
+@pytest.mark.parametrize("form", ["json", "toml", "yaml"])
+def test_flags_environment_and_file_resolve_alike(tmp_path: Path, form: str) -> None:
+    """Test 9 of the design: the same words give the same values from every source."""
+    file = tmp_path / f"options.{form}"
+    lines = {
+        "json": json.dumps(SAID),
+        "toml": "\n".join(f'{name.replace("_", "-")} = "{value}"' for name, value in SAID.items()),
+        "yaml": "\n".join(f"{name}: {value}" for name, value in SAID.items()),
+    }
+    file.write_text(lines[form])
+    by_flag = resolve(SAID)
+    by_environment = resolve({}, environ={ENVIRONMENT + name.upper(): value for name, value in SAID.items()})
+    by_file = resolve({}, file=file)
+    for other, origin in ((by_environment, "environment"), (by_file, f"file {file.name}")):
+        assert (other.model, other.engine, other.service) == (by_flag.model, by_flag.engine, by_flag.service)
+        assert set(other.origins.values()) == {origin}
+    assert by_flag.model.max_model_len == 8192
+    assert by_flag.engine.max_num_batched_tokens == 2000
+    assert by_flag.engine.kv_cache_memory == 3 << 29
+    assert by_flag.engine.enable_prefix_caching is False
+    assert by_flag.engine.enforce_eager is True
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"port": 1, "host": "file", "seed": 1, "threads": 1}))
+    environ = {"RIDGELINE_PORT": "2", "RIDGELINE_HOST": "environment"}
+    found = resolve({"port": 3}, environ=environ, file=file, hardware={"threads": 9, "max_num_seqs": 64})
+    assert (found.service.port, found.origins["port"]) == (3, "flag")
+    assert (found.service.host, found.origins["host"]) == ("environment", "environment")
+    assert (found.model.seed, found.origins["seed"]) == (1, "file options.json")
+    assert (found.engine.threads, found.origins["threads"]) == (1, "file options.json")
+    assert (found.engine.max_num_seqs, found.origins["max_num_seqs"]) == (64, "model and hardware")
+    assert (found.service.max_queue, found.origins["max_queue"]) == (1024, "default")
+
+
+def test_nothing_said_is_the_defaults() -> None:
+    found = resolve({})
+    assert found.engine == EngineConfig() and found.model == ModelConfig()
+    assert set(found.origins.values()) == {"default"}
+
+
+def test_other_names_of_an_option(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("context-length = 512\nmem_fraction_static = 0.7\n")
+    found = resolve({}, file=file)
+    assert found.model.max_model_len == 512 and found.engine.gpu_memory_utilization == 0.7
+    file.write_text("context-length = 512\nmax_model_len = 512\n")
+    with pytest.raises(ConfigError, match="given twice"):
+        resolve({}, file=file)
+
+
+def test_auto_takes_an_option_back(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"max_num_seqs": 4}')
+    assert resolve({"max_num_seqs": "auto"}, file=file).engine.max_num_seqs is None
+
+
+def test_unknown_names_bring_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        resolve({}, environ={"RIDGELINE_MAX_NUM_SEQ": "4"})
+    file = tmp_path / "a.json"
+    file.write_text('{"max-model-length": 4}')
+    with pytest.raises(ConfigError, match="max_model_len"):
+        resolve({}, file=file)
+    with pytest.raises(ConfigError, match="Did you mean dtype"):
+        split_options({"dtyp": "auto"}, ModelConfig, EngineConfig)
+
+
+def test_variables_of_kubernetes_are_no_options() -> None:
+    environ = {
+        "RIDGELINE_PORT": "tcp://10.0.0.1:8000",
+        "RIDGELINE_SERVICE_HOST": "10.0.0.1",
+        "RIDGELINE_SERVICE_PORT_HTTP": "8000",
+        "RIDGELINE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "RIDGELINE_SEED": "",
+    }
+    assert resolve({}, environ=environ).service.port == 8000
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("port", "70000"), ("port", "eight"), ("port", True), ("max_num_seqs", 0), ("max_num_seqs", "1.0005k"),
+        ("max_num_seqs", "nank"), ("max_num_seqs", 1.5), ("gpu_memory_utilization", "1.5"), ("drain_s", "nan"),
+        ("enforce_eager", "perhaps"), ("dtype", "int3"), ("device", "tpu"), ("host", None), ("host", 1.5),
+    ],
+)  # fmt: skip
+def test_wrong_values_name_option_and_origin(name: str, raw: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({name: raw})
+    assert caught.value.param == name
+    assert name in caught.value.message and "(flag)" in caught.value.message and "give" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.ini", "x"), ("a.json", "{"), ("a.toml", "="), ("a.yaml", "a: ["), ("a.json", "[1]")]
+)
+def test_unreadable_files(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        resolve({}, file=file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve({}, file=tmp_path / "nowhere.json")
+
+
+def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("port: 1")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match="pyyaml"):
+        resolve({}, file=file)
+
+
+def test_secrets_are_not_shown() -> None:
+    rows = {name: shown for name, shown, _ in resolve({"api_key": "secret"}).rows()}
+    assert rows["api_key"] == "***" and rows["max_num_seqs"] == "auto"
+    assert list(rows) == list(option_types())
+
+
+def test_split_options() -> None:
+    model, engine = split_options({"dtype": "float32", "max_num_seqs": 3}, ModelConfig, EngineConfig)
+    assert (model, engine) == ({"dtype": "float32"}, {"max_num_seqs": 3})

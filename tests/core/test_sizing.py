@@ -1,0 +1,84 @@
+"""The memory plan adds up, and leaves to the user what the user said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.resolve import resolve
+from ridgeline.core.sizing import GIB, MemoryPlan, hardware_defaults, size
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+
+
+def llama_8b() -> ModelSpec:
+    layer = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
+    return ModelSpec("LlamaForCausalLM", 128_256, 4096, (layer,) * 32, 131_072)
+
+
+def gemma_like() -> ModelSpec:
+    rope = Rope(10_000.0, 64)
+    local, whole = LayerSpec(4, 1, 64, 512, rope, window=512), LayerSpec(4, 1, 64, 512, rope)
+    return ModelSpec("Gemma3ForCausalLM", 4096, 256, (local,) * 5 + (whole,), 32_768, tied=True)
+
+
+def check(plan: MemoryPlan) -> None:
+    assert plan.total_bytes <= plan.usable_bytes
+    assert plan.kv_bytes >= (plan.n_pages + 1) * plan.layout.page_bytes
+    assert plan.sequences >= 1
+    assert plan.max_request_tokens == plan.max_len
+
+
+def test_h200_holds_a_whole_context() -> None:
+    plan = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
+    check(plan)
+    assert plan.weight_bytes == llama_8b().weight_bytes
+    assert (plan.max_rows, plan.max_step_tokens, plan.page_tokens, plan.steps_in_flight) == (512, 8192, 64, 1)
+    assert plan.kv_bytes > 100 * GIB
+    assert set(plan.chosen) <= set(resolve({}).origins)
+
+
+def test_cpu_takes_a_modest_share() -> None:
+    plan = size(gemma_like(), EngineConfig(), 20 * GIB, "cpu")
+    check(plan)
+    assert plan.kv_bytes <= 5 * GIB and plan.graph_bytes == 0
+    assert (plan.max_rows, plan.max_step_tokens, plan.page_tokens, plan.steps_in_flight) == (64, 512, 16, 0)
+    need = (plan.layout.pages_for(plan.max_len, plan.max_step_tokens) + 1) * plan.max_rows
+    assert plan.n_pages < need  # never more than all rows at full length could use
+
+
+def test_user_values_win() -> None:
+    engine = EngineConfig(
+        max_num_seqs=7, max_num_batched_tokens=99, block_size=32, steps_in_flight=0, kv_cache_memory=20 * GIB
+    )
+    plan = size(llama_8b(), engine, 141 * GIB, "cuda")
+    assert (plan.max_rows, plan.max_step_tokens, plan.page_tokens, plan.steps_in_flight) == (7, 99, 32, 0)
+    assert plan.kv_bytes <= 20 * GIB < plan.kv_bytes + plan.layout.page_bytes
+
+
+def test_what_others_hold_is_not_ours() -> None:
+    alone = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
+    beside = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", taken_bytes=60 * GIB)
+    assert beside.total_bytes <= 81 * GIB < alone.total_bytes
+
+
+def test_windowed_layers_cost_their_window() -> None:
+    windowed = size(gemma_like(), EngineConfig(), 24 * GIB, "cuda")
+    whole = replace(gemma_like(), layers=(gemma_like().layers[-1],) * 6)
+    assert windowed.sequences > 3 * size(whole, EngineConfig(), 24 * GIB, "cuda").sequences
+
+
+def test_the_mildest_change_comes_first() -> None:
+    with pytest.raises(DoesNotFit, match=r"--gpu-memory-utilization 0\.9$"):
+        size(llama_8b(), EngineConfig(gpu_memory_utilization=0.1), 141 * GIB, "cuda")
+    with pytest.raises(DoesNotFit, match=r"serve --max-model-len \d+$"):
+        size(llama_8b(), EngineConfig(), 24 * GIB, "cuda")
+    with pytest.raises(DoesNotFit, match="more than 1[0-9]"):
+        size(llama_8b(), EngineConfig(), 8 * GIB, "cuda")
+
+
+def test_defaults_name_real_options() -> None:
+    for kind in ("cpu", "cuda"):
+        EngineConfig(**hardware_defaults(kind, 24 * GIB))  # type: ignore[arg-type]

@@ -1,0 +1,36 @@
+"""Chi-square test of drawn tokens against a distribution."""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.decoding.noise import row_key
+from ridgeline.decoding.sampler import Draws
+
+DRAWS = 20_000
+
+
+def draws(count: int, vocab: int, temperature: float = 1.0, seed: int = 7) -> Draws:
+    """`count` draws of one request, one position after the other."""
+    return Draws(
+        torch.full((count,), temperature),
+        torch.tensor([row_key(seed, 0)], dtype=torch.int32).expand(count, 2),
+        torch.arange(count, dtype=torch.int32),
+        torch.arange(vocab, dtype=torch.int32),
+    )
+
+
+def fits(tokens: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether counts of tokens [N] fit probabilities [V]: nothing of probability 0, and a statistic within five standard
+    deviations of its mean (cells of fewer than five expected are put together)."""
+    counts = torch.bincount(tokens.long(), minlength=len(expected)).double()
+    wanted = expected.double() * len(tokens)
+    if bool(counts[expected == 0].any()):
+        return False
+    small = wanted < 5
+    counts = torch.cat((counts[~small], counts[small].sum().view(1)))
+    wanted = torch.cat((wanted[~small], wanted[small].sum().view(1)))
+    live = wanted > 0
+    statistic = float(((counts[live] - wanted[live]) ** 2 / wanted[live]).sum())
+    freedom = int(live.sum()) - 1
+    return statistic < freedom + 5 * (2 * max(freedom, 1)) ** 0.5

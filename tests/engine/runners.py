@@ -1,0 +1,163 @@
+"""A real runner on the CPU around a tiny random checkpoint, with or without the scheduler before it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.plan import StepResult, TokenLogprobs
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import KvLayout, kv_layout
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.loop import Loop
+from ridgeline.engine.policy import admission
+from ridgeline.engine.request import Constraint, Request
+from ridgeline.engine.runner import Runner, Sizes, build_runner
+from ridgeline.engine.scheduler import Drafter, Limits, Scheduler
+from ridgeline.kv.prefix import chain_root
+from ridgeline.models.build import LoadedModel, build
+from ridgeline.ops.choose import choose
+from ridgeline.ops.reference import REFERENCE
+from tests.models.families import save
+
+MAX_LEN = 192
+PAGE = 8
+PROMPT = [5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6]
+
+
+@cache
+def pair(family: str, device: str = "cpu") -> tuple[torch.nn.Module, LoadedModel]:
+    """(transformers' model, ours) of one tiny random checkpoint in float32."""
+    with tempfile.TemporaryDirectory() as name:
+        theirs = save(family, Path(name))
+        config = ModelConfig(max_model_len=MAX_LEN)
+        place = torch.device(device)
+        ops = REFERENCE if device == "cpu" else choose(place, torch.float32)
+        ours = build(Path(name), model=config, ops=ops, device=place)
+    return theirs, ours
+
+
+def layout_of(model: LoadedModel) -> KvLayout:
+    return kv_layout(model.spec, PAGE)
+
+
+def make_runner(model: LoadedModel, sizes: Sizes = Sizes(6, 64, MAX_LEN, 200, False)) -> Runner:
+    return build_runner(model, layout_of(model), sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How a DeviceBench is built. depth: steps in flight."""
+
+    family: str = "llama-gqa"
+    device: str = "cpu"
+    blocks: int = 200
+    rows: int = 6
+    step_tokens: int = 64
+    depth: int = 0
+    graphs: bool = False
+    prefix_cache: bool = True
+    drafter: Drafter | None = None
+
+
+class DeviceBench:
+    """Scheduler, loop and a real runner. Collects what each choice was told."""
+
+    def __init__(self, family: str = "llama-gqa", **facts: object) -> None:
+        how = Engine(family, **facts)  # type: ignore[arg-type]
+        _, self.model = pair(family, how.device)
+        layout = layout_of(self.model)
+        self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
+        limits = Limits(how.rows, how.step_tokens, MAX_LEN)
+        self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.drafter)
+        self.runner = make_runner(self.model, Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs))
+        self.loop = Loop(self.scheduler, self.runner, steps_in_flight=how.depth, clock=lambda: 0.0)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.errors: dict[tuple[str, int], str] = {}
+        self.preempted = 0
+        self._arrivals = 0
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        stop_ids: Sequence[int] = (),
+        constraint: Constraint | None = None,
+        **options: object,
+    ) -> None:
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **options})  # type: ignore[arg-type]
+        assert sampling.max_tokens is not None
+        for choice in range(sampling.n):
+            self._arrivals += 1
+            self.tokens[name, choice] = []
+            self.logprobs[name, choice] = []
+            self.scheduler.add(
+                Request(
+                    id=name,
+                    choice=choice,
+                    tokens=list(prompt),
+                    prompt_len=len(prompt),
+                    sampling=sampling,
+                    limit=min(MAX_LEN, len(prompt) + sampling.max_tokens),
+                    stop_ids=tuple(stop_ids),
+                    seed=sampling.seed or 0,
+                    order=(0, self._arrivals),
+                    arrival=0.0,
+                    root=chain_root("", "tiny"),
+                    cache=True,
+                    constraint=constraint,
+                )
+            )
+
+    def turn(self) -> None:
+        for update in self.loop.turn():
+            key = update.id, update.choice
+            self.tokens[key].extend(update.tokens)
+            self.logprobs[key].extend(update.logprobs or [])
+            if update.prompt_logprobs:
+                self.scores[update.id] = list(update.prompt_logprobs)
+            if update.finish:
+                self.finish[key] = update.finish
+                self.errors[key] = update.error
+
+    def run(self) -> None:
+        for _ in range(4000):
+            if self.scheduler.idle:
+                break
+            self.turn()
+        assert self.scheduler.idle, "requests hang"
+        self.preempted = self.scheduler.counts.preempted
+
+
+def alone(prompt: Sequence[int] = PROMPT, family: str = "llama-gqa", **options: object) -> list[int]:
+    """The tokens of one request with nobody beside it."""
+    bench = DeviceBench(family)
+    bench.submit("one", prompt, **options)  # type: ignore[arg-type]
+    bench.run()
+    return bench.tokens["one", 0]
+
+
+def theirs_greedy(family: str, prompt: Sequence[int], n: int) -> list[int]:
+    """What transformers generates, one forward pass over everything per token."""
+    model, _ = pair(family)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(n):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def run_plan(runner: Runner, plan: object) -> StepResult:
+    runner.launch(plan)  # type: ignore[arg-type]
+    assert runner.ready()
+    return runner.collect()

@@ -1,0 +1,287 @@
+"""The runner without a scheduler: plans in, results out, whatever the plan says."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ridgeline.core.plan import Flag, Join, Logits, StepPlan
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.graphs import Graphs, buckets
+from ridgeline.engine.packet import Packet
+from ridgeline.engine.rows import Int
+from ridgeline.engine.runner import Runner
+from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def join(row: int, generation: int = 1, tokens: tuple[int, ...] = tuple(PROMPT), **facts: object) -> Join:
+    values = {"prompt_len": len(tokens), "computed": 0, "limit": 100, "stop_ids": (), "seed": 0, "choice": 0, **facts}
+    sampling = values.pop("sampling", GREEDY)
+    return Join(row, generation, tokens, sampling=sampling, **values)  # type: ignore[arg-type]
+
+
+def pages(row: int, first: int, count: int = 6) -> list[int]:
+    return [value for index in range(count) for value in (row, 0, index, first + index)]
+
+
+def plan(step: int, *shares: tuple[int, int, int, bool], **more: object) -> StepPlan:
+    """shares: (row, generation, query tokens, draws)."""
+    made = StepPlan(step)
+    for row, generation, n_query, draws in shares:
+        made.rows.append(row)
+        made.generations.append(generation)
+        made.n_query.append(n_query)
+        made.n_draft.append(0)
+        made.logits.append(Logits.LAST if draws else Logits.NONE)
+        made.samples.append(draws)
+        made.bound.append(80)
+    for name, value in more.items():
+        if isinstance(getattr(made, name), array):
+            getattr(made, name).extend(value)  # type: ignore[arg-type]
+        else:
+            setattr(made, name, value)
+    return made
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return make_runner(pair("llama-gqa")[1])
+
+
+def start(runner: Runner, row: int = 1, first: int = 1) -> list[int]:
+    """Row joins and draws its first token."""
+    made = plan(1, (row, 1, len(PROMPT), True), joins=[join(row)], pages=pages(row, first))
+    result = run_plan(runner, made)
+    assert result.error is None
+    return list(result.tokens)
+
+
+def test_results_come_in_order(runner: Runner) -> None:
+    assert not runner.ready()
+    runner.launch(plan(1, (1, 1, len(PROMPT), True), joins=[join(1)], pages=pages(1, 1)))
+    runner.launch(plan(2, (1, 1, 1, True)))
+    runner.launch(plan(3, (1, 1, 1, True)))
+    results = [runner.collect() for _ in range(3)]
+    assert [result.step for result in results] == [1, 2, 3]
+    assert [token for result in results for token in result.tokens] == alone(max_tokens=3)
+    assert all(list(result.counts) == [1] and result.device_s > 0 for result in results)
+    with pytest.raises(IndexError):
+        runner.collect()
+
+
+def test_a_row_that_ended_changes_nothing(runner: Runner) -> None:
+    """The step in flight behind an end gains nothing, and the row may be given away at once."""
+    expected = alone(max_tokens=8)
+    stop = expected[1]
+    run_plan(runner, plan(1, (1, 1, len(PROMPT), True), joins=[join(1, stop_ids=(stop,))], pages=pages(1, 1)))
+    ended = run_plan(runner, plan(2, (1, 1, 1, True)))
+    late = run_plan(runner, plan(3, (1, 1, 1, True)))
+    assert ended.flags[0] == Flag.STOP
+    assert (list(late.counts), list(late.tokens)) == ([0], [])
+    fresh = plan(4, (1, 2, len(PROMPT), True), leaves=[1], joins=[join(1, 2)], pages=pages(1, 20))
+    assert list(run_plan(runner, fresh).tokens) == expected[:1]
+
+
+def test_many_steps_behind_an_end(runner: Runner) -> None:
+    """As many as a pipeline is deep: the row stays where it was."""
+    limit = len(PROMPT) + 1
+    run_plan(runner, plan(1, (1, 1, len(PROMPT), True), joins=[join(1, limit=limit)], pages=pages(1, 1)))
+    before = runner.rows.ints[1].tolist()
+    late = [run_plan(runner, plan(step, (1, 1, 1, True))) for step in range(2, 6)]
+    assert all((list(one.counts), list(one.tokens), list(one.flags)) == ([0], [], [0]) for one in late)
+    assert runner.rows.ints[1].tolist() == before
+
+
+def test_rows_and_chunks_mix(runner: Runner) -> None:
+    start(runner)
+    mixed = plan(
+        2,
+        (2, 1, 4, False),
+        (1, 1, 1, True),
+        (3, 1, 11, True),
+        joins=[join(2), join(3)],
+        pages=pages(2, 10) + pages(3, 20),
+    )
+    result = run_plan(runner, mixed)
+    assert list(result.counts) == [0, 1, 1]
+    expected = alone(max_tokens=2)
+    assert list(result.tokens) == [expected[1], expected[0]]
+    assert list(run_plan(runner, plan(3, (2, 1, 7, True))).tokens) == expected[:1]
+
+
+def test_of_two_entries_for_a_place_the_last_counts(runner: Runner) -> None:
+    """A shared block is put into the table and replaced by a copy within one plan."""
+    first = start(runner)
+    forked = join(2, computed=len(PROMPT) - 1)
+    twice = [*pages(2, 1), 2, 0, 1, 30]
+    made = plan(2, (2, 1, 1, True), (1, 1, 1, True), joins=[forked], pages=twice, copies=[2, 30])
+    assert list(run_plan(runner, made).tokens) == alone(max_tokens=2)[:1] + alone(max_tokens=2)[1:]
+    assert runner.rows.tables[0, 2, :3].tolist() == [1, 30, 3]
+    assert first == alone(max_tokens=1)
+
+
+def test_drafts_by_hand(runner: Runner) -> None:
+    expected = alone(max_tokens=6)
+    start(runner)
+    made = plan(2, (1, 1, 4, True), drafts=[expected[1], expected[2], 0])
+    made.n_draft[0] = 3
+    result = run_plan(runner, made)
+    assert list(result.counts) == [3] and list(result.accepted) == [2]
+    assert list(result.tokens) == expected[1:4]
+    assert list(run_plan(runner, plan(3, (1, 1, 1, True))).tokens) == expected[4:5]
+
+
+def test_drafts_stop_at_an_end(runner: Runner) -> None:
+    expected = alone(max_tokens=6)
+    limit = len(PROMPT) + 3
+    run_plan(runner, plan(1, (1, 1, len(PROMPT), True), joins=[join(1, limit=limit)], pages=pages(1, 1)))
+    made = plan(2, (1, 1, 5, True), drafts=expected[1:5])
+    made.n_draft[0] = 4
+    result = run_plan(runner, made)
+    assert list(result.tokens) == expected[1:3]
+    assert list(result.flags) == [Flag.LIMIT]
+
+
+def test_a_mask_that_leaves_only_an_end(runner: Runner) -> None:
+    """The mask has its way before min_tokens, but nothing ends there."""
+    only = bytes([0, 1 << 1]) + bytes(40)
+    sampling = SamplingParams(temperature=1.0, min_tokens=1)
+    first = plan(
+        1, (1, 1, 11, True), joins=[join(1, stop_ids=(9,), sampling=sampling)], pages=pages(1, 1), masks={1: only}
+    )
+    early = run_plan(runner, first)
+    late = run_plan(runner, plan(2, (1, 1, 1, True), masks={1: only}))
+    assert (list(early.tokens), list(early.flags)) == ([9], [0])
+    assert (list(late.tokens), list(late.flags)) == ([9], [Flag.STOP])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tree": [-1]}, "tree"),
+        ({"drafts": [5]}, "draft tokens"),
+        ({"generations": [9]}, "join was lost"),
+        ({"rows": [5]}, "join was lost"),
+    ],
+)
+def test_refusals_fail_the_step_alone(runner: Runner, change: dict[str, list[int]], reason: str) -> None:
+    first = start(runner)
+    bad = plan(2, (1, 1, 1, True))
+    for name, value in change.items():
+        setattr(bad, name, array("i", value))
+    result = run_plan(runner, bad)
+    assert result.error is not None and reason in result.error
+    assert list(result.counts) == [0]
+    good = run_plan(runner, plan(3, (1, 1, 1, True)))
+    assert first + list(good.tokens) == alone(max_tokens=2)
+
+
+def test_a_refused_plan_still_moves_pages(runner: Runner) -> None:
+    bad = plan(1, (1, 1, 1, True), joins=[join(1)], pages=pages(1, 1), tree=[-1])
+    assert run_plan(runner, bad).error
+    assert list(run_plan(runner, plan(2, (1, 1, len(PROMPT), True))).tokens) == alone(max_tokens=1)
+
+
+def test_a_failing_model_fails_its_step_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(runner)
+
+    def explode(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner._step.decoder), "forward", explode)
+        broken = run_plan(runner, plan(2, (1, 1, 1, True)))
+    assert broken.error is not None and "no memory left" in broken.error
+    assert start(runner, row=2, first=40) == alone(max_tokens=1)
+
+
+def test_lost_changes_fail_the_rows_they_concern(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the upload itself fails, the rows it was for must not go on with stale tables."""
+    start(runner)
+
+    def explode(*_: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner.rows), "apply", explode)
+        lost = plan(2, (1, 1, 1, True), joins=[join(2), join(3)], pages=pages(2, 10))
+        assert "the copy failed" in (run_plan(runner, lost).error or "")
+    assert "row 2" in (run_plan(runner, plan(3, (2, 1, 11, True))).error or "").lower()
+    assert list(run_plan(runner, plan(4, (1, 1, 1, True))).tokens) == alone(max_tokens=2)[1:]
+
+
+def test_a_plan_may_only_prepare(runner: Runner) -> None:
+    assert run_plan(runner, plan(1, joins=[join(1)], pages=pages(1, 1))).error is None
+    assert list(run_plan(runner, plan(2, (1, 1, len(PROMPT), True))).tokens) == alone(max_tokens=1)
+
+
+def test_joins_that_cannot_be(runner: Runner) -> None:
+    for bad in (join(99), join(1, computed=len(PROMPT)), join(1, stop_ids=tuple(range(17)))):
+        result = run_plan(runner, plan(1, (1, 1, 1, True), joins=[bad]))
+        assert result.error is not None
+    assert start(runner) == alone(max_tokens=1)
+
+
+def test_device_state(runner: Runner) -> None:
+    """Row 0 never moves; a chunk moves the position alone, a draw also what is known."""
+    run_plan(runner, plan(1, (1, 1, 5, False), joins=[join(1)], pages=pages(1, 1)))
+    assert runner.rows.ints[1, : Int.DONE].tolist() == [5, 5, len(PROMPT)]
+    run_plan(runner, plan(2, (1, 1, 6, True)))
+    assert runner.rows.ints[1, : Int.DONE].tolist() == [11, 11, 12]
+    assert runner.rows.tokens[1, :12].tolist() == PROMPT + alone(max_tokens=1)
+    assert runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
+    assert runner.store.kv[0].shape[3] == PAGE
+
+
+def test_unchanged_steps_upload_nothing(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(runner)
+    run_plan(runner, plan(2, (1, 1, 1, True)))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an upload")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Packet, "add", refuse)
+        result = run_plan(runner, plan(3, (1, 1, 1, True)))
+    assert result.error is None
+    assert list(result.tokens) == alone(max_tokens=3)[2:]
+
+
+class Again:
+    """Stands in for a CUDA graph: replay repeats the recorded work on the same buffers."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.replay = work
+
+
+def test_buckets_and_padding() -> None:
+    """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them."""
+    bench = DeviceBench(rows=7)
+    with torch.inference_mode():
+        graphs = Graphs(bench.runner._step, 7, Again)
+        graphs.capture(lambda stage, done, total: None)
+    bench.runner._graphs = graphs
+    options: list[dict[str, object]] = [
+        {"temperature": 0.5 * (number % 3), "seed": number, "max_tokens": 5 + 4 * number} for number in range(9)
+    ]
+    options[7]["logprobs"] = 2
+    options[8]["top_p"] = 0.7
+    for number, one in enumerate(options):
+        bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]
+    bench.run()
+    for number, one in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
+    assert len(bench.logprobs["r7", 0]) == options[7]["max_tokens"]
+    assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 100, 250, 512])
+def test_buckets_reach_every_size(rows: int) -> None:
+    sizes = buckets(rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == rows and sizes[0] == 1

@@ -1,0 +1,52 @@
+"""The probe reads this machine, and says nothing rather than something wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, probe, visible
+
+GPUS = tuple(Device("cuda", f"gpu {index}", 1, 1) for index in range(4))
+
+
+def test_this_machine() -> None:
+    machine = probe()
+    assert machine.cores >= 1 and machine.processor
+    assert machine.host.memory_bytes >= machine.host.free_bytes > 0
+    assert machine.device("cpu") == machine.host
+    assert machine.host.accelerator is not None
+
+
+def test_the_first_gpu_unless_told_otherwise() -> None:
+    host = Device("cpu", "x", 1, 1)
+    assert Machine("x", 1, (), host, GPUS).device() == GPUS[0]
+    assert Machine("x", 1, (), host, GPUS).device("cpu") == host
+    assert Machine("x", 1, (), host, ()).device() == host
+
+
+@pytest.mark.parametrize(
+    ("listed", "indices"),
+    [(None, [0, 1, 2, 3]), ("", []), ("-1", []), ("2,0", [2, 0]), ("1,9,2", [1]), ("GPU-a,GPU-b", [0, 1])],
+)
+def test_visible_devices(listed: str | None, indices: list[int]) -> None:
+    assert visible(GPUS, listed) == tuple(GPUS[index] for index in indices)
+
+
+def test_a_container_has_less(tmp_path: Path) -> None:
+    assert _cgroup_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("600\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 200\n")
+    assert _cgroup_limit(tmp_path) == (1000, 400)
+
+
+def test_measured_ceilings_are_numbers() -> None:
+    device = torch.device("cpu")
+    assert read_bandwidth(device, 1 << 20, 2) > 0
+    assert matmul_rate(device, torch.float32, 64, 2) > 0

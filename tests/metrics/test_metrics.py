@@ -1,0 +1,136 @@
+"""What operators scrape: names, labels, edges and sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ridgeline.metrics import Metrics, RequestRecord
+from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_SECONDS
+from ridgeline.metrics.metrics import Histogram
+from ridgeline.wire.messages import StepStats
+
+STEP = StepStats(
+    step=1, running=3, waiting=2, prompt_tokens=100, output_tokens=3, drafted=8, accepted=5, preempted=1,
+    prefix_queries=64, prefix_hits=48, blocks_used=25, blocks_cached=50, blocks_total=100, waste_inside=0.125,
+    waste_between=0.0625, host_s=0.0004, device_s=0.02,
+)  # fmt: skip
+REQUEST = RequestRecord(
+    prompt_tokens=70, cached_tokens=48, output_tokens=22, finish_reasons=("stop", "length"), e2e_s=1.25, ttft_s=0.05,
+    queue_s=0.01, prefill_s=0.04, decode_s=1.0, max_tokens=16,
+)  # fmt: skip
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scrape(metrics: Metrics) -> dict[str, float]:
+    """name{further labels} -> value; every sample carries the two labels of its engine."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny" and labels.pop("engine") == "0"
+            found[sample.name + "".join(f"[{name}={value}]" for name, value in labels.items())] = sample.value
+    return found
+
+
+def test_step() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_step(STEP)
+    metrics.on_step(STEP)
+    seen = scrape(metrics)
+    assert seen["ridgeline:num_requests_running"] == 3 and seen["ridgeline:num_requests_waiting"] == 2
+    assert seen["ridgeline:kv_cache_usage_perc"] == 0.25 and seen["ridgeline:kv_cache_cached_perc"] == 0.5
+    assert seen["ridgeline:kv_waste_inside_perc"] == 0.125 and seen["ridgeline:kv_waste_between_perc"] == 0.0625
+    assert seen["ridgeline:prompt_tokens_total"] == 200 and seen["ridgeline:generation_tokens_total"] == 6
+    assert seen["ridgeline:prefix_cache_queries_total"] == 128 and seen["ridgeline:prefix_cache_hits_total"] == 96
+    assert seen["ridgeline:num_preemptions_total"] == 2 and seen["ridgeline:steps_total"] == 2
+    assert seen["ridgeline:spec_decode_num_accepted_tokens_total"] == 10
+    assert seen["ridgeline:iteration_tokens_total_bucket[le=64.0]"] == 0
+    assert seen["ridgeline:iteration_tokens_total_bucket[le=128.0]"] == 2
+    assert seen["ridgeline:scheduler_host_seconds_count"] == 2
+
+
+def test_request() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_request(REQUEST)
+    metrics.on_request(replace(REQUEST, ttft_s=None, output_tokens=0, max_tokens=None, finish_reasons=("length",)))
+    seen = scrape(metrics)
+    assert seen["ridgeline:request_success_total[finished_reason=stop]"] == 1
+    assert seen["ridgeline:request_success_total[finished_reason=length]"] == 2
+    assert seen["ridgeline:prompt_tokens_cached_total"] == 96
+    assert seen["ridgeline:time_to_first_token_seconds_count"] == 1
+    assert seen["ridgeline:e2e_request_latency_seconds_sum"] == 2.5
+    assert seen["ridgeline:request_inference_time_seconds_sum"] == pytest.approx(2.08)
+    # 11 tokens per choice: ten gaps in one second of decoding.
+    assert seen["ridgeline:request_time_per_output_token_seconds_sum"] == pytest.approx(0.1)
+    assert seen["ridgeline:request_params_max_tokens_count"] == 1
+
+
+def test_aborted() -> None:
+    metrics = Metrics("tiny")
+    for reason in ("cancelled", "cancelled", "overloaded"):
+        metrics.aborted(reason)
+    seen = scrape(metrics)
+    assert seen["ridgeline:aborted_requests_total[reason=cancelled]"] == 2
+    assert seen["ridgeline:aborted_requests_total[reason=overloaded]"] == 1
+
+
+def test_inter_token_latency_counts_tokens_and_no_idle_time() -> None:
+    clock = Clock()
+    metrics = Metrics("tiny", clock=clock)
+    for now, running, tokens in ((1.0, 4, 4), (1.02, 4, 4), (1.05, 0, 4), (9.0, 4, 4), (9.02, 4, 0), (9.04, 4, 4)):
+        clock.now = now
+        step = StepStats(**{name: getattr(STEP, name) for name in STEP.__struct_fields__})
+        step.running, step.output_tokens = running, tokens
+        metrics.on_step(step)
+    seen = scrape(metrics)
+    assert seen["ridgeline:inter_token_latency_seconds_count"] == 12
+    assert seen["ridgeline:inter_token_latency_seconds_sum"] == pytest.approx(4 * (0.02 + 0.03 + 0.02))
+
+
+def test_alias_shows_what_vllm_has_under_both_prefixes() -> None:
+    metrics = Metrics("tiny", "vllm")
+    metrics.on_step(STEP)
+    seen = scrape(metrics)
+    shared = {name.removeprefix("vllm:") for name in seen if name.startswith("vllm:")}
+    assert {"num_requests_running", "generation_tokens_total", "prefix_cache_hits_total"} <= shared
+    assert not any(name.startswith(("kv_waste", "aborted", "scheduler_host", "steps")) for name in shared)
+    assert all(seen[f"vllm:{name}"] == seen[f"ridgeline:{name}"] for name in shared)
+    assert not any(name.startswith("vllm:") for name in scrape(Metrics("tiny")))
+
+
+def test_edges_end_at_the_context() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_ready(max_len=4096, page_tokens=16, blocks=99)
+    seen = scrape(metrics)
+    edges = [name for name in seen if name.startswith("ridgeline:request_prompt_tokens_bucket")]
+    assert edges[0].endswith("[le=1.0]") and edges[-2].endswith("[le=2000.0]") and edges[-1].endswith("[le=+Inf]")
+    assert seen["ridgeline:cache_config_info[block_size=16][num_gpu_blocks=99]"] == 1
+
+
+def test_edges_are_inclusive() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 3.0):
+        histogram.add(value)
+    assert histogram.buckets() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)]
+
+
+def test_catalogue() -> None:
+    assert not set(GAUGES) & set(COUNTERS) and list(REQUEST_SECONDS) == sorted(REQUEST_SECONDS)
+    assert not any(name.endswith("_total") for name in COUNTERS)  # the export adds it
+    assert all(list(entry.edges) == sorted(entry.edges) for entry in HISTOGRAMS.values())
+
+
+def test_two_engines_do_not_share_anything() -> None:
+    first, second = Metrics("tiny"), Metrics("tiny")
+    first.on_step(STEP)
+    assert scrape(second)["ridgeline:prompt_tokens_total"] == 0

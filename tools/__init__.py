@@ -1,0 +1,1 @@
+"""Checks of the house itself: size budgets and the import table."""
