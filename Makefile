@@ -41,6 +41,7 @@ serve: $(RUN_STAMP)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tools/budgets.py
 

@@ -20,7 +20,7 @@ from common import HERE, cpu_name, provenance, timed, write_rows
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.local import LocalEngine
-from ridgeline.hardware.probe import measure_read_bandwidth
+from ridgeline.hardware.bandwidth import read_bandwidth
 from ridgeline.models.config import read_model
 
 PROMPT, OUTPUT = 128, 64
@@ -70,7 +70,7 @@ def main() -> None:
     )
     spec = read_model(folder)[0]
     peer = Peer(folder)
-    read = measure_read_bandwidth()
+    read = read_bandwidth(torch.device("cpu"))
     print(f"memory read {read / 1e9:.1f} GB/s, ops {engine.engine.setup.facts['ops']}")
     rows = []
     for batch in (1, 16):

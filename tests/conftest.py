@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,9 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
+    # Before anything imports triton (transformers does): without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in [name for name in os.environ if name.startswith("RIDGELINE_")]:
     del os.environ[name]
 

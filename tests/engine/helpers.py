@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvGroup, KvLayout
@@ -30,27 +32,32 @@ class Clock:
         return self.now
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a toy engine."""
+
+    layout: KvLayout = PLAIN
+    blocks: int = 64
+    rows: int = 8
+    step_tokens: int = 16
+    batching: str = "continuous"
+    depth: int = 0
+    prefix_cache: bool = True
+    drafter: Drafter | None = None
+    fail_at: Sequence[int] = ()
+
+
 class Bench:
     """An engine without a device. Collects what each choice was told."""
 
-    def __init__(
-        self,
-        *,
-        layout: KvLayout = PLAIN,
-        blocks: int = 64,
-        rows: int = 8,
-        step_tokens: int = 16,
-        batching: str = "continuous",
-        depth: int = 0,
-        prefix_cache: bool = True,
-        drafter: Drafter | None = None,
-        fail_at: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
+        shape = Shape(**options)
         self.clock = Clock()
-        self.leases = Leases(layout, blocks, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(layout, self.leases, Limits(rows, step_tokens, 256), admission(batching), drafter)
-        self.runner = FakeRunner(layout, blocks, vocab=VOCAB, fail_at=frozenset(fail_at))
-        self.loop = Loop(self.scheduler, self.runner, steps_in_flight=depth, clock=self.clock)
+        self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache)
+        limits = Limits(shape.rows, shape.step_tokens, 256)
+        self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.drafter)
+        self.runner = FakeRunner(shape.layout, shape.blocks, vocab=VOCAB, fail_at=frozenset(shape.fail_at))
+        self.loop = Loop(self.scheduler, self.runner, steps_in_flight=shape.depth, clock=self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
         self.cached: dict[tuple[str, int], int] = {}

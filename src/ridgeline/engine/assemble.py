@@ -24,6 +24,7 @@ from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import admission
 from ridgeline.engine.runner import Sizes, build_runner
 from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -80,7 +81,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress) -> En
         facts=_facts(folder, loaded, plan, device) | {"ops": ops.name, "startup_s": stages.seconds},
         grammars=grammars,
     )
-    log.info("ready: %s", setup.facts)
+    log.debug("ready: %s", setup.facts)
     return Engine(loop, setup)
 
 
@@ -99,7 +100,7 @@ def _device(config: EngineConfig) -> torch.device:
 def _memory(device: torch.device) -> tuple[int, int]:
     """(bytes of the device, bytes others hold of it); of a CPU, what is free now and 0."""
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+        return host_memory()[1], 0
     free, total = torch.cuda.mem_get_info(device)
     return total, total - free
 
@@ -132,5 +133,6 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "kv_bytes_per_token": spec.kv_bytes_per_token(),
         "weight_bytes": plan.weight_bytes,
         "steps_in_flight": plan.steps_in_flight,
+        "chosen": plan.chosen,
         "generation_defaults": {name: value for name, value in defaults.items() if value is not None},
     }

@@ -191,7 +191,8 @@ class Scheduler:
 
         A plan that gave nobody a query token yet is kept: it may hold joins and pages already.
         """
-        plan, shares = self._next, []
+        plan = self._next
+        shares: list[_Share] = []
         budget = self._continue_running(plan, shares, self.limits.step_tokens)
         if self.waiting:
             self._admit(plan, shares, budget, now)
