@@ -63,10 +63,12 @@ class Bench:
 
 def _conv(bench: Bench) -> float:
     shapes = lens("azure_conv_1000")
+    bench.run(shapes[:100])
     return len(shapes) / bench.run(shapes).seconds
 
 
 def _nano(bench: Bench) -> float:
+    bench.run(lens("nano_256")[:64])
     result = bench.run(lens("nano_256"))
     return result.output_tokens / result.seconds
 
