@@ -88,7 +88,7 @@ def timed(engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *,
         engine.submit(Submit(f"{run}-{index}", ids, sampling, time.time(), cache=False))
     started = time.perf_counter()
     for delta in engine.news():
-        if delta.finish == "error":
+        if delta.error:
             raise RuntimeError(delta.error)
         outputs += len(delta.tokens)
         if delta.id not in first:

@@ -18,7 +18,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, Submit
+from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, StepStats, Submit
 from tests.engine.helpers import VOCAB, Bench, oracle
 
 
@@ -111,7 +111,7 @@ def test_what_can_never_run_is_refused_with_a_reason(tokens: list[int], options:
     engine = make(blocks=30)
     local = LocalEngine(engine)
     (refusal,) = local.run([submit("bad", tokens, **options)])
-    assert refusal.finish == "error" and word in refusal.error
+    assert refusal.finish == "refused" and word in refusal.error
     assert engine.idle
     assert list(local.run([submit("good", [1, 2], max_tokens=2)]))[-1].finish
 
@@ -153,7 +153,7 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(where: str) -> None:
         )
     )
     ends = {delta.id: delta for delta in news if delta.finish}
-    assert ends["broken"].finish == "error" and "outgrew" in ends["broken"].error
+    assert ends["broken"].finish == "refused" and "outgrew" in ends["broken"].error
     assert ends["whole"].finish == "length"
     assert engine.idle and engine.loop.scheduler.leases.pool.used == 0
 
@@ -189,6 +189,68 @@ def test_step_records_add_up() -> None:
     assert sum(one.output_tokens for one in stats) == 20
     assert sum(one.prompt_tokens for one in stats) + sum(one.prefix_hits for one in stats) == 10 + 11 + 12 + 13
     assert all(0 <= one.waste_inside < 1 for one in stats)
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish"])
+def test_the_last_to_go_is_told_though_no_step_follows(end: str) -> None:
+    """What operators see never shows requests that have gone; the record counts no step."""
+    engine = make()
+    engine.handle(submit("a", [1, 2], max_tokens=50, ignore_eos=True))
+    frame = engine.turn()
+    assert frame is not None and frame.stats is not None
+    assert (frame.stats.running, frame.stats.steps, frame.stats.step) == (1, 1, 1)
+    engine.handle(Cancel("a") if end == "cancel" else Finish("a", 0, "stop", 1))
+    frame = engine.turn()
+    assert frame is not None and frame.stats is not None
+    assert (frame.stats.running, frame.stats.waiting, frame.stats.blocks_used, frame.stats.steps) == (0, 0, 0, 0)
+    assert engine.turn() is None and engine.idle
+
+
+def test_who_waits_for_a_batch_is_counted_before_it_opens() -> None:
+    engine = make(batching="static:2")
+    engine.handle(submit("a", [1, 2], max_tokens=2))
+    frame = engine.turn()
+    assert frame is not None and frame.stats is not None and (frame.stats.waiting, frame.stats.steps) == (1, 0)
+    assert engine.turn() is None and engine.stalled
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_records_name_the_step_that_was_committed(depth: int) -> None:
+    stats: list[StepStats] = []
+    local = LocalEngine(make(depth=depth, fail_at=[2]), stats.append)
+    news = list(local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True)]))
+    assert [(one.step, one.steps, one.failed) for one in stats[:2]] == [(1, 1, 0), (2, 1, 1)]
+    assert news[-1].finish == "error"
+
+
+def test_times_come_with_the_first_tokens_and_with_the_end() -> None:
+    """A choice that the service ends itself is never told its end, but its waiting time must be known."""
+    news = list(LocalEngine(make()).run([submit("a", [1, 2], max_tokens=5, ignore_eos=True)]))
+    assert [delta.times is not None for delta in news] == [True, False, False, False, True]
+    first, last = news[0].times, news[-1].times
+    assert first is not None and last is not None
+    assert first[:2] == last[:2] and first[2] == 0 < last[2]
+
+
+def test_an_end_token_that_the_grammar_forbids_is_no_end() -> None:
+    """Nothing may be drawn (allowed_token_ids and grammar exclude each other): an error, never an answer cut short."""
+
+    class Strict(OneTwo):
+        def accept(self, tokens: Sequence[int]) -> None:
+            super().accept(tokens)
+            if not set(tokens) <= {1, 2}:
+                raise BadGrammar("the output left its grammar")
+
+    class One:
+        def start(self, grammar: Grammar) -> OneTwo:
+            return Strict()
+
+    engine = make()
+    engine.setup = dataclasses.replace(engine.setup, eos_ids=tuple(range(3, 19)), grammars=One())
+    grammar = Grammar("regex", "[12]{3}")
+    runs = [submit(f"r{seed}", [1, 2], max_tokens=9, seed=seed, grammar=grammar) for seed in range(40)]
+    ends = [delta for delta in LocalEngine(engine).run(runs) if delta.finish]
+    assert all(delta.finish == "refused" and "left its grammar" in delta.error for delta in ends)
 
 
 def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:

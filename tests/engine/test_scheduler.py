@@ -3,14 +3,19 @@ the tokens it would get alone, and every block returns."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.core.spec import KvLayout
+from ridgeline.core.errors import BadGrammar
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.engine.fake import FakeRunner
 from ridgeline.engine.request import Request
 from tests.engine.helpers import PLAIN, VOCAB, WINDOWED, Bench, oracle
 
@@ -156,6 +161,18 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
     assert bench.tokens["again", 0] == bench.tokens["first", 0] == oracle(prompt, 3)
 
 
+def test_only_what_was_looked_up_counts_as_a_query() -> None:
+    for options, queries in (({}, 12), ({"cache": False}, 0), ({"prompt_logprobs": 0}, 0), ({"n": 3}, 12)):
+        bench = Bench(step_tokens=64)
+        bench.submit("a", list(range(12)), max_tokens=2, **options)  # type: ignore[arg-type]
+        bench.run()
+        assert bench.loop.take_counts().prefix_queries == queries
+    bench = Bench(prefix_cache=False)
+    bench.submit("a", list(range(12)), max_tokens=2)
+    bench.run()
+    assert bench.loop.take_counts().prefix_queries == 0
+
+
 def test_answers_are_reused_as_prefixes_too() -> None:
     """The second turn of a chat finds the first turn's answer in the cache."""
     bench = Bench()
@@ -241,6 +258,102 @@ def test_a_failed_step_ends_its_requests_with_a_reason_and_not_the_engine() -> N
     bench.submit("next", [1, 2, 3], max_tokens=9)
     bench.run()
     assert bench.tokens["next", 0] == oracle([1, 2, 3], 9)
+
+
+class Forgetful(FakeRunner):
+    """As a runner whose uploads fail at `lost`: rows and pages of those plans never reach it, and a step with a row that
+    it does not know fails."""
+
+    lost: frozenset[int] = frozenset()
+
+    def launch(self, plan: StepPlan) -> None:
+        known = {join.row: join.generation for join in plan.joins}
+        known = {row: held.join.generation for row, held in self._rows.items() if row not in plan.leaves} | known
+        whole = all(known.get(row) == held for row, held in zip(plan.rows, plan.generations, strict=True))
+        if whole and plan.step not in self.lost:
+            super().launch(plan)
+            return
+        none = array("i", bytes(4 * len(plan.rows)))
+        if plan.step in self.lost:
+            for row in (*plan.leaves, *(join.row for join in plan.joins), *plan.pages[::4]):
+                self._rows.pop(row, None)
+        else:
+            self._apply(plan)
+        self._results.append(
+            StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, error="lost")
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
+    """Whatever fails and when, every request ends, every block and row returns, and no token is wrong."""
+    bench = Bench(
+        layout=data.draw(st.sampled_from([PLAIN, WINDOWED])),
+        depth=data.draw(st.integers(0, 2)),
+        blocks=data.draw(st.integers(26, 60)),
+        rows=data.draw(st.integers(1, 6)),
+        step_tokens=data.draw(st.integers(1, 20)),
+    )
+    bench.runner.__class__ = Forgetful
+    failing = data.draw(st.frozensets(st.integers(1, 40), max_size=3))
+    if data.draw(st.booleans()):
+        bench.runner.lost = failing  # type: ignore[attr-defined]
+    else:
+        bench.runner._fail_at = failing
+    wanted = prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 6)))
+    for index, prompt in enumerate(wanted):
+        bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=data.draw(st.integers(0, 2)))
+        if data.draw(st.booleans()):
+            for request in bench.scheduler._by_id[f"r{index}"].values():
+                request.constraint = Fragile(data.draw(st.integers(0, 9)))
+        for _ in range(data.draw(st.integers(0, 4))):
+            bench.turn()
+    bench.run()
+    assert sorted(bench.scheduler._free_rows) == list(range(1, bench.scheduler.limits.rows + 1))
+    for (name, choice), finish in bench.finish.items():
+        right, got = oracle(wanted[int(name[1:])], 9, choice=choice), bench.tokens[name, choice]
+        assert got == right if finish == "length" else got == right[: len(got)]
+
+
+class Fragile:
+    """A grammar that allows everything and breaks after so many tokens (9: never)."""
+
+    finished = False
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def mask(self) -> bytes:
+        if self._left == 0:
+            raise BadGrammar("outgrown")
+        return b"\xff" * 16
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._left -= len(tokens)
+
+
+def test_who_leaves_before_its_join_went_out_is_never_heard_of() -> None:
+    """A grammar that breaks at once, in the plan in which its request enters: its row can be used again."""
+    bench = Bench(rows=1, depth=1)
+    bench.submit("broken", [1, 2, 3], max_tokens=3)
+    bench.scheduler.waiting[0].constraint = Fragile(0)
+    bench.submit("whole", [4, 5, 6], max_tokens=3)
+    bench.run()
+    assert bench.finish == {("broken", 0): "refused", ("whole", 0): "length"}
+
+
+@DEPTHS
+def test_what_fits_alone_never_waits_for_its_own_past(depth: int) -> None:
+    """In a cache of exactly the pages that `fits` asks for, a window is left behind in time."""
+    for window, size, chunk, prompt, most in itertools.product((3, 6, 11), (4, 5, 8), (2, 3, 5), (27, 42), (1, 10)):
+        layout = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), window, 8)), size, 64, "float32")
+        blocks = layout.pages_for(prompt + most, chunk)
+        bench = Bench(layout=layout, depth=depth, blocks=blocks, step_tokens=chunk, prefix_cache=False)
+        bench.submit("alone", list(range(prompt)), max_tokens=most)
+        assert bench.scheduler.fits(bench.scheduler.waiting[0])
+        bench.run(turns=500)
+        assert bench.tokens["alone", 0] == oracle(range(prompt), most)
 
 
 def test_a_request_that_can_never_fit_is_recognized() -> None:

@@ -59,6 +59,22 @@ def test_step() -> None:
     assert seen["ridgeline:scheduler_host_seconds_count"] == 2
 
 
+def test_a_record_without_a_step_moves_the_gauges_alone() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_step(STEP)
+    gone = StepStats(**{name: getattr(STEP, name) for name in STEP.__struct_fields__})
+    gone.running = gone.waiting = gone.prompt_tokens = gone.output_tokens = gone.steps = 0
+    metrics.on_step(gone)
+    failed = StepStats(**{name: getattr(gone, name) for name in STEP.__struct_fields__})
+    failed.steps = failed.failed = 1
+    metrics.on_step(failed)
+    seen = scrape(metrics)
+    assert seen["ridgeline:num_requests_running"] == 0
+    assert seen["ridgeline:steps_total"] == 2 and seen["ridgeline:failed_steps_total"] == 1
+    assert seen["ridgeline:scheduler_host_seconds_count"] == 2
+    assert seen["ridgeline:step_device_seconds_total"] == 0.04
+
+
 def test_request() -> None:
     metrics = Metrics("tiny")
     metrics.on_request(REQUEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,19 @@ from ridgeline.ops import choose as choosing
 from ridgeline.ops.choose import choose
 
 
-def test_a_cpu_gets_its_own_operations() -> None:
-    assert choose(torch.device("cpu"), torch.bfloat16).name == "cpu"
+def test_a_cpu_gets_plain_operations_where_none_were_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda: (None, "not built: run this"))
+    with caplog.at_level(logging.INFO):
+        assert choose(torch.device("cpu"), torch.bfloat16).name == "cpu"
+    assert "run this" in caplog.text
+
+
+def test_a_cpu_gets_native_operations_where_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = replace(choosing.CPU, name="native")
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda: (built, "AVX-512"))
+    assert choose(torch.device("cpu"), torch.bfloat16) is built
 
 
 def test_without_triton_a_gpu_gets_the_reference_and_a_warning(

@@ -73,6 +73,8 @@ class FakeEngine:
         self.finishes: list[Finish] = []
         self.orders: list[str] = []
         self.said = 0
+        self.queued = 0.0
+        """Seconds that every request is said to have waited."""
         self._rows: list[_Row] = []
         self._waiting: list[_Row] = []
         self._sequence = 0
@@ -189,8 +191,8 @@ class FakeEngine:
                 delta.prompt_logprobs = [score(token, sampling.prompt_logprobs) for token in row.submit.tokens[1:]]
         if sampling.logprobs is not None:
             delta.logprobs = [score(token, sampling.logprobs) for token in tokens]
-        if delta.finish:
-            delta.times = (0.0, 0.0, 0.0, 0)
+        if first or delta.finish:
+            delta.times = (self.queued, 0.0, 0.0, 0)
         return delta
 
     def _stats(self, tokens: int) -> StepStats:

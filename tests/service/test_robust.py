@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 
 import pytest
 
 from ridgeline.service import answer as answer_module
+from ridgeline.service import app as app_module
 from ridgeline.service.gate import Gate
 
 from .live import MODEL, Live, behaviour, counts, ids, live, says
@@ -106,6 +108,44 @@ def test_keys():
             assert server.chat(headers={"Authorization": header.encode().decode("latin-1")}).status == 401
         good = {"Authorization": "Bearer säcret".encode().decode("latin-1")}
         assert server.chat(headers=good, max_tokens=1).status == 200
+
+
+def test_a_key_that_is_no_text_is_wrong():
+    with live(behaviour(counts), api_key="secret") as server:
+        assert server.chat(headers={"Authorization": "Bearer \xff\xfe"}).status == 401
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "stop"])
+def test_a_large_body_is_checked_beside_the_streams(endless: Live, monkeypatch, field: str):
+    """Reading the fields of a large body must not hold up the event loop."""
+    seen = []
+    read = app_module.read_fields
+
+    def watched(*arguments):
+        seen.append(threading.current_thread() is not endless_thread)
+        return read(*arguments)
+
+    endless_thread = endless.run(_thread())
+    monkeypatch.setattr(app_module, "read_fields", watched)
+    values = ["a"] * 100_000 if field == "stop" else [1] * 200_000
+    assert endless.complete(**{field: values}).status == 400
+    assert endless.complete(max_tokens=1).status == 200
+    assert seen == [True, False]
+
+
+async def _thread() -> threading.Thread:
+    return threading.current_thread()
+
+
+def test_an_answer_ended_by_a_stop_string_has_its_times():
+    """The engine says nothing at such an end; the queue and the decoding took their time all the same."""
+    with live(behaviour(says("abcd" * 30), delay=0.002)) as server:
+        server.engine.queued = 0.5
+        assert server.complete(stop="abcdabcd", max_tokens=100).json["choices"][0]["finish_reason"] == "stop"
+        lines = server.send("GET", "/metrics").data.decode().splitlines()
+        seen = {line.split("{")[0]: float(line.split()[-1]) for line in lines if "seconds_sum{" in line}
+        assert seen["ridgeline:request_queue_time_seconds_sum"] == 0.5
+        assert seen["ridgeline:request_decode_time_seconds_sum"] > 0
 
 
 def test_bodies_have_a_limit():

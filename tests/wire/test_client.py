@@ -6,10 +6,11 @@ import asyncio
 import socket
 
 import pytest
+from msgspec.structs import replace
 
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.wire.client import STALL_S, EngineClient
+from ridgeline.wire.client import FAILURES, STALL_S, EngineClient
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Beat,
@@ -205,6 +206,25 @@ async def test_a_reader_that_falls_behind_is_cut_off():
     assert news[-1].finish == "error" and "slow" in news[-1].error and len(news) < 10
     assert subscription.cut == "slow_reader"
     await peer.client.close()
+
+
+async def test_steps_that_only_fail_are_no_progress(peer):
+    """A lost device fails every step: an engine that goes on failing is not healthy until a step succeeds."""
+    peer.send(Ready({}))
+    await peer.client.wait_ready()
+
+    async def step(number: int, failed: int) -> None:
+        peer.send(Deltas(number, [], replace(STATS, step=number, failed=failed)))
+        while peer.client.last_step != number:
+            await asyncio.sleep(0)
+
+    for number in range(1, FAILURES):
+        await step(number, 1)
+        assert peer.client.trouble is None
+    await step(FAILURES, 1)
+    assert f"{FAILURES} steps have failed" in peer.client.trouble
+    await step(FAILURES + 1, 0)
+    assert peer.client.trouble is None
 
 
 async def test_trouble_tells_idle_from_stuck(peer):

@@ -9,7 +9,6 @@ from types import TracebackType
 
 import uvloop
 
-from ridgeline.core.errors import RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.metrics import Metrics
 from ridgeline.models.hub import resolve_model
@@ -52,7 +51,7 @@ class Hosted:
     def _work(self) -> None:
         try:
             uvloop.run(self._serve())
-        except (RidgelineError, OSError) as error:
+        except Exception as error:  # whatever it is, it belongs to the thread that waits for the address
             self._error = error
         finally:
             self._known.set()

@@ -34,3 +34,5 @@ class StepCounts:
     preempted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    failed: int = 0
+    """Steps that failed."""

@@ -52,6 +52,8 @@ class Engine:
         self._seeds = random.Random(setup.seed)
         self._sequence = 0
         self._waste_inside = 0.0
+        self._told = (0, 0)
+        """Running and waiting requests as the last record had them."""
         self._draining = False
         self.stopped = False
 
@@ -61,8 +63,8 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Requests wait, but nothing is on the device and nothing could be planned (a batch that has not opened yet)."""
-        return not self._scheduler.running and self._scheduler.steps_in_flight == 0
+        """Nothing is on the device. If a turn has brought nothing either, requests wait for a batch to open."""
+        return self._scheduler.steps_in_flight == 0
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class Engine:
                 self._scheduler.add(request)
         except RidgelineError as error:
             refused = [
-                Delta(message.id, choice, finish="error", error=error.message) for choice in range(message.sampling.n)
+                Delta(message.id, choice, finish="refused", error=error.message) for choice in range(message.sampling.n)
             ]
             return [self._frame(refused, None)]
         return []
@@ -99,6 +101,8 @@ class Engine:
             raise RequestError(f"The prompt has {length} tokens: give 1 to {setup.max_len - 1}.", param="prompt")
         if not all(0 <= token < setup.vocab_size for token in message.tokens):
             raise RequestError(f"The prompt has a token id outside 0..{setup.vocab_size - 1}.", param="prompt")
+        if not all(0 <= token < setup.vocab_size for token in sampling.stop_token_ids):
+            raise RequestError(f"A stop token id is outside 0..{setup.vocab_size - 1}.", param="stop_token_ids")
         ends = () if sampling.ignore_eos else setup.eos_ids
         stop_ids = tuple(dict.fromkeys(ends + sampling.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
@@ -171,28 +175,30 @@ class Engine:
 
     def turn(self) -> Deltas | None:
         """One turn of the heart; None when there is nothing to tell."""
-        before = self._scheduler.steps_in_flight, self._scheduler.last_step
+        scheduler, before = self._scheduler, self._scheduler.last_step
         updates = self.loop.turn()
-        after = self._scheduler.steps_in_flight, self._scheduler.last_step
-        committed = after[1] - before[1] > after[0] - before[0]
-        if not updates and not committed:
+        steps = int(scheduler.last_step != before)
+        # With nothing on the device no step will tell who came or went.
+        moved = scheduler.steps_in_flight == 0 and self._told != (len(scheduler.running), len(scheduler.waiting))
+        if not (updates or steps or moved):
             return None
-        return self._frame([_delta(update) for update in updates], self._stats() if committed else None)
+        return self._frame([_delta(update) for update in updates], self._stats(steps) if steps or moved else None)
 
     def _frame(self, deltas: list[Delta], stats: StepStats | None) -> Deltas:
         self._sequence += 1
         return Deltas(self._sequence, deltas, stats)
 
-    def _stats(self) -> StepStats:
+    def _stats(self, steps: int) -> StepStats:
         scheduler, counts = self._scheduler, self.loop.take_counts()
         pool = scheduler.leases.pool
         step = scheduler.last_step
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
+        self._told = running, waiting = len(scheduler.running), len(scheduler.waiting)
         return StepStats(
             step=step,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            running=running,
+            waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             output_tokens=counts.output_tokens,
             drafted=counts.drafted,
@@ -207,6 +213,8 @@ class Engine:
             waste_between=scheduler.layout.padding,
             host_s=self.loop.host_s,
             device_s=self.loop.device_s,
+            steps=steps,
+            failed=counts.failed,
         )
 
 

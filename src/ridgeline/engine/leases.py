@@ -77,9 +77,13 @@ class Leases:
             for freed, window in zip(leader.freed, self._windows, strict=True)
         )
 
+    def looks_up(self, request: Request) -> bool:
+        """Whether the prefix cache is asked for this request; prompts to be scored take no hit."""
+        return self._prefix_cache and request.cache and not request.needs_scores
+
     def _hit(self, request: Request) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix. One token at least is left to compute; prompts to be scored take no hit."""
-        if not self._prefix_cache or not request.cache or request.needs_scores:
+        """The longest cached prefix. One token at least is left to compute."""
+        if not self.looks_up(request):
             return 0, [[] for _ in self._windows]
         extend_chain(request.chain, request.tokens, self._size, request.root)
         blocks, tables = self.prefix.match(request.chain, (len(request.tokens) - 1) // self._size)
@@ -96,7 +100,11 @@ class Leases:
         shared = []
         if request.planned % self._size:
             shared = [group for group, table in enumerate(request.tables) if self.pool.refs(table[first]) > 1]
-        if max(0, missing) * len(self._windows) + len(shared) > self.pool.free:
+        need = max(0, missing) * len(self._windows) + len(shared)
+        if need > self.pool.free and self._windowed:
+            # Windows are looked at when a block fills; by now they may have left another one.
+            self._free_behind(request)
+        if need > self.pool.free:
             return False
         for group in shared:
             self._copy(request, group, first, plan)

@@ -75,7 +75,6 @@ class Request:
     published: int = 0
     """Blocks already offered to the prefix index."""
     scores: list[TokenLogprobs] = field(default_factory=list)
-    scores_sent: bool = False
     finish: str = ""
     error: str = ""
     cached: int = -1
@@ -83,6 +82,11 @@ class Request:
     preempted: int = 0
     first_planned: float = -1.0
     first_token: float = -1.0
+
+    def times(self, now: float) -> tuple[float, float, float, int]:
+        """Seconds (queued, prefill, decode) and preemptions, once the first token is there."""
+        prefill = self.first_token - self.first_planned
+        return self.first_planned - self.arrival, prefill, now - self.first_token, self.preempted
 
     @property
     def needs_scores(self) -> bool:

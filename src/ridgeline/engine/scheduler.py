@@ -9,10 +9,12 @@ Every end of a request goes through `finish`; its row and blocks return when no 
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
@@ -78,6 +80,8 @@ class Scheduler:
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
         self._next = StepPlan(1)
+        self.last_step = 0
+        """Number of the last step committed."""
         self._flight: deque[list[_Share]] = deque()
         self._updates: list[Update] = []
         self._leaving = 0
@@ -87,11 +91,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self._by_id or self._flight or self._updates)
-
-    @property
-    def last_step(self) -> int:
-        """Number of the last step planned."""
-        return self._next.step - 1
 
     @property
     def steps_in_flight(self) -> int:
@@ -171,7 +170,8 @@ class Scheduler:
         """No step holds it any more: give back what it held; a preempted request waits again."""
         self._leaving -= 1
         self.leases.release(request)
-        self._next.leaves.append(request.row)
+        if not self._withdraw(request):
+            self._next.leaves.append(request.row)
         self._free_rows.append(request.row)
         request.row = 0
         if request.finish:
@@ -183,6 +183,16 @@ class Scheduler:
         if request.needs_scores:
             request.scores = []
         insort(self.waiting, request, key=_order)
+
+    def _withdraw(self, request: Request) -> bool:
+        """Take back a join that has not gone to the device yet; False if the device knows the request."""
+        plan = self._next
+        if all(join.generation != request.generation for join in plan.joins):
+            return False
+        plan.joins = [join for join in plan.joins if join.generation != request.generation]
+        kept = [plan.pages[at : at + 4] for at in range(0, len(plan.pages), 4) if plan.pages[at] != request.row]
+        plan.pages = array("i", chain.from_iterable(kept))
+        return True
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class Scheduler:
             try:
                 plan.masks[request.row] = request.constraint.mask()
             except RidgelineError as error:
-                self.finish(request, "error", error.message)
+                self.finish(request, "refused", error.message)
                 return False
         return True
 
@@ -318,7 +328,7 @@ class Scheduler:
         if request.cached < 0:
             request.cached = request.leader.cached if request.leader is not None else hit
             request.first_planned = now
-            if request.cache and request.leader is None:
+            if request.leader is None and self.leases.looks_up(request):
                 self.counts.prefix_queries += request.prompt_len
                 self.counts.prefix_hits += hit
         plan.joins.append(
@@ -342,6 +352,8 @@ class Scheduler:
         """Learn what the oldest step in flight did; returns the news for the service."""
         updates: list[Update] = []
         offset = 0
+        self.last_step = result.step
+        self.counts.failed += result.error is not None
         for index, share in enumerate(self._flight.popleft()):
             count = result.counts[index] if result.error is None else 0
             tokens = list(result.tokens[offset : offset + count])
@@ -384,9 +396,10 @@ class Scheduler:
         self.counts.output_tokens += len(tokens)
         self.counts.drafted += share.n_draft
         self.counts.accepted += len(tokens) - 1
+        update = Update(request.id, request.choice, tokens)
         if request.first_token < 0:
             request.first_token = now
-        update = Update(request.id, request.choice, tokens)
+            update.times = request.times(now)
         if result.logprobs:
             update.logprobs = result.logprobs.get(index)
         if not request.cached_sent:
@@ -394,12 +407,12 @@ class Scheduler:
             update.cached = request.cached
             update.prompt_logprobs = request.scores or None
         flag = result.flags[index]
-        if request.constraint is not None and not flag & Flag.STOP:
+        if request.constraint is not None:
             try:
                 request.constraint.accept(tokens)
             except RidgelineError as error:
                 updates.append(update)
-                self.finish(request, "error", error.message)
+                self.finish(request, "refused", error.message)
                 return
             if request.constraint.finished:
                 flag |= Flag.STOP
@@ -407,12 +420,7 @@ class Scheduler:
             update.finish = "stop" if flag & Flag.STOP else "length"
             if flag & Flag.STOP and tokens[-1] in request.stop_ids:
                 update.stop_id = tokens[-1]
-            update.times = (
-                request.first_planned - request.arrival,
-                request.first_token - request.first_planned,
-                now - request.first_token,
-                request.preempted,
-            )
+            update.times = request.times(now)
             self.finish(request, update.finish)
         updates.append(update)
 

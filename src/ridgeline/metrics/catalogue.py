@@ -56,6 +56,7 @@ COUNTERS: Mapping[str, Entry] = {
     "request_success": Entry("Finished choices.", label="finished_reason"),
     "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
     "steps": Entry("Steps run.", ours=True),
+    "failed_steps": Entry("Steps that failed.", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }
 HISTOGRAMS: Mapping[str, Entry] = {

@@ -94,10 +94,12 @@ class Metrics:
         self._count("num_preemptions", step.preempted)
         self._count("spec_decode_num_draft_tokens", step.drafted)
         self._count("spec_decode_num_accepted_tokens", step.accepted)
-        self._count("steps", 1)
-        self._count("step_device_seconds", step.device_s)
-        self._histograms["iteration_tokens_total"].add(step.prompt_tokens + step.output_tokens)
-        self._histograms["scheduler_host_seconds"].add(step.host_s)
+        self._count("steps", step.steps)
+        self._count("failed_steps", step.failed)
+        if step.steps:
+            self._count("step_device_seconds", step.device_s)
+            self._histograms["iteration_tokens_total"].add(step.prompt_tokens + step.output_tokens)
+            self._histograms["scheduler_host_seconds"].add(step.host_s)
         now = self._clock()
         if self._last_step is not None and step.output_tokens:
             self._histograms["inter_token_latency_seconds"].add(now - self._last_step, step.output_tokens)

@@ -25,6 +25,9 @@ class StepRecord(Protocol):
     waste_between: float
     host_s: float
     device_s: float
+    steps: int
+    """0: no step was run, only requests came or went."""
+    failed: int
 
 
 @dataclass(frozen=True, slots=True)

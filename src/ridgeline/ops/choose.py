@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ridgeline.ops import native_cpu
 from ridgeline.ops.cpu import CPU
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
@@ -25,8 +26,11 @@ def choose(device: torch.device, dtype: torch.dtype) -> Ops:
         log.warning("ops: reference on %s in %s (slow): %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        packed = torch.ops.mkldnn._is_mkldnn_bf16_supported() and dtype == torch.bfloat16
-        log.info("ops: cpu in %s, weights %s", dtype, "packed for oneDNN" if packed else "as they are")
+        native, what = native_cpu.load()
+        if native is not None:
+            log.info("ops: native in %s, %s", dtype, what)
+            return native
+        log.info("ops: cpu in %s (native operations: %s)", dtype, what)
         return CPU
     # Only here: Triton is an extra that a machine without a GPU need not have.
     from ridgeline.ops.triton.table import TRITON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 
 from aiohttp import web
 
@@ -42,7 +43,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     arrival = time.time()
     front = request.app[FRONT]
     service = front.service()
-    fields = read_fields(route, await read_json(request))
+    fields = await read_json(request, partial(read_fields, route))
     if fields.ignored:
         request[IGNORED] = fields.ignored
     if (given := fields.get("request_id")) is not None and "x-request-id" not in request.headers:

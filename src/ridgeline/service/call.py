@@ -15,6 +15,7 @@ class Call:
     arrival: time.time() seconds. tier: the service tier it is run as, "" when none was asked for.
     max_tokens: as the caller gave it, None for as many as fit; 0 asks the engine for one token that is then dropped.
     continues: the answer goes on in the prompt's last text rather than beginning one of its own.
+    constrained_by: the field whose grammar the answer follows, "" without one.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -27,6 +28,7 @@ class Call:
     salt: str = ""
     tier: str = ""
     continues: bool = False
+    constrained_by: str = ""
 
     @property
     def choices(self) -> int:

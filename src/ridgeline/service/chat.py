@@ -67,6 +67,7 @@ async def read_chat(
         tier=read_tier(fields),
         salt=fields.get("cache_salt", ""),
         continues=fields.get("continue_final_message", False),
+        constrained_by=grammar_field(fields) if tools is None else "tools",
     )
     parsing = Parsing(
         tags=tags,

@@ -52,8 +52,8 @@ async def read_completion(
             f"{len(prompts)} prompts times n = {n} is above {MAX_CHOICES} choices: send fewer.", param="n"
         )
     for prompt in prompts:
-        service.limits.check_ids(prompt, "prompt")
         service.limits.check(len(prompt), asked, "prompt")
+        service.limits.check_ids(prompt, "prompt")
     most = min(DEFAULT_MAX_TOKENS, service.limits.most - max(map(len, prompts))) if asked is None else asked
     sampling = read_sampling(service, fields, most)
     wanted = fields.get("logprobs")
@@ -73,6 +73,7 @@ async def read_completion(
         tier=read_tier(fields),
         salt=fields.get("cache_salt", ""),
         continues=True,
+        constrained_by=grammar_field(fields),
     )
     shape = CompletionShape(service, call, echo=echo, show_prompt=fields.get("prompt_logprobs"))
     return call, shape, streaming

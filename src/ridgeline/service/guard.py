@@ -7,7 +7,7 @@ import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
 """Fields of the body that nobody knows."""
 
+_T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -28,20 +29,24 @@ _MOST_NAMES = 32
 _OPEN = frozenset({"/health"})
 """Routes that need no key."""
 _LARGE = 1 << 18
-"""Bytes of a body that is decoded in a thread, so that no stream waits for it."""
+"""Bytes of a body that is decoded and checked in a thread, so that no stream waits for it."""
 
 
-async def read_json(request: web.Request) -> Any:
-    """The decoded body. Raises RequestError when it is no JSON, BodyTooLarge above the limit."""
+async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
+    """What `read` makes of the decoded body. Raises RequestError when it is no JSON, BodyTooLarge above the limit."""
     try:
         data = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         limit = request.app[FRONT].config.max_body_mb
         raise BodyTooLarge(f"The body is larger than {limit:g} MiB: send less.") from error
+    except web.RequestPayloadError as error:
+        raise RequestError(
+            "The body is not what its headers say: check content-encoding and transfer-encoding."
+        ) from error
     try:
         if len(data) > _LARGE:
-            return await asyncio.to_thread(msgspec.json.decode, data)
-        return msgspec.json.decode(data)
+            return await asyncio.to_thread(lambda: read(msgspec.json.decode(data)))
+        return read(msgspec.json.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}.") from error
 
@@ -68,8 +73,13 @@ def _check_key(request: web.Request, key: str | None) -> None:
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+    if scheme.lower() != "bearer" or not hmac.compare_digest(_raw(given.strip()), _raw(key)):
         raise Unauthorized("The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+
+
+def _raw(text: str) -> bytes:
+    """The bytes that were sent, also those that are no text."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> web.Response:

@@ -8,7 +8,7 @@ from ridgeline.metrics import Metrics, RequestRecord
 from ridgeline.service.call import Call, Usage
 from ridgeline.wire.messages import Delta
 
-_NO_TIMES = (0.0, 0.0, 0.0, 0)
+_NO_TIMES = (0.0, 0.0, 0.0)
 
 
 class Ledger:
@@ -18,25 +18,33 @@ class Ledger:
         self._arrival = arrival
         self._first: float | None = None
         self._reasons: list[str] = []
-        self._times: tuple[float, float, float, int] = _NO_TIMES
+        self._known: dict[tuple[str, int], tuple[float, tuple[float, float, float]]] = {}
+        """Per choice: what the engine last said of its times, and when."""
+        self._times = _NO_TIMES
         self.cut = "cancelled"
         """Why it was cut off, if it was."""
 
     def news(self, delta: Delta) -> None:
         if self._first is None and delta.tokens:
             self._first = time.time()
+        if delta.times is not None:
+            self._known[delta.id, delta.choice] = time.time(), delta.times[:3]
 
-    def ended(self, reason: str, times: tuple[float, float, float, int] | None) -> None:
-        """A choice came to its end; the engine's times of the slowest count."""
+    def ended(self, reason: str, delta: Delta) -> None:
+        """A choice came to its end with `delta`; the times of the slowest count. A choice that the service ended itself
+        (a stop string) has decoded since its first tokens."""
+        now = time.time()
+        at, (queued, prefill, decode) = self._known.get((delta.id, delta.choice), (now, _NO_TIMES))
+        decode += 0.0 if delta.finish else now - at
         self._reasons.append(reason)
-        self._times = max(self._times, times or _NO_TIMES, key=sum)
+        self._times = max(self._times, (queued, prefill, decode), key=sum)
 
     def close(self, metrics: Metrics, call: Call, usage: Usage) -> None:
         """The call is over; a call with choices that have not ended was cut off."""
         if len(self._reasons) < call.choices:
             metrics.aborted(self.cut)
             return
-        queued, prefill, decode, _ = self._times
+        queued, prefill, decode = self._times
         metrics.on_request(
             RequestRecord(
                 prompt_tokens=usage.prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,8 @@ class Reader(Protocol):
 
 def wrong(name: str, value: Any, expects: str) -> RequestError:
     """The error for a value of the wrong type or out of range."""
-    shown = repr(value)
+    # A whole list of a large body would hold up the server while it is written out.
+    shown = reprlib.repr(value) if isinstance(value, (list, dict)) else repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return RequestError(f"{name} is {shown}: expected {expects}.", param=name)
 

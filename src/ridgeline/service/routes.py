@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -88,7 +89,7 @@ def _card(service: Service) -> dict[str, Any]:
 async def tokenize_text(request: web.Request) -> web.Response:
     """`prompt`, or `messages` through the chat template, to token ids."""
     service = request.app[FRONT].service()
-    body = _read(_TOKENIZE, await read_json(request))
+    body = await read_json(request, partial(_read, _TOKENIZE))
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("give either prompt or messages.", param="prompt")
@@ -115,7 +116,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """`tokens` to text, special tokens shown."""
     service = request.app[FRONT].service()
-    body = _read(_DETOKENIZE, await read_json(request))
+    body = await read_json(request, partial(_read, _DETOKENIZE))
     _check_model(service, body)
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")

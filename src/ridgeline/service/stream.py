@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from ridgeline.core.errors import EngineFailed
+from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
@@ -116,7 +116,7 @@ class _Choice:
 async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """What the engine says, as text, until every choice has ended; an empty list after a silence of keep_alive_s.
 
-    Keeps `usage` up to date. Raises EngineFailed when the engine ends a choice with an error.
+    Keeps `usage` up to date. Raises RequestError when the engine refuses it (a grammar that cannot be followed to its end), EngineFailed when the engine fails.
     """
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call.arrival)
@@ -124,7 +124,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
         run = _Run(service, call, subscription, ledger, usage)
         while not subscription.over:
             news: list[Piece] = []
-            failed: EngineFailed | None = None
+            failed: RidgelineError | None = None
             deltas = await subscription.take(service.config.keep_alive_s)
             for delta in _merged(deltas) if len(deltas) > 1 else deltas:
                 failed = failed or run.failure(delta)
@@ -149,7 +149,7 @@ def _merged(deltas: list[Delta]) -> list[Delta]:
             found.append(delta)
             continue
         last.tokens = last.tokens + delta.tokens
-        last.finish, last.stop_id, last.times = delta.finish, delta.stop_id, delta.times
+        last.finish, last.stop_id, last.times = delta.finish, delta.stop_id, delta.times or last.times
         if delta.logprobs is not None:
             last.logprobs = (last.logprobs or []) + delta.logprobs
     return found
@@ -167,10 +167,14 @@ class _Run:
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
         usage.prompt = sum(map(len, call.prompts))
 
-    def failure(self, delta: Delta) -> EngineFailed | None:
-        """Why the engine ended a choice that had not come to its end."""
+    def failure(self, delta: Delta) -> RidgelineError | None:
+        """Why the engine ended a choice that had not come to its end: the caller's fault, or ours."""
         if delta.finish in ("", "stop", "length"):
             return None
+        if delta.finish == "refused":
+            self._ledger.cut = "refused"
+            kind = BadGrammar if self._call.sampling.grammar is not None else RequestError
+            return kind(delta.error, param=self._call.constrained_by or None)
         self._ledger.cut = self._subscription.cut or "error"
         return EngineFailed(delta.error or f"The request was ended by the server ({delta.finish}).")
 
@@ -191,7 +195,7 @@ class _Run:
         piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None
         usage.completion += piece.count
         if piece.finish:
-            self._ledger.ended(piece.finish, delta.times)
+            self._ledger.ended(piece.finish, delta)
             if not delta.finish:
                 self._subscription.finish(delta.id, delta.choice, piece.finish, choice.count)
         return piece

@@ -35,6 +35,9 @@ from ridgeline.wire.messages import (
 MAX_UNREAD = 8192
 """Tokens (a token's alternatives count as tokens) one request may hold that its client has not read yet."""
 
+FAILURES = 3
+"""Steps that failed one after the other, after which the engine is not trusted until one succeeds."""
+
 STALL_S = 30.0
 """Seconds without a sign of life, or without progress while requests wait, after which the engine counts as stuck."""
 
@@ -169,6 +172,8 @@ class EngineClient:
         self.stats: StepStats | None = None
         self.last_heard = self.last_progress = clock()
         self.last_step = -1
+        self.failed_steps = 0
+        """Steps that failed since the last one that did not."""
         self.open_choices = 0
         """Choices that have been submitted and have not ended."""
         self._sequence: int | None = None
@@ -234,6 +239,8 @@ class EngineClient:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
             return f"requests wait, and no step has ended for {now - self.last_progress:.0f} s"
+        if self.failed_steps >= FAILURES:
+            return f"the last {self.failed_steps} steps have failed; the engine's log says why"
         return None
 
     def end_all(self, message: str, reason: str) -> None:
@@ -310,6 +317,8 @@ class EngineClient:
         if frame.stats is not None:
             self.stats = frame.stats
             self._progress(frame.stats.step)
+            if frame.stats.steps:
+                self.failed_steps = self.failed_steps + frame.stats.failed if frame.stats.failed else 0
             if self._on_step is not None:
                 self._on_step(frame.stats)
         elif frame.deltas:

@@ -60,11 +60,11 @@ Up = Submit | Cancel | Finish | Control
 class Delta(msgspec.Struct, array_like=True):
     """News of one choice: tokens it gained and, when it ended, why.
 
-    finish: "" while it runs, else "stop", "length", "cancelled" or "error". stop_id: the stop token that ended it (it is
-    also the last of `tokens`), else -1. error: a sentence when finish is "error". cached: prompt tokens taken from the
+    finish: "" while it runs, else "stop", "length", "cancelled", "refused" (the caller's fault) or "error" (ours). stop_id: the stop token that ended it (it is
+    also the last of `tokens`), else -1. error: a sentence when it was refused or failed. cached: prompt tokens taken from the
     prefix cache (sent with the first delta, else -1). logprobs: one per token when asked for. prompt_logprobs: sent once,
     for prompt tokens 1.. (the first has none), when asked for.
-    times: sent with the finish: seconds (queued, prefill, decode), preemption count.
+    times: sent with the first tokens and with the finish: seconds (queued, prefill, decode), preemption count.
     """
 
     id: str
@@ -83,7 +83,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """One step's record. Times in seconds, counts in tokens, requests and blocks.
 
     host_s: the scheduler's own time (plan and commit). device_s: the step on the device. waste_inside: slots leased but
-    not holding a token; waste_between: share of leasable bytes that page rounding and group padding lose.
+    not holding a token; waste_between: share of leasable bytes that group padding loses. steps: 1, or 0 when only the
+    number of requests has changed (then the times are those of the last step). failed: steps that failed.
     """
 
     step: int
@@ -103,6 +104,8 @@ class StepStats(msgspec.Struct, array_like=True):
     waste_between: float
     host_s: float
     device_s: float
+    steps: int = 1
+    failed: int = 0
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
