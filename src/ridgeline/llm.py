@@ -23,7 +23,7 @@ from ridgeline.wire.messages import Delta, Submit
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. finish: "stop", "length" or "error" (then `error` says why)."""
+    """One answer. finish: "stop", "length", "refused" or "error" (then `error` says why)."""
 
     index: int
     text: str = ""
@@ -60,6 +60,7 @@ class LLM:
         self._engine = LocalEngine.start(config, EngineConfig(**engine_options), progress)
         self._templates = ChatTemplates(self.tokenizer.templates, self.tokenizer.specials)
         self._count = 0
+        self._answering = False
 
     def generate(
         self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
@@ -82,7 +83,7 @@ class LLM:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
     ) -> Iterator[str]:
-        """Pieces of the answer's text as they come; closing the iterator cancels the request."""
+        """Pieces of the answer's text as they come; closing the iterator cancels the request. One call at a time."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             prompt = self._chat_ids(prompt, {})  # type: ignore[arg-type]
         work = _Work(self, self._ids(prompt), sampling or SamplingParams())  # type: ignore[arg-type]
@@ -107,15 +108,22 @@ class LLM:
 
     def _run(self, work: Sequence[_Work]) -> Iterator[tuple[int, str]]:
         """Submit, and yield (choice, new text) of each piece of news."""
+        if self._answering:
+            raise RequestError("A stream of this LLM is still open: read it to its end or close it first.")
+        self._answering = True
         by_id = {one.id: one for one in work}
-        for one in work:
-            self._engine.submit(Submit(one.id, one.completion.prompt_ids, one.sampling, time.time()))
-        for delta in self._engine.news():
-            one = by_id[delta.id]
-            yield delta.choice, one.take(delta)
-            if one.hit == delta.choice and not delta.finish:
-                self._engine.finish(delta.id, delta.choice, "stop", len(one.completion.choices[delta.choice].token_ids))
-            one.hit = None
+        try:
+            for one in work:
+                self._engine.submit(Submit(one.id, one.completion.prompt_ids, one.sampling, time.time()))
+            for delta in self._engine.news():
+                one = by_id[delta.id]
+                yield delta.choice, one.take(delta)
+                if one.hit == delta.choice and not delta.finish:
+                    kept = len(one.completion.choices[delta.choice].token_ids)
+                    self._engine.finish(delta.id, delta.choice, "stop", kept)
+                one.hit = None
+        finally:
+            self._answering = False
 
 
 class _Work:
@@ -130,7 +138,10 @@ class _Work:
         self.hit: int | None = None
         skip = sampling.skip_special_tokens
         self._texts = [Detokenizer(llm.tokenizer, skip_special_tokens=skip) for _ in range(sampling.n)]
-        self._stops = [StopStrings(sampling.stop, include_stop=sampling.include_stop) for _ in range(sampling.n)]
+        self._stops = [
+            StopStrings(sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens)
+            for _ in range(sampling.n)
+        ]
 
     def take(self, delta: Delta) -> str:
         """Add a delta to its choice; returns the text that is certain now."""
@@ -139,19 +150,29 @@ class _Work:
             self.completion.cached_tokens = delta.cached
         if delta.prompt_logprobs is not None:
             self.completion.prompt_logprobs = delta.prompt_logprobs
+        text, kept, hit = self._read(delta)
+        choice.token_ids.extend(delta.tokens[:kept])
         if delta.logprobs is not None:
-            choice.logprobs = (choice.logprobs or []) + delta.logprobs
-        choice.token_ids.extend(delta.tokens)
-        ended_by_token = delta.stop_id >= 0
-        fresh = self._texts[delta.choice].push(delta.tokens[:-1] if ended_by_token else delta.tokens)
-        if delta.finish:
-            fresh += self._texts[delta.choice].finish()
-        text, hit = self._stops[delta.choice].push(fresh)
+            choice.logprobs = (choice.logprobs or []) + delta.logprobs[:kept]
         if hit:
             self.hit = delta.choice
             choice.finish = "stop"
         elif delta.finish:
-            text += self._stops[delta.choice].finish()
             choice.finish, choice.error = delta.finish, delta.error
         choice.text += text
         return text
+
+    def _read(self, delta: Delta) -> tuple[str, int, bool]:
+        """A delta's text, how many of its tokens count, and whether a stop string ended it (token by token, to see where)."""
+        texts, stops = self._texts[delta.choice], self._stops[delta.choice]
+        cut = delta.stop_id >= 0 and not self.sampling.include_stop
+        text = ""
+        for place, token in enumerate(delta.tokens[:-1] if cut else delta.tokens):
+            shown, hit = stops.push(texts.push((token,)))
+            text += shown
+            if hit is not None:
+                return text, place + 1, True
+        if not delta.finish:
+            return text, len(delta.tokens), False
+        shown, hit = stops.push(texts.finish())
+        return text + shown + stops.finish(), len(delta.tokens), hit is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.resolve import resolve
 from ridgeline.core.sizing import GIB, MemoryPlan, hardware_defaults, size
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
@@ -82,3 +82,9 @@ def test_the_mildest_change_comes_first() -> None:
 def test_defaults_name_real_options() -> None:
     for kind in ("cpu", "cuda"):
         EngineConfig(**hardware_defaults(kind, 24 * GIB))  # type: ignore[arg-type]
+
+
+def test_a_step_has_a_token_for_every_running_request() -> None:
+    assert size(llama_8b(), EngineConfig(max_num_batched_tokens=8), 141 * GIB, "cuda").max_rows == 8
+    with pytest.raises(ConfigError, match="raise max_num_batched_tokens"):
+        size(llama_8b(), EngineConfig(max_num_batched_tokens=8, max_num_seqs=9), 141 * GIB, "cuda")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import DoesNotFit
-from ridgeline.core.spec import DTYPE_BYTES, KvLayout, ModelSpec, kv_layout
+from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
 
 GIB = 1 << 30
 CUDA_CONTEXT = GIB
@@ -142,7 +142,17 @@ def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> tuple[Memory
     chosen = hardware_defaults(memory.kind, memory.total)
     given = {name: getattr(engine, name) for name in chosen}
     chosen.update({name: value for name, value in given.items() if value is not None})
-    rows, step_tokens = chosen["max_num_seqs"], max(chosen["max_num_batched_tokens"], 1)
+    rows, step_tokens = chosen["max_num_seqs"], chosen["max_num_batched_tokens"]
+    if engine.max_num_seqs is None:
+        rows = min(rows, step_tokens)
+    elif engine.max_num_batched_tokens is None:
+        step_tokens = max(step_tokens, rows)
+    elif rows > step_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens {step_tokens} is below max_num_seqs {rows}: a step could not give every running "
+            f"request a token. Lower max_num_seqs to {step_tokens} or raise max_num_batched_tokens.",
+            param="max_num_batched_tokens",
+        )
     layout = kv_layout(spec, chosen["block_size"])
     usable = memory.usable(engine)
     workspace = workspace_bytes(spec, rows, step_tokens, memory.kind)
@@ -193,7 +203,15 @@ def workspace_bytes(spec: ModelSpec, rows: int, step_tokens: int, device_kind: s
         fixed = CUDA_CONTEXT
     else:  # a tied head is packed for its products, and the embedding's rows stay beside it
         fixed = spec.embedding_params * width if spec.tied else 0
+        if spec.quantization:  # the reference widens the linear at hand to float32, at each use
+            fixed += 4 * max(_widest_linear(spec, layer) for layer in spec.layers)
     return activations + logits + tokens + ropes + fixed
+
+
+def _widest_linear(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Elements of the largest matrix of a layer."""
+    qkv = (layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim
+    return spec.d_model * max(qkv, 2 * layer.d_ff)
 
 
 # --- what helps --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""A `ridgeline serve` process with its engine process and the model that ships, and a client that may do anything to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..service.live import Reply
+
+MODEL = "ridgeline-14m"
+TIMEOUT_S = 60.0
+"""Whatever takes longer hangs."""
+
+_LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the one child process."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+
+    def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        """One request on a connection of its own. Raises TimeoutError when no answer comes."""
+        connection = self.connect()
+        try:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "Hello!", **fields: Any) -> Reply:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return self.send("POST", "/v1/chat/completions", body)
+
+    def complete(self, prompt: Any = "Once upon a time", **fields: Any) -> Reply:
+        return self.send("POST", "/v1/completions", {"prompt": prompt, **fields})
+
+    def raw(self, data: bytes) -> socket.socket:
+        """A connection on which these bytes have been sent."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
+        sock.sendall(data)
+        return sock
+
+    def begin(self, path: str = "/v1/completions", **fields: Any) -> socket.socket:
+        """A request by hand, so that its client can stop reading, or go, at any moment; the end of the answer is the
+        connection's."""
+        body = json.dumps(fields).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        return self.raw(head.encode() + body)
+
+    def stats(self) -> dict[str, Any]:
+        return self.send("GET", "/admin/stats").json
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        lines = self.send("GET", "/metrics").data.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"ridgeline:{name}[{{ ]", line))
+
+    def rest(self) -> dict[str, Any]:
+        """Wait until nothing runs or waits; returns the engine's numbers, which add up at every moment."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            stats = self.stats()
+            assert stats["free"] + stats["used"] == stats["total"]
+            if stats["running"] == stats["waiting"] == 0 or time.monotonic() > deadline:
+                return stats
+            time.sleep(0.02)
+
+    def until_ready(self) -> None:
+        """Raises AssertionError with the log of a server that did not come up."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            with suppress(ConnectionError):
+                if self.send("GET", "/health").status == 200:
+                    return
+            assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
+
+def _port(process: subprocess.Popen[bytes], log: Path) -> int:
+    """The port a server has chosen, from what it prints."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := _LISTENING.search(log.read_text())):
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    return int(found[1])
+
+
+def refused(reply: Reply, status: int = 400, param: str = "") -> None:
+    """A refusal with its four keys, that names the field."""
+    assert reply.status == status, reply.data[:300]
+    error = reply.error
+    assert error["message"] and error["type"]
+    assert (error["param"] or "").startswith(param), error
+
+
+@contextmanager
+def served(folder: Path, *flags: str) -> Iterator[Served]:
+    """A server on a free port, ready, from its start to its end. `folder`: for its log."""
+    log = folder / "serve.log"
+    command = [sys.executable, "-m", "ridgeline", "serve", "--port", "0", "--threads", "1", *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=_environment())
+    try:
+        server = Served(process, _port(process, log), log)
+        server.until_ready()
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with its import path, and without anything that changes what a terminal is told."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "COLUMNS")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,167 @@
+"""`from ridgeline import LLM, SamplingParams`: the model in this process says what the server says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.core.errors import ConfigError, RequestError
+from ridgeline.core.sampling import Grammar
+from ridgeline.wire.messages import Control, Reply
+
+from .honest import PERSON
+from .served import Served
+
+PROMPT = "Once upon a time"
+CODE = "def add(a, b):\n    return a + b\n"
+MESSAGES = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    model = LLM(dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_memory=5_000_000, threads=1)
+    yield model
+    model.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(llm: LLM) -> Iterator[None]:
+    yield
+    (reply,) = llm._engine.engine.handle(Control("after", "stats"))
+    assert isinstance(reply, Reply)
+    assert (reply.facts["running"], reply.facts["waiting"], reply.facts["used"]) == (0, 0, 0)
+    assert reply.facts["free"] == reply.facts["total"]
+
+
+def test_generate(llm: LLM):
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    by_text = llm.generate(PROMPT, greedy)[0]
+    first, second, third = llm.generate([CODE, llm.tokenizer.encode(PROMPT, add_special_tokens=True), PROMPT], greedy)
+    assert second.text == third.text == by_text.text
+    assert first.text != second.text
+    assert llm.tokenizer.decode(by_text.choices[0].token_ids, skip_special_tokens=True) == by_text.text
+    assert by_text.prompt_ids == llm.tokenizer.encode(PROMPT, add_special_tokens=True)
+    assert len(llm.generate(PROMPT)[0].choices[0].token_ids) <= 16
+
+
+def test_a_prefix_said_again_is_not_computed_again(llm: LLM):
+    long = CODE * 12
+    first, second = (llm.generate(long, SamplingParams(temperature=0, max_tokens=4))[0] for _ in range(2))
+    assert first.cached_tokens == 0 and second.cached_tokens >= len(second.prompt_ids) - 32
+    assert first.text == second.text
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0, "max_tokens": 40},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 40},
+        {"temperature": 1, "seed": -3, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "max_tokens": 40},
+        {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "max_tokens": 40},
+        {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3, "min_tokens": 10, "max_tokens": 40},
+        {"temperature": 0.8, "seed": 1, "n": 4, "max_tokens": 24},
+        {"temperature": 0, "max_tokens": 60, "stop": (".", "the ")},
+        {"temperature": 0, "max_tokens": 60, "stop": ("\n",), "min_tokens": 30},
+        {"temperature": 0, "max_tokens": 60, "stop_token_ids": (270, 271, 272), "include_stop": True},
+        {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logit_bias": ((300, 5.0),)},
+    ],
+    ids=str,
+)
+def test_the_server_answers_the_same(llm: LLM, server: Served, sampling: dict[str, Any]):
+    params = SamplingParams(**sampling)
+    body = {"top_p": 1, **sampling, "include_stop_str_in_output": sampling.get("include_stop", False)}
+    body["logit_bias"] = {str(token): bias for token, bias in sampling.get("logit_bias", ())}
+    for offline, online in (
+        (llm.generate(PROMPT, params)[0], server.complete(PROMPT, **body)),
+        (llm.chat(MESSAGES, params), server.chat(MESSAGES[0]["content"], **body)),
+    ):
+        said = [(choice.get("text", choice.get("message", {}).get("content")), choice["finish_reason"])
+                for choice in online.json["choices"]]  # fmt: skip
+        assert [(choice.text, choice.finish) for choice in offline.choices] == said
+        assert online.json["usage"]["prompt_tokens"] == len(offline.prompt_ids)
+        assert len({choice.text for choice in offline.choices}) == params.n
+
+
+def test_stream(llm: LLM):
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, stop=("!",))
+    pieces = list(llm.stream(MESSAGES, params))
+    assert len(pieces) > 5
+    assert "".join(pieces) == llm.chat(MESSAGES, params).text
+    assert "".join(llm.stream(PROMPT, params)) == llm.generate(PROMPT, params)[0].text
+    assert (
+        "".join(llm.stream(llm.tokenizer.encode(PROMPT, add_special_tokens=True), params))
+        == llm.generate(PROMPT, params)[0].text
+    )
+
+
+def test_closing_a_stream_cancels(llm: LLM):
+    stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    step = llm._engine.engine.loop.scheduler
+    assert next(stream)
+    before = step.last_step
+    with pytest.raises(RequestError, match="close"):
+        llm.generate(PROMPT)
+    stream.close()
+    assert llm._engine.engine.idle and step.last_step <= before + 2
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5))[0].choices[0].finish == "length"
+
+
+def test_stop_strings(llm: LLM):
+    whole = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))[0].text
+    stop = whole.split()[4]
+    cut = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0].choices[0]
+    assert (cut.text, cut.finish) == (whole[: whole.index(stop)], "stop")
+    kept = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True))[0]
+    assert kept.text == whole[: whole.index(stop) + len(stop)]
+    assert len(cut.token_ids) < 60
+
+
+def test_logprobs(llm: LLM, server: Served):
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=3, prompt_logprobs=0)
+    found = llm.generate(CODE, params)[0]
+    choice = found.choices[0]
+    assert choice.logprobs is not None and found.prompt_logprobs is not None
+    assert [entry.token for entry in choice.logprobs] == choice.token_ids
+    assert all(entry.logprob == max(entry.top_logprobs) and len(entry.top_ids) == 3 for entry in choice.logprobs)
+    assert [entry.token for entry in found.prompt_logprobs] == found.prompt_ids[1:]
+    online = server.complete(CODE, temperature=0, max_tokens=10, logprobs=3, echo=True).json["choices"][0]["logprobs"]
+    scores = [entry.logprob for entry in (*found.prompt_logprobs, *choice.logprobs)]
+    assert online["token_logprobs"][0] is None
+    assert online["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
+
+
+def test_grammars(llm: LLM, server: Served):
+    schema = json.dumps(PERSON)
+    text = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=80, grammar=Grammar("json_schema", schema))).text
+    assert set(json.loads(text)) == {"name", "age"}
+    assert server.chat(MESSAGES[0]["content"], temperature=0, max_tokens=80, guided_json=PERSON).json["choices"][0][
+        "message"
+    ]["content"] == text  # fmt: skip
+    choice = Grammar("choice", '["red", "green"]')
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, grammar=choice))[0].text in ("red", "green")
+
+
+def test_what_is_refused(llm: LLM):
+    for prompt in ("", []):
+        with pytest.raises(RequestError) as error:
+            llm.generate([prompt])
+        assert error.value.param == "prompt"
+        with pytest.raises(RequestError):
+            next(llm.stream(prompt))
+    with pytest.raises(RequestError) as error:
+        SamplingParams(top_p=0)
+    assert error.value.param == "top_p"
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(max_model_length=512)
+    good, long, strange, unbound = llm.generate(
+        [PROMPT, [5] * 600, [9000], PROMPT], SamplingParams(temperature=0, max_tokens=3)
+    )
+    assert good.choices[0].finish == unbound.choices[0].finish == "length"
+    for bad in (long, strange):
+        assert bad.choices[0].finish == "error" and "prompt" in bad.choices[0].error
+    (bad,) = llm.generate(PROMPT, SamplingParams(n=2, grammar=Grammar("regex", "(")))
+    assert [choice.finish for choice in bad.choices] == ["error", "error"] and "regex" in bad.choices[0].error
