@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -27,7 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from synthetic import Conversation, small_talk, tool_conversation
 from tokenizers import Tokenizer
 
-SYNTHETIC = {"chat-tools": (tool_conversation, 12_000), "chat-talk": (small_talk, 6_000)}
+SYNTHETIC = {"chat-tools": (tool_conversation, 64_000), "chat-talk": (small_talk, 64_000)}
+SYNTHETIC_PARTS = 64
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 Encoded = dict[str, list[np.ndarray]]  # pool name -> documents -> token ids, uint16
 
@@ -71,12 +73,14 @@ def encode(tokenizer: Tokenizer, name: str, texts: list[str]) -> list[np.ndarray
     return [np.array([start, *encoding.ids], dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
 
 
-def synthesize(tokenizer_path: Path, seed: int) -> Encoded:
+def synthesize(part: int, tokenizer_path: Path) -> Encoded:
+    """Part `part` of SYNTHETIC_PARTS of the made-up conversations."""
     tokenizer, template = Tokenizer.from_file(str(tokenizer_path)), load_template()
     pools: Encoded = {}
     for name, (make, count) in SYNTHETIC.items():
-        rng = Random(f"{name}-{seed}")
-        pools[name] = encode(tokenizer, name, [render(template, make(rng)) for _ in range(count)])
+        rng = Random(f"{name}-{part}")
+        texts = [render(template, make(rng)) for _ in range(count // SYNTHETIC_PARTS)]
+        pools[name] = encode(tokenizer, name, texts)
     return pools
 
 
@@ -92,7 +96,11 @@ def prepare(corpus: Path, split: str, tokenizer_path: Path, limit: int | None, w
     pools: Encoded = defaultdict(list)
     with ProcessPoolExecutor(workers, get_context("spawn")) as executor:  # a fork would copy the tokenizer's locks
         work = partial(encode_batch, tokenizer_path=tokenizer_path, seed=0)
-        for encoded in executor.map(work, batches(documents[:limit], 100)):
+        made: Iterator[Encoded] = iter(())
+        if split == "train":
+            parts = range(SYNTHETIC_PARTS if limit is None else 1)
+            made = executor.map(partial(synthesize, tokenizer_path=tokenizer_path), parts)
+        for encoded in chain(executor.map(work, batches(documents[:limit], 100)), made):
             for name, items in encoded.items():
                 pools[name] += items
     return pools
@@ -117,7 +125,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     pools = prepare(arguments.corpus, "train", arguments.tokenizer, arguments.limit, arguments.workers)
-    pools.update(synthesize(arguments.tokenizer, seed=0))
     save(pools, arguments.out, "train-")
     held_out = prepare(arguments.corpus, "valid", arguments.tokenizer, arguments.limit, arguments.workers)
     save({name: items for name, items in held_out.items() if name in KINDS}, arguments.out, "valid-")

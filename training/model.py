@@ -117,6 +117,8 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean nats per token of rows [batch, tokens + 1] (int64), each token predicted from those before it."""
-    logits = model(rows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    """Mean nats per token of rows [batch, tokens + 1] (int64), each token predicted from those before it. A token x that
+    is read but not scored stands in the row as ~x."""
+    logits = model(torch.where(rows < 0, ~rows, rows)[:, :-1])
+    targets = rows[:, 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.clamp(min=-1), ignore_index=-1)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from names import FILLS, NOUNS, VERBS, function_name, invented, join, parameter_name, word
+
 Message = dict[str, Any]
 Conversation = dict[str, Any]  # {"messages": [Message], "tools": [schema] or None}
 
@@ -224,49 +226,88 @@ TOOLS = (
 )  # fmt: skip
 
 
-def instance(tool: Tool, rng: Random) -> tuple[dict[str, Any], list[str]]:
-    """The tool's JSON schema under names drawn at random, and the drawn parameter names in order of its slots."""
-    names: list[str] = []
+def invented_tool(rng: Random) -> Tool:
+    """A tool nobody has seen, asked for by the words of its description and its parameters."""
+    verb, noun = rng.choice(VERBS), invented(rng) if rng.random() < 0.3 else rng.choice(NOUNS)
+    labels = rng.sample([n for n in NOUNS if n != noun], rng.choice([1, 1, 2, 2, 3, 4]))
+    slots = []
+    for label in labels:
+        kind, fill = rng.choice(FILLS)
+        slots.append(
+            Slot(label, kind, fill, pick(f"The {label}|{label.capitalize()} of the {noun}|Which {label}", rng))
+        )
+    given = [pick(f"{label} {{{i}}}|{{{i}}} as {label}|the {label} {{{i}}}", rng) for i, label in enumerate(labels)]
+    listed = given[0] if len(given) == 1 else ", ".join(given[:-1]) + " and " + given[-1]
+    asks = (
+        f"{verb.capitalize()} the {noun} with {listed}.|Please {verb} a {noun}: {listed}.|Can you {verb} the {noun}? {listed}.|"
+        f"I want to {verb} a {noun} with {listed}.|{verb} {noun}, {listed}"
+    )
+    return Tool(
+        f"{verb}_{noun}",
+        f"{verb.capitalize()} a {noun}.|{verb.capitalize()}s the {noun} of a {word(rng)}.|Tool to {verb} a {noun}.",
+        tuple(slots),
+        asks,
+        lambda r, v: {"status": r.choice(["ok", "done"]), noun: r.randint(1, 9999)},
+        f"Done, the {noun} is {{{noun}}}.|It worked: {noun} {{{noun}}}.|The {noun} is {{{noun}}} for {labels[0]} {{0}}.",
+    )
+
+
+def instance(tool: Tool, rng: Random, kept: set[int]) -> tuple[dict[str, Any], dict[int, str]]:
+    """The tool's JSON schema with the slots `kept`, under names drawn at random, and the name drawn for each slot."""
+    names: dict[int, str] = {}
     properties: dict[str, Any] = {}
-    for slot in tool.slots:
-        name = rng.choice([n for n in slot.names.split("|") if n not in names])
-        names.append(name)
+    akin = rng.random() < 0.3  # every name as it is usual
+    for index in sorted(kept):
+        slot = tool.slots[index]
+        choices = [n for n in slot.names.split("|") if n not in properties]
+        usual = rng.choice(choices or ["value"])
+        name = usual if akin else parameter_name(usual, rng)
+        while name in properties:
+            name = join([name, word(rng)], rng)
+        names[index] = name
         properties[name] = {"type": slot.type}
         if slot.choices:
             properties[name]["enum"] = list(slot.choices)
-        if rng.random() < 0.7:
+        if name not in choices or rng.random() < 0.7:
             properties[name]["description"] = slot.description
-    parameters = {"type": "object", "properties": properties, "required": names[: rng.randint(1, len(names))]}
+    required = list(properties)[: rng.randint(1, len(properties))]
+    usual = pick(tool.names, rng)
     function: dict[str, Any] = {
-        "name": pick(tool.names, rng),
+        "name": usual if akin else function_name(usual, rng),
         "description": pick(tool.description, rng),
-        "parameters": parameters,
+        "parameters": {"type": "object", "properties": properties, "required": required},
     }
     return {"type": "function", "function": function}, names
 
 
 def tool_conversation(rng: Random) -> Conversation:
     """A question, the call it needs, often the tool's result and the final answer; sometimes small talk beside tools."""
-    offered = rng.sample(TOOLS, rng.choice([1, 1, 2, 2, 3, 4]))
-    schemas = [instance(tool, rng) for tool in offered]
+    offered = rng.sample(TOOLS, rng.choice([0, 1, 1, 2, 2, 3]))
+    offered += [invented_tool(rng) for _ in range(rng.choice([0, 1, 1, 2]) if offered else rng.choice([1, 1, 2, 3]))]
+    rng.shuffle(offered)
+    at = rng.randrange(len(offered))
+    tool, ask = offered[at], pick(offered[at].asks, rng)
+    asked = {index for index in range(len(tool.slots)) if f"{{{index}}}" in ask}
+    left_out = {index for index in range(len(tool.slots)) if index not in asked and rng.random() < 0.4}
+    kept = [set(range(len(other.slots))) - (left_out if other is tool else set()) for other in offered]
+    schemas = [instance(other, rng, slots) for other, slots in zip(offered, kept, strict=True)]
     tools = [schema for schema, _ in schemas]
     messages: list[Message] = [{"role": "system", "content": rng.choice(SYSTEM)}] if rng.random() < 0.4 else []
     if rng.random() < 0.12:
         return {"messages": messages + small_talk(rng)["messages"][-2:], "tools": tools}
-    at = rng.randrange(len(offered))
-    tool, (schema, names) = offered[at], schemas[at]
+    schema, names = schemas[at]
     values = [slot.fill(rng) for slot in tool.slots]
-    ask = pick(tool.asks, rng)
-    required = schema["function"]["parameters"]["required"]
-    arguments = {
-        name: value
-        for index, (name, value) in enumerate(zip(names, values, strict=True))
-        if f"{{{index}}}" in ask or name in required
-    }
-    call = {"name": schema["function"]["name"], "arguments": arguments}
-    messages.append({"role": "user", "content": ask.format(*values)})
+    # What was not asked for stays out, required or not: a call invents nothing.
+    call = {"name": schema["function"]["name"], "arguments": {names[i]: values[i] for i in sorted(asked & set(names))}}
+    schema["function"]["parameters"]["required"] = [
+        name for name in schema["function"]["parameters"]["required"] if name in call["arguments"]
+    ]
+    said = ask.format(*values)
+    if rng.random() < 0.1:
+        said = pick(f"Use {call['name']}. {said}|{said} (use {call['name']})|Call {call['name']}: {said}", rng)
+    messages.append({"role": "user", "content": said})
     messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
-    if rng.random() < 0.7:
+    if rng.random() < 0.5:
         result = tool.result(rng, values)
         messages.append({"role": "tool", "content": json.dumps(result)})
         shown = {key: ", ".join(item) if isinstance(item, list) else item for key, item in result.items()}
@@ -307,35 +348,96 @@ ABOUT_SELF = {
 }  # fmt: skip
 
 
-def fact(rng: Random) -> tuple[str, str]:
-    """A small question with one right answer: a capital, a sum, the next weekday."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        country, capital = rng.choice(list(CAPITALS.items()))
-        ask = pick(
-            "What is the capital of {0}?|Which city is the capital of {0}?|Name the capital of {0}.|capital of {0}?",
-            rng,
-        )
-        return ask.format(country), pick("The capital of {0} is {1}.|{1} is the capital of {0}.", rng).format(
-            country, capital
-        )
-    if kind == 1:
-        at = rng.randrange(7)
-        return f"Which day comes after {DAYS[at]}?", f"{DAYS[(at + 1) % 7]} comes after {DAYS[at]}."
+KNOWN = {
+    "How many days are in a week?|How many days does a week have?": "A week has seven days.",
+    "How many months are in a year?|How many months does a year have?": "A year has twelve months.",
+    "What is the largest planet?|Which planet is the largest?": "The largest planet is Jupiter.",
+    "Which planet do we live on?|What planet do we live on?": "We live on Earth.",
+    "What color is the sky?|What colour is the sky?": "The sky is blue.",
+    "What color is grass?|Which color does grass have?": "Grass is green.",
+    "How many legs does a spider have?|How many legs has a spider?": "A spider has eight legs.",
+    "How many legs does a dog have?|How many legs has a dog?": "A dog has four legs.",
+    "What do bees make?": "Bees make honey.",
+    "What do cows eat?": "Cows eat grass.",
+    "What is the opposite of hot?|What is the opposite of warm?": "The opposite is cold.",
+    "What is the opposite of big?|What is the opposite of large?": "The opposite is small.",
+    "At how many degrees does water boil?|When does water boil?": "Water boils at 100 degrees Celsius.",
+    "At how many degrees does water freeze?|When does water freeze?": "Water freezes at 0 degrees Celsius.",
+    "Which ocean is the largest?|What is the largest ocean?": "The largest ocean is the Pacific.",
+}
+SUMS = (
+    ("{A} has {a} {things} and buys {b} more. How many {things} does {A} have?|{A} has {a} {things}. {B} gives {A} {b} more. How many {things} does {A} have now?|"
+     "There are {a} {things} on the table and {b} in the bag. How many {things} are there?", "+", "There are {c} {things}.|{A} has {c} {things}."),
+    ("{A} has {a} {things} and gives {b} to {B}. How many {things} are left?|{A} had {a} {things} and lost {b}. How many {things} does {A} have now?|"
+     "There were {a} {things} in a box. {A} took {b} of them. How many are left?", "-", "{c} {things} are left.|{A} has {c} {things}."),
+    ("A box holds {a} {things}. How many {things} are in {b} boxes?|{A} buys {b} bags with {a} {things} each. How many {things} is that?", "*", "That is {c} {things}."),
+)  # fmt: skip
+THINGS = (
+    "apples pens books cards eggs coins stamps cookies marbles flowers stones toys pencils oranges shells balls".split()
+)
+
+
+def word_problem(rng: Random) -> tuple[str, str]:
+    """A sum told as a story, in one or two steps, and its working."""
+    asks, sign, ends = rng.choice(SUMS)
+    a, b = sorted((rng.randint(1, 20), rng.randint(1, 20) if sign != "*" else rng.randint(2, 9)), reverse=True)
+    first, second = rng.sample(PEOPLE, 2)
+    c = value_of(f"{a} {sign} {b}")
+    ask, end = pick(asks, rng), pick(ends, rng)
+    if "{A}" not in ask.split(". ")[-1] and "{A}" in end:
+        end = ends.split("|")[0]
+    said = {"A": first, "B": second, "a": a, "b": b, "c": c, "things": rng.choice(THINGS)}
+    steps = f"{a} {sign} {b} = {c}."
+    if sign == "-" and rng.random() < 0.3:
+        d = rng.randint(1, 12)
+        ask = "{A} has {a} {things}. {A} gives {b} of them to {B} and buys {d} more. How many {things} does {A} have?"
+        steps, end = f"{steps} {c} + {d} = {c + d}.", "{A} has {e} {things}."
+        said |= {"d": d, "e": c + d}
+    return ask.format(**said), f"{steps} {end.format(**said)}"
+
+
+def capital(rng: Random) -> tuple[str, str]:
+    country, city = rng.choice(list(CAPITALS.items()))
+    asks = (
+        "What is the capital of {0}?|What is the capital of {0}?|Which city is the capital of {0}?|Name the capital of {0}.|capital of {0}?|"
+        "What's the capital of {0}?|Tell me the capital of {0}.|Which city is {0}'s capital?"
+    )
+    return pick(asks, rng).format(country), pick(
+        "The capital of {0} is {1}.|The capital of {0} is {1}.|{1} is the capital of {0}.", rng
+    ).format(country, city)
+
+
+def small_sum(rng: Random) -> tuple[str, str]:
     a, b = rng.randint(0, 20), rng.randint(0, 20)
-    sign = rng.choice("+-*")
-    problem = f"{max(a, b)} {sign} {min(a, b)}"
-    word = {"+": "plus", "-": "minus", "*": "times"}[sign]
-    ask = problem if rng.random() < 0.6 else problem.replace(sign, word)
+    sign = rng.choice("++--*")
+    problem = f"{max(a, b)} {sign} {min(a, b)}" if sign == "-" else f"{a} {sign} {b}"
+    worded = problem.replace(sign, {"+": "plus", "-": "minus", "*": "times"}[sign])
     asks = "What is {0}?|How much is {0}?|{0} = ?|Calculate {0}."
-    return pick(asks, rng).format(ask), f"{problem} = {value_of(problem)}" + pick(".|", rng)
+    return pick(asks, rng).format(problem if rng.random() < 0.6 else worded), f"{problem} = {value_of(problem)}" + pick(
+        ".|", rng
+    )
+
+
+def next_day(rng: Random) -> tuple[str, str]:
+    at = rng.randrange(7)
+    return f"Which day comes after {DAYS[at]}?", f"{DAYS[(at + 1) % 7]} comes after {DAYS[at]}."
+
+
+def known(rng: Random) -> tuple[str, str]:
+    asks = rng.choice(list(KNOWN))
+    return pick(asks, rng), KNOWN[asks]
+
+
+def fact(rng: Random) -> tuple[str, str]:
+    """A small question with one right answer."""
+    return rng.choices([capital, word_problem, small_sum, known, next_day], [10, 10, 8, 4, 1])[0](rng)
 
 
 def small_talk(rng: Random) -> Conversation:
     """One to three turns of greetings, questions about the model, and small facts."""
     messages: list[Message] = [{"role": "system", "content": rng.choice(SYSTEM)}] if rng.random() < 0.25 else []
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        if rng.random() < 0.35:
+        if rng.random() < 0.6:
             ask, answer = fact(rng)
         else:
             asks = rng.choice(list(ABOUT_SELF))

@@ -1,6 +1,7 @@
 """Train the shipped model within a budget of tokens or of time, whichever is used up first.
 
     python training/train.py --pools POOLS --out RUN --seconds 1000
+    python training/train.py --pools POOLS --out RUN --init FOLDER --seconds 140   # goes on from a converted model
 
 Writes RUN/model.safetensors (bfloat16, every two minutes and at the end) and RUN/log.jsonl.
 """
@@ -15,17 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from evaluate import total_nats
+from evaluate import load_model, total_nats
 from model import Decoder, Shape, next_token_loss
 from muon import Muon
-from pools import FINAL, MAIN, Mixture, load
+from pools import CHAT, FINAL, MAIN, TEXT, Blend, Mixture, load
 from safetensors.torch import save_file
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Warm-up, constant steps, a linear decay to nothing, its last part on longer rows and the mixture with more conversations."""
+    """Warm-up, constant steps, a linear decay to nothing. A first run has its last part on longer rows and the mixture with more
+    conversations; a run that goes on from a model takes half of every batch from rows of documents, half from conversations."""
 
     seconds: float
     tokens: float
@@ -36,9 +38,10 @@ class Plan:
     matrix_lr: float
     vector_lr: float
     matrix_decay: float
-    decay_from: float = 0.3
+    chat_context: int
+    decay_from: float
+    warmup_steps: int
     final_from: float = 0.6
-    warmup_steps: int = 150
 
     def rate(self, step: int, progress: float) -> float:
         """Share of the full step size."""
@@ -47,10 +50,10 @@ class Plan:
 
 
 class Trainer:
-    def __init__(self, plan: Plan, shape: Shape, pools: Path, out: Path, device: torch.device) -> None:
-        self.plan, self.device, self.out, self.pools = plan, device, out, pools
-        torch.manual_seed(0)
-        self.model = Decoder(shape).to(device)
+    def __init__(self, plan: Plan, model: Decoder, pools: Path, out: Path, second: bool) -> None:
+        self.plan, self.out, self.pools, self.second = plan, out, pools, second
+        self.model = model.train()
+        self.device = device = model.norm.weight.device
         self.loss = torch.compile(next_token_loss, dynamic=False) if device.type == "cuda" else next_token_loss
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in name]
         vectors = [p for name, p in self.model.named_parameters() if p.dim() != 2 or "embed" in name]
@@ -59,8 +62,13 @@ class Trainer:
             vectors, plan.vector_lr, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
         self.data = load(pools, device)
-        contexts = {"main": (MAIN, plan.main_context), "final": (FINAL, plan.final_context)}
-        self.mixtures = {name: Mixture(self.data, shares, context, 1) for name, (shares, context) in contexts.items()}
+        self.rows: dict[str, Mixture | Blend] = {}
+        if second:
+            self.rows["text"] = Blend(self.data, TEXT, plan.final_context, seed=2, whole=0.25)
+            self.rows["chat"] = Blend(self.data, CHAT, plan.chat_context, seed=3, whole=0.85)
+        else:
+            self.rows["main"] = Mixture(self.data, MAIN, plan.main_context, seed=1)
+            self.rows["final"] = Mixture(self.data, FINAL, plan.final_context, seed=1)
         self.held_out = {name: self.documents(name) for name in ("prose", "docs", "code", "math", "dialogue")}
         out.mkdir(parents=True, exist_ok=True)
 
@@ -68,20 +76,23 @@ class Trainer:
         ids, lengths = (np.load(self.pools / f"valid-{name}.{part}.npy") for part in ("ids", "lengths"))
         return [document.tolist() for document in np.split(ids, np.cumsum(lengths)[:-1])]
 
-    def context(self, phase: str) -> int:
-        return self.plan.main_context if phase == "main" else self.plan.final_context
+    def parts(self, progress: float) -> list[str]:
+        """Which rows each part of a batch is made of."""
+        count = self.plan.batch_tokens // self.plan.micro_tokens
+        if self.second:
+            return ["text", "chat"] * (count // 2)
+        return ["main" if progress < self.plan.final_from else "final"] * count
 
-    def gradients(self, phase: str) -> Tensor:
-        """Add up the gradients of one batch; its mean loss."""
-        size = self.plan.micro_tokens // self.context(phase)
-        parts = self.plan.batch_tokens // self.plan.micro_tokens
+    def gradients(self, parts: list[str]) -> Tensor:
+        """Add up the gradients of one batch; the mean of its parts' losses."""
         total = torch.zeros((), device=self.device)
-        for _ in range(parts):
-            rows = self.mixtures[phase].batch(size)
+        for name in parts:
+            rows = self.rows[name]
+            batch = rows.batch(self.plan.micro_tokens // rows.tokens)
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss = self.loss(self.model, rows)
-            (loss / parts).backward()
-            total += loss.detach() / parts
+                loss = self.loss(self.model, batch)
+            (loss / len(parts)).backward()
+            total += loss.detach() / len(parts)
         return total
 
     def update(self, rate: float) -> None:
@@ -114,8 +125,8 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compile every shape before the clock starts."""
-        for phase in self.mixtures:
-            self.gradients(phase)
+        for name in self.rows:
+            self.gradients([name])
             self.model.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -134,8 +145,7 @@ class Trainer:
         start = reported = checked = time.monotonic()
         step, seen, running = 0, 0, torch.zeros((), device=self.device)
         while (progress := max((time.monotonic() - start) / plan.seconds, seen / plan.tokens)) < 1:
-            phase = "main" if progress < plan.final_from else "final"
-            running += self.gradients(phase)
+            running += self.gradients(self.parts(progress))
             self.update(plan.rate(step, progress))
             step, seen = step + 1, seen + plan.batch_tokens
             if step % 50 == 0:
@@ -151,7 +161,7 @@ class Trainer:
                     "seconds": round(now - start, 1),
                 }
                 running.zero_()
-                if now - checked > min(60, plan.seconds / 8):
+                if now - checked > min(60, plan.seconds / 4):
                     self.save()
                     row["valid"], checked = self.validate(), now
                 self.log(row)
@@ -181,6 +191,10 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=131_072)
     parser.add_argument("--main-context", type=int, default=2048)
     parser.add_argument("--final-context", type=int, default=4096)
+    parser.add_argument("--chat-context", type=int, default=1024)
+    parser.add_argument("--init", type=Path, help="go on from this converted model, on rows that mix all kinds")
+    parser.add_argument("--decay-from", type=float, default=0.3, help="share of the run before the step size falls")
+    parser.add_argument("--warmup-steps", type=int, default=150)
     parser.add_argument("--matrix-lr", type=float, default=5e-3)
     parser.add_argument(
         "--matrix-decay", type=float, default=0.3, help="strong, because every token is seen some twenty times"
@@ -188,11 +202,13 @@ def main() -> None:
     parser.add_argument("--vector-lr", type=float, default=3e-3)
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers (dry runs)")
     given = vars(parser.parse_args())
-    shape = Shape(width=128, layers=2, heads=4, kv_heads=2, hidden=256) if given.pop("tiny") else Shape()
-    pools, out = given.pop("pools"), given.pop("out")
+    tiny, init, pools, out = (given.pop(name) for name in ("tiny", "init", "pools", "out"))
     torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    shape = Shape(width=128, layers=2, heads=4, kv_heads=2, hidden=256) if tiny else Shape()
+    model = load_model(init)[0] if init else Decoder(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Trainer(Plan(**given), shape, pools, out, device).run()
+    Trainer(Plan(**given), model.to(device), pools, out, second=init is not None).run()
 
 
 if __name__ == "__main__":
