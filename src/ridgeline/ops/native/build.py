@@ -1,0 +1,72 @@
+"""Compile the native operations for the CPU of this machine: `python -m ridgeline.ops.native.build`.
+
+Needs a C++17 compiler (g++ 11 or newer; the variable CXX names another). Nothing else builds them: a server that finds
+no library runs on plain PyTorch and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ridgeline.core.errors import RidgelineError
+from ridgeline.ops.native.library import FLAGS, QUIET, library_path, open_library, sources, unsupported
+
+
+def compiler() -> list[str] | None:
+    """The compiler's command, or None if there is none."""
+    command = shlex.split(os.environ.get("CXX", "g++"))
+    return command if command and shutil.which(command[0]) else None
+
+
+def why_not() -> str | None:
+    """Why the library cannot be built here, or None."""
+    if (reason := unsupported()) is not None:
+        return reason
+    return None if compiler() else "no C++ compiler was found (install g++ or set CXX)"
+
+
+def build(folder: Path | None = None) -> Path:
+    """Compile into `folder` (default: the user's cache) and return the library's path; one that is there is kept.
+
+    Raises RidgelineError with the reason, or with the end of what the compiler said.
+    """
+    path = library_path(folder)
+    if path.exists():
+        return path
+    command = compiler()
+    if (reason := why_not()) is not None or command is None:
+        raise RidgelineError(f"The native operations cannot be built: {reason}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place, so that the last step is one rename and nobody ever opens half a library.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        units = [str(one) for one in sources() if one.suffix == ".cpp"]
+        done = subprocess.run(
+            [*command, *FLAGS, *QUIET, *units, "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RidgelineError(f"The native operations did not compile:\n{done.stderr[-4000:]}")
+        made.replace(path)
+    return path
+
+
+def main() -> int:
+    """Build and open once; 0 if the library is usable."""
+    try:
+        path = build()
+        library = open_library(path)
+    except (RidgelineError, OSError) as error:
+        print(f"{error} Ridgeline runs without them, slower.", file=sys.stderr)
+        return 1
+    print(f"native operations: {path} ({'AMX tiles' if library.tiles else 'AVX-512'}, compiled by {library.compiler})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+// Attention of one block of packed queries over one chunk of keys, with AMX tiles.
+//
+// Keys are the first operand as they lie in their page, 16 of them a tile; the packed queries are the second, so that
+// scores come out as [key][16 queries]. Values are interleaved in pairs first, which is what the second operand wants.
+#pragma once
+
+#include "chunk.h"
+
+namespace ridgeline {
+
+constexpr index FEW = 4;
+
+#if RIDGELINE_AMX
+
+// Scores of 32 keys with `tiles` tiles of queries: 16 keys as they lie in their page are the first operand.
+inline void score_tiles(const View& v, index tiles, index n, Work<bf16>& w) {
+    constexpr index TILE = LANES * 32;
+    const index stride = v.place_stride * 2, each = LANES * v.dim, second_q = tiles > 1 ? each : 0;
+    for (index key = 0; key < n; key += 2 * LANES) {
+        const bf16* k0 = w.keys[key];
+        const bf16* k1 = key + LANES < n ? w.keys[key + LANES] : k0;
+        const bf16* q = w.q;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (index d = 0; d < v.dim; d += 32, q += TILE) {
+            _tile_loadd(4, k0 + d, stride);
+            _tile_loadd(5, k1 + d, stride);
+            _tile_loadd(6, q, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (tiles > 1) {
+                _tile_loadd(7, q + second_q, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, w.scores[0] + key * LANES, 64);
+        _tile_stored(1, w.scores[0] + (key + LANES) * LANES, 64);
+        if (tiles > 1) {
+            _tile_stored(2, w.scores[1] + key * LANES, 64);
+            _tile_stored(3, w.scores[1] + (key + LANES) * LANES, 64);
+        }
+    }
+}
+
+// A 16 x 16 matrix of 32-bit elements, rows to columns.
+inline void transpose(__m512i (&r)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) {
+            t[8 * j + i] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0x88);
+            t[8 * j + i + 4] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+// The first four columns of 16 rows of 16 numbers, each to to[column] + at.
+inline void columns(const float* from, float* const (&to)[FEW], index at) {
+    __m512 r[4];
+    for (index i = 0; i < 4; ++i) {
+        r[i] = _mm512_castps128_ps512(_mm_load_ps(from + i * LANES));
+        r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(from + (4 + i) * LANES), 1);
+        r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(from + (8 + i) * LANES), 2);
+        r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(from + (12 + i) * LANES), 3);
+    }
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3]));
+    const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
+    _mm512_store_ps(to[0] + at, _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)));
+    _mm512_store_ps(to[1] + at, _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    _mm512_store_ps(to[2] + at, _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)));
+    _mm512_store_ps(to[3] + at, _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+}
+
+// Weights [key][16 queries] to tiles [16 queries][32 keys]; those of the keys from n on are 0.
+inline void pack_weights(index tile, index n, Work<bf16>& w) {
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                                21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const float* from = w.scores[tile];
+    bf16* to = w.weights + tile * CHUNK * LANES;
+    for (index key = 0; key < n; key += 32) {
+        __m512i pairs[16];
+        for (index i = 0; i < 16; ++i) {
+            const index at = key + 2 * i;
+            const __m512 first = at < n ? _mm512_load_ps(from + at * LANES) : _mm512_setzero_ps();
+            const __m512 second = at + 1 < n ? _mm512_load_ps(from + (at + 1) * LANES) : _mm512_setzero_ps();
+            pairs[i] = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        }
+        transpose(pairs);
+        for (index q = 0; q < 16; ++q) _mm512_store_si512(to + key * LANES + q * 32, pairs[q]);
+    }
+}
+
+// soften and pack_weights for at most four queries, with keys as lanes: 16 queries would leave 12 lanes idle.
+inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index count, index begin, index n, Work<bf16>& w) {
+    const bool capped = v.softcap != 0.0f, masked = !all_seen(v, row, lanes, begin, begin + n);
+    const __m512 scale = _mm512_set1_ps(capped ? v.scale / v.softcap : v.scale * LOG2E);
+    const __m512 cap = _mm512_set1_ps(v.softcap * LOG2E), never = _mm512_set1_ps(-INFINITY);
+    const index end = (n + 31) / 32 * 32;
+    alignas(64) std::uint16_t who[CHUNK] = {};
+    for (index key = 0; key < n; ++key) who[key] = masked ? seen(v, row, lanes, begin + key) : 0xffff;
+    float* scores[FEW];
+    for (index q = 0; q < FEW; ++q) scores[q] = w.scores[1] + q * CHUNK;
+    for (index key = 0; key < n; key += LANES) columns(w.scores[0] + key * LANES, scores, key);
+    for (index q = 0; q < count; ++q) {
+        __m512 top = never, total = _mm512_setzero_ps();
+        for (index key = 0; key < end; key += LANES) {
+            const __m256i bits = _mm256_load_si256((const __m256i*)(who + key));
+            const __mmask16 kept = _mm256_test_epi16_mask(bits, _mm256_set1_epi16(std::int16_t(1 << q)));
+            __m512 x = _mm512_mul_ps(_mm512_load_ps(scores[q] + key), scale);
+            if (capped) x = _mm512_mul_ps(tanh(x), cap);
+            x = _mm512_mask_mov_ps(never, kept, x);
+            _mm512_store_ps(scores[q] + key, x);
+            top = _mm512_max_ps(top, x);
+        }
+        const float best = std::max(w.top[0][q], _mm512_reduce_max_ps(top));
+        const __m512 from = origin(_mm512_set1_ps(best));
+        for (index key = 0; key < end; key += LANES) {
+            const __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scores[q] + key), from));
+            total = _mm512_add_ps(total, weight);
+            store(w.weights + key / 32 * 32 * LANES + q * 32 + key % 32, weight);
+        }
+        w.fade[0][q] = _mm512_cvtss_f32(exp2(_mm512_sub_ps(_mm512_set1_ps(w.top[0][q]), from)));
+        w.total[0][q] = w.total[0][q] * w.fade[0][q] + _mm512_reduce_add_ps(total);
+        w.top[0][q] = best;
+    }
+}
+
+// Values of two keys side by side, 32 numbers at a time: columns 4 l .. 4 l + 3 of the first tile are numbers 8 l .. 8 l + 3,
+// those of the second tile the four after them (what the unpack instructions give; finish() puts them in order).
+inline void pack_values(const View& v, index n, Work<bf16>& w) {
+    const index tiles = v.dim / LANES;
+    for (index at = 0; at < (n + 31) / 32 * 32; at += 2) {
+        // A key behind the end counts as zeros, not as what lies there: 0 times NaN is NaN.
+        const __mmask32 has_first = at < n ? ~0u : 0, has_second = at + 1 < n ? ~0u : 0;
+        const bf16* first = w.keys[std::min(at, n - 1)] + v.kind_stride;
+        const bf16* second = w.keys[std::min(at + 1, n - 1)] + v.kind_stride;
+        bf16* to = w.values + at / 32 * 32 * v.dim + at % 32 * LANES;
+        for (index tile = 0; tile < tiles; tile += 2) {
+            const __m512i a = _mm512_maskz_loadu_epi16(has_first, first + tile * LANES);
+            const __m512i b = _mm512_maskz_loadu_epi16(has_second, second + tile * LANES);
+            _mm512_store_si512(to + tile * LANES * 32, _mm512_unpacklo_epi16(a, b));
+            _mm512_store_si512(to + (tile + 1) * LANES * 32, _mm512_unpackhi_epi16(a, b));
+        }
+    }
+}
+
+// One tile of queries times 64 numbers of the values: four sums at once, because each product waits for the last.
+inline void add_wide_values(const View& v, index n, index d, Work<bf16>& w) {
+    constexpr index TILE = LANES * 32;
+    const index stride = v.dim * 4;
+    float* sums = w.sums + d;
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + LANES, stride);
+    _tile_loadd(2, sums + 2 * LANES, stride);
+    _tile_loadd(3, sums + 3 * LANES, stride);
+    for (index key = 0; key < n; key += 32) {
+        const bf16* value = w.values + key * v.dim + d * 32;
+        _tile_loadd(4, w.weights + key * LANES, 64);
+        _tile_loadd(5, value, 64);
+        _tile_loadd(6, value + TILE, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, value + 2 * TILE, 64);
+        _tile_loadd(6, value + 3 * TILE, 64);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + LANES, stride);
+    _tile_stored(2, sums + 2 * LANES, stride);
+    _tile_stored(3, sums + 3 * LANES, stride);
+}
+
+inline void add_values_tiles(const View& v, index tiles, index n, Work<bf16>& w) {
+    constexpr index TILE = LANES * 32;
+    const index stride = v.dim * 4;
+    index d = 0;
+    for (; tiles == 1 && d + 4 * LANES <= v.dim; d += 4 * LANES) add_wide_values(v, n, d, w);
+    for (; d < v.dim; d += 2 * LANES) {
+        float* sums = w.sums + d;
+        float* more = sums + LANES * v.dim;
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + LANES, stride);
+        if (tiles > 1) {
+            _tile_loadd(2, more, stride);
+            _tile_loadd(3, more + LANES, stride);
+        }
+        for (index key = 0; key < n; key += 32) {
+            const bf16* value = w.values + key * v.dim + d * 32;
+            _tile_loadd(4, w.weights + key * LANES, 64);
+            _tile_loadd(6, value, 64);
+            _tile_loadd(7, value + TILE, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (tiles > 1) {
+                _tile_loadd(5, w.weights + (CHUNK + key) * LANES, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums, stride);
+        _tile_stored(1, sums + LANES, stride);
+        if (tiles > 1) {
+            _tile_stored(2, more, stride);
+            _tile_stored(3, more + LANES, stride);
+        }
+    }
+}
+
+// From the order of pack_values to that of the head.
+inline void restore_order(index rows, index dim, float* sums) {
+    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (index at = 0; at < rows * dim; at += 32) {
+        const __m512 a = _mm512_load_ps(sums + at), b = _mm512_load_ps(sums + at + LANES);
+        _mm512_store_ps(sums + at, _mm512_permutex2var_ps(a, low, b));
+        _mm512_store_ps(sums + at + LANES, _mm512_permutex2var_ps(a, high, b));
+    }
+}
+
+inline void chunk_by_tiles(
+    const View& v, const Row& row, const Lanes* lanes, index count, index begin, index n, Work<bf16>& w) {
+    const index tiles = (count + LANES - 1) / LANES;
+    score_tiles(v, tiles, n, w);
+    // Here, long before they are used: a tile can be loaded only after the stores that made it have left for the cache.
+    pack_values(v, n, w);
+    if (count <= FEW) {
+        soften_few(v, row, lanes[0], count, begin, n, w);
+        fade_sums(0, count, v.dim, w);
+    } else {
+        for (index tile = 0; tile < tiles; ++tile) {
+            soften(v, row, lanes[tile], tile, begin, n, w);
+            fade_sums(tile, std::min<index>(LANES, count - tile * LANES), v.dim, w);
+            pack_weights(tile, n, w);
+        }
+    }
+    add_values_tiles(v, tiles, n, w);
+}
+
+#else
+
+inline void chunk_by_tiles(const View&, const Row&, const Lanes*, index, index, index, Work<bf16>&) {}
+inline void restore_order(index, index, float*) {}
+
+#endif
+
+}  // namespace ridgeline

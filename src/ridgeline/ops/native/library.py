@@ -1,0 +1,129 @@
+"""The compiled library: where it lies, and its functions with the types of their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden")
+# Headers of GCC 12 leave what an intrinsic overwrites uninitialized on purpose.
+QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"})
+TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class View(ctypes.Structure):
+    """Mirror of View in view.h: one layer's window into the cache together with the step's rows."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("table", "slots", "rows", "q_start", "length", "position", "ancestors")),
+        ("key_positions", c_void_p),
+        *((name, c_int64) for name in ("table_stride", "key_positions_stride", "n_rows", "n_tokens")),
+        *((name, c_int64) for name in ("page_stride", "kind_stride", "head_stride", "place_stride", "page_tokens")),
+        *((name, c_int64) for name in ("kv_heads", "dim", "window")),
+        ("softcap", c_float),
+        ("scale", c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library's functions for one element type; pointers are plain integers, sizes count elements.
+
+    linear(x, packed, bias or 0, out, m, n, k). pack(weight, packed, n, k). norm(x, residual or 0, weight, total or 0,
+    out, rows, n, eps, offset). activate(gate_up, out, rows, n, is_gelu). qkv_write(view, qkv, out, cache, cos_sin,
+    q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
+    """
+
+    linear: Any
+    pack: Any
+    norm: Any
+    activate: Any
+    qkv_write: Any
+    attention: Any
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "linear": (*[c_void_p] * 4, *[c_int64] * 3),
+    "pack": (*[c_void_p] * 2, *[c_int64] * 2),
+    "norm": (*[c_void_p] * 5, *[c_int64] * 2, c_float, c_float),
+    "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
+    "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
+    "attention": (*[c_void_p] * 4, *[c_int64] * 2),
+}
+# Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
+_BRIEF = frozenset({"norm", "activate", "qkv_write"})
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An opened library: kernels by element type, whether it multiplies with AMX tiles, what compiled it.
+
+    huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
+    """
+
+    kernels: dict[torch.dtype, Kernels]
+    huge_pages: Any
+    tiles: bool
+    compiler: str
+
+
+def sources() -> tuple[Path, ...]:
+    """Everything the library is compiled from, headers included, in a fixed order."""
+    here = Path(__file__).parent
+    return tuple(sorted((*here.glob("*.cpp"), *here.glob("*.h"))))
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the kernel says this CPU can do; empty where there is no /proc/cpuinfo or the CPU is no x86."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def unsupported() -> str | None:
+    """Why this CPU cannot run the library at all, or None."""
+    lacking = sorted(NEEDED - cpu_flags())
+    return f"this CPU lacks {', '.join(lacking)}" if lacking else None
+
+
+def library_path(folder: Path | None = None) -> Path:
+    """Where the library for these sources and this CPU lies: `folder`, by default the user's cache.
+
+    The name carries a hash of sources, flags and the CPU's abilities, so a library that does not fit is never found.
+    """
+    key = hashlib.sha256()
+    for source in sources():
+        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    key.update(" ".join((*FLAGS, *sorted(cpu_flags()))).encode())
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
+    return folder / f"native-{key.hexdigest()[:24]}.so"
+
+
+def open_library(path: Path) -> Library:
+    """Open a library that `build` made. Raises OSError if it cannot be loaded.
+
+    It names libgomp, which torch has loaded by then: both share one pool of threads, sized by torch.set_num_threads.
+    """
+    library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+    kernels = {}
+    for dtype, suffix in TYPES.items():
+        functions = {}
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(brief if name in _BRIEF else library, f"rl_{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            functions[name] = function
+        kernels[dtype] = Kernels(**functions)
+    library.rl_huge_pages.argtypes = (c_void_p, c_int64)
+    library.rl_compiler.restype = ctypes.c_char_p
+    return Library(kernels, library.rl_huge_pages, bool(library.rl_uses_tiles()), library.rl_compiler().decode())

@@ -1,0 +1,24 @@
+// One layer's window into the paged cache together with the step's rows; see ridgeline.ops.step.
+#pragma once
+
+#include "common.h"
+
+namespace ridgeline {
+
+// Mirrored field by field in library.py. Strides count elements. window < 0: none. softcap 0: none.
+struct View {
+    const std::int32_t* table;
+    const std::int64_t* slots;
+    const std::int32_t* rows;
+    const std::int32_t* q_start;
+    const std::int32_t* length;
+    const std::int32_t* position;
+    const std::int64_t* ancestors;
+    const std::int32_t* key_positions;
+    index table_stride, key_positions_stride, n_rows, n_tokens;
+    index page_stride, kind_stride, head_stride, place_stride, page_tokens;
+    index kv_heads, dim, window;
+    float softcap, scale;
+};
+
+}  // namespace ridgeline

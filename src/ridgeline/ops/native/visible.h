@@ -1,0 +1,94 @@
+// Which slots of its row a query token sees: by slot, by position (windows) and by ancestors (draft trees).
+#pragma once
+
+#include "view.h"
+
+#include <climits>
+
+namespace ridgeline {
+
+constexpr index TREE_BITS = 64;
+
+// A row's query tokens stand in the slots from `start` on.
+struct Row {
+    index tokens, length, start, first_token, device_row;
+    Row(const View& v, index i)
+        : tokens(v.q_start[i + 1] - v.q_start[i]),
+          length(v.length[i]),
+          start(length - tokens),
+          first_token(v.q_start[i]),
+          device_row(v.rows[i]) {}
+    bool runs() const { return tokens > 0 && start >= 0; }
+};
+
+// The packed queries of one tile, a lane each.
+struct Lanes {
+    __m512i limit;          // slot of the query's own token, -1 in idle lanes
+    __m512i behind;         // keys said at or before this position lie behind the window
+    __m512i place;          // of the query token in its row
+    __m512i bits[2];        // ancestors of lanes 0-7 and 8-15
+    index lowest, highest;  // limits of the used lanes
+    std::int32_t furthest;  // largest `behind`
+};
+
+inline Lanes lanes_of(const View& v, const Row& row, index group, index first, index count) {
+    alignas(64) std::int32_t limit[LANES], behind[LANES], place[LANES];
+    alignas(64) std::int64_t bits[LANES];
+    Lanes lanes{};
+    lanes.furthest = INT_MIN;
+    for (index lane = 0; lane < LANES; ++lane) {
+        const bool used = lane < count;
+        const index at = used ? (first + lane) / group : 0, token = row.first_token + at;
+        limit[lane] = used ? std::int32_t(row.start + at) : -1;
+        place[lane] = std::int32_t(at);
+        behind[lane] = v.window < 0 ? INT_MIN : std::int32_t(v.position[token] - v.window);
+        bits[lane] = v.ancestors ? v.ancestors[token] : -1;
+        if (used) lanes.furthest = std::max(lanes.furthest, behind[lane]);
+    }
+    lanes.lowest = count ? limit[0] : 0;
+    lanes.highest = count ? limit[count - 1] : 0;
+    lanes.limit = _mm512_load_si512(limit);
+    lanes.behind = _mm512_load_si512(behind);
+    lanes.place = _mm512_load_si512(place);
+    lanes.bits[0] = _mm512_load_si512(bits);
+    lanes.bits[1] = _mm512_load_si512(bits + 8);
+    return lanes;
+}
+
+inline __mmask16 seen(const View& v, const Row& row, const Lanes& lanes, index slot) {
+    __mmask16 mask = _mm512_cmpge_epi32_mask(lanes.limit, _mm512_set1_epi32(std::int32_t(slot)));
+    const index among = slot - row.start;
+    if (v.window >= 0) {
+        std::int32_t said = std::int32_t(slot);
+        if (among >= 0) {
+            said = v.position[row.first_token + among];
+        } else if (v.key_positions) {
+            said = v.key_positions[row.device_row * v.key_positions_stride + slot];
+        }
+        mask &= _mm512_cmplt_epi32_mask(lanes.behind, _mm512_set1_epi32(said));
+    }
+    if (v.ancestors && among >= 0 && among < TREE_BITS) {
+        const __m512i bit = _mm512_set1_epi64(std::int64_t(std::uint64_t(1) << among));
+        const unsigned low = _mm512_test_epi64_mask(lanes.bits[0], bit), high = _mm512_test_epi64_mask(lanes.bits[1], bit);
+        const __mmask16 self = _mm512_cmpeq_epi32_mask(lanes.place, _mm512_set1_epi32(std::int32_t(among)));
+        mask &= __mmask16(low | high << 8) | self;
+    }
+    return mask;
+}
+
+// Whether every used lane sees all slots begin .. end - 1.
+inline bool all_seen(const View& v, const Row& row, const Lanes& lanes, index begin, index end) {
+    if (end - 1 > lanes.lowest || (v.ancestors && end > row.start)) return false;
+    return v.window < 0 || (!v.key_positions && end <= row.start && begin > lanes.furthest);
+}
+
+// The first slot any of the queries may see, rounded down to a multiple of `align`, which divides the tokens of a page:
+// earlier pages may be others' by now.
+inline index first_seen(const View& v, const Row& row, index first_place, index end_place, index align) {
+    if (v.window < 0 || v.key_positions) return 0;
+    std::int32_t said = INT_MAX;
+    for (index at = first_place; at < end_place; ++at) said = std::min(said, v.position[row.first_token + at]);
+    return std::max<index>(0, said - v.window + 1) / align * align;
+}
+
+}  // namespace ridgeline
