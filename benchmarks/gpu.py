@@ -38,9 +38,9 @@ class Row:
 class Bench:
     """An engine with dummy weights, and medians of several runs on it."""
 
-    def __init__(self, model: str, repeats: int, engine: EngineConfig) -> None:
+    def __init__(self, model: str, repeats: int, engine: EngineConfig, quantization: str = "") -> None:
         started = time.perf_counter()
-        config = ModelConfig(model=model, load_format="dummy", max_model_len=MAX_LEN)
+        config = ModelConfig(model=model, load_format="dummy", max_model_len=MAX_LEN, quantization=quantization)
         self.local = LocalEngine.start(config, engine)
         self.startup_s = time.perf_counter() - started
         self.facts = self.local.engine.setup.facts
@@ -73,19 +73,27 @@ def _nano(bench: Bench) -> float:
     return result.output_tokens / result.seconds
 
 
-TABLE: dict[str, list[Row]] = {
-    "llama-3.1-8b": [
+def _prefill(bench: Bench) -> float:
+    return 16 * 8192 / bench.seconds([(8192, 1)] * 16)
+
+
+# (model folder, quantization) -> its rows.
+TABLE: dict[tuple[str, str], list[Row]] = {
+    ("llama-3.1-8b", ""): [
         Row("8b-startup-s", "s", 58.6, None, 10.0, lambda b: b.startup_s),
         Row("8b-bf16-single128-tpot-ms", "ms", 4.96, 3.24, 3.75, lambda b: b.tpot_ms(1, 128)),
         Row("8b-bf16-single4096-tpot-ms", "ms", 5.11, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
         Row("8b-bf16-ttft128-ms", "ms", 8.96, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
         Row("8b-bf16-batch64-tpot-ms", "ms", 6.14, 3.8, 4.9, lambda b: b.tpot_ms(64, 128)),
-        Row(
-            "8b-bf16-prefill-tok-s", "tok/s", 38_262, 46_000, 42_000, lambda b: 16 * 8192 / b.seconds([(8192, 1)] * 16)
-        ),
+        Row("8b-bf16-prefill-tok-s", "tok/s", 38_262, 46_000, 42_000, _prefill),
         Row("8b-bf16-conv-req-s", "req/s", 22.2, 31.0, 26.0, _conv),
     ],
-    "qwen3-0.6b": [
+    ("llama-3.1-8b", "fp8"): [
+        Row("8b-fp8-single128-tpot-ms", "ms", 3.47, 1.74, 2.25, lambda b: b.tpot_ms(1, 128)),
+        Row("8b-fp8-prefill-tok-s", "tok/s", 54_942, 77_000, 62_000, _prefill),
+        Row("8b-fp8-conv-req-s", "req/s", 29.5, None, 36.0, _conv),
+    ],
+    ("qwen3-0.6b", ""): [
         Row("0.6b-bf16-single128-tpot-ms", "ms", 1.60, 0.26, 0.70, lambda b: b.tpot_ms(1, 128)),
         Row("0.6b-bf16-nano-tok-s", "tok/s", 23_086, 34_500, 29_000, _nano),
     ],
@@ -98,23 +106,24 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="comma-separated beginnings of row names; empty runs all")
     parser.add_argument("--model", default=None, help="folder with a config.json, for --lens")
     parser.add_argument("--lens", default=None, help="workload file of (input, output) lengths")
+    parser.add_argument("--quantization", default="", help="number format of the weights, for --lens (fp8)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     arguments = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     engine = EngineConfig(max_num_seqs=512, enable_prefix_caching=False, enforce_eager=arguments.eager, device="auto")
     if arguments.lens:
-        bench = Bench(arguments.model, 1, engine)
+        bench = Bench(arguments.model, 1, engine, arguments.quantization)
         result = bench.run(lens(arguments.lens))
         print(f"{len(result.ttft_s) / result.seconds:.2f} req/s, {result.output_tokens / result.seconds:.0f} out tok/s")
         return
     wanted = tuple(arguments.rows.split(",")) if arguments.rows else ("",)
-    for model, rows in TABLE.items():
+    for (model, quantization), rows in TABLE.items():
         chosen = [row for row in rows if row.name.startswith(wanted)]
         if not chosen:
             continue
-        bench = Bench(str(HERE / "models" / model), arguments.repeats, engine)
-        print(f"{model}: ready in {bench.startup_s:.1f} s, {bench.facts}", flush=True)
+        bench = Bench(str(HERE / "models" / model), arguments.repeats, engine, quantization)
+        print(f"{model} {quantization}: ready in {bench.startup_s:.1f} s, {bench.facts}", flush=True)
         for row in chosen:
             report(row, row.measure(bench), machine, arguments.out)
         bench.local.close()

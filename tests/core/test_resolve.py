@@ -17,6 +17,7 @@ SAID = {
     "revision": "main",
     "load_format": "dummy",
     "dtype": "float16",
+    "quantization": "fp8",
     "max_model_len": "8K",
     "seed": "7",
     "device": "cpu",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.decoding.noise import row_key
-from ridgeline.decoding.sampler import Draws
+from ridgeline.ops.noise import row_key
+from ridgeline.ops.sample import sample
 
 DRAWS = 20_000
 
 
-def draws(count: int, vocab: int, temperature: float = 1.0, seed: int = 7) -> Draws:
-    """`count` draws of one request, one position after the other."""
-    return Draws(
-        torch.full((count,), temperature),
-        torch.tensor([row_key(seed, 0)], dtype=torch.int32).expand(count, 2),
-        torch.arange(count, dtype=torch.int32),
-        torch.arange(vocab, dtype=torch.int32),
-    )
+def draws(logits: torch.Tensor, temperature: float = 1.0, seed: int = 7) -> torch.Tensor:
+    """Tokens drawn from each row of logits [N, V] by one request, one position after the other."""
+    count = len(logits)
+    key = torch.tensor([row_key(seed, 0)], dtype=torch.int32).expand(count, 2)
+    return sample(logits, torch.full((count,), temperature), key, torch.arange(count, dtype=torch.int32))
 
 
 def fits(tokens: torch.Tensor, expected: torch.Tensor) -> bool:

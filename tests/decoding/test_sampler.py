@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ridgeline.decoding import sampler
-from ridgeline.decoding.sampler import Draws, Filters, apply_filters, greedy, sample
+from ridgeline.decoding.sampler import Filters, apply_filters
+from ridgeline.ops.noise import row_key
+from ridgeline.ops.sample import greedy, sample
 from tests.decoding.chi import DRAWS, draws, fits
 
 VOCAB = 50
@@ -57,11 +59,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_samples_follow_the_filtered_distribution(case: tuple[float, int, float, float]) -> None:
     logits = apply_filters(LOGITS.unsqueeze(0), filters([case])).expand(DRAWS, VOCAB)
-    assert fits(sample(logits, draws(DRAWS, VOCAB, case[0])), by_the_book(LOGITS, *case))
+    assert fits(draws(logits, case[0]), by_the_book(LOGITS, *case))
 
 
 def test_the_test_can_fail() -> None:
-    tokens = sample(LOGITS.expand(DRAWS, VOCAB), draws(DRAWS, VOCAB, 1.05))
+    tokens = draws(LOGITS.expand(DRAWS, VOCAB), 1.05)
     assert not fits(tokens, torch.softmax(LOGITS, dim=-1))
 
 
@@ -103,15 +105,16 @@ def test_ties_at_the_edge_stay() -> None:
 def test_rows_of_different_kinds_in_one_batch() -> None:
     heat = torch.tensor([0.0, 1.0, 0.0, 7.0])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5))
-    base = draws(4, VOCAB)
-    drawn = sample(logits, Draws(heat, base.key, base.position, base.tokens))
+    key = torch.tensor([row_key(7, 0)], dtype=torch.int32).expand(4, 2)
+    position = torch.arange(4, dtype=torch.int32)
+    drawn = sample(logits, heat, key, position)
     for row in range(4):
-        own = Draws(heat[row : row + 1], base.key[row : row + 1], base.position[row : row + 1], base.tokens)
-        assert sample(logits[row : row + 1], own)[0] == drawn[row]
+        one = slice(row, row + 1)
+        assert sample(logits[one], heat[one], key[one], position[one])[0] == drawn[row]
     assert drawn[0] == greedy(logits)[0] and drawn[2] == greedy(logits)[2]
 
 
 def test_what_is_not_allowed_is_never_drawn() -> None:
     logits = torch.full((DRAWS, VOCAB), float("-inf"))
     logits[:, 17] = -50.0
-    assert set(sample(logits, draws(DRAWS, VOCAB, 100.0)).tolist()) == {17}
+    assert set(draws(logits, 100.0).tolist()) == {17}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.decoding.sampler import sample
 from ridgeline.decoding.verify import accept, until_end
 from tests.decoding.chi import DRAWS, draws, fits
 
@@ -32,8 +31,8 @@ def test_the_law_of_the_target_is_kept(draft: int) -> None:
     """Chi-square of the tokens at the first and second place, however likely the draft was."""
     vocab = 8
     target = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
-    first = sample(target[:1].expand(DRAWS, vocab), draws(DRAWS, vocab, seed=1))
-    second = sample(target[1:].expand(DRAWS, vocab), draws(DRAWS, vocab, seed=2))
+    first = draws(target[:1].expand(DRAWS, vocab), seed=1)
+    second = draws(target[1:].expand(DRAWS, vocab), seed=2)
     drawn = torch.stack((first, second), dim=1)
     kept = accept(drawn, torch.full((DRAWS, 1), draft, dtype=torch.int32), torch.ones(DRAWS, dtype=torch.int32))
     chance = torch.softmax(target, dim=-1)

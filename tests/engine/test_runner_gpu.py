@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ridgeline.decoding.noise import row_key, words
+from ridgeline.ops.noise import row_key, words
 from tests.engine.runners import DeviceBench, alone
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_the_device_says_what_the_cpu_says(
 @pytest.mark.parametrize("graphs", [False, True])
 def test_forks_preemption_and_ends(graphs: bool) -> None:
     plain = alone(max_tokens=30)
-    bench = DeviceBench(device="cuda", depth=1, graphs=graphs, blocks=24, step_tokens=16)
+    bench = DeviceBench(device="cuda", depth=1, graphs=graphs, blocks=18, step_tokens=16)
     bench.submit("stop", stop_ids=(plain[9],), max_tokens=30)
     bench.submit("many", n=4, temperature=1.5, seed=2, max_tokens=40)
     bench.run()

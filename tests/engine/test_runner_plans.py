@@ -10,10 +10,11 @@ import torch
 
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine.graphs import Graphs, buckets
+from ridgeline.engine.batch import Room, Shape
+from ridgeline.engine.graphs import Graphs, buckets, rehearse
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rows import Int
 from ridgeline.engine.runner import Runner
+from ridgeline.ops.rows import Int
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -263,7 +264,7 @@ def test_buckets_and_padding() -> None:
     """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them."""
     bench = DeviceBench(rows=7)
     with torch.inference_mode():
-        graphs = Graphs(bench.runner._step, 7, Again)
+        graphs = Graphs(bench.runner._step, 7, 64, Again)
         graphs.capture(lambda stage, done, total: None)
     bench.runner._graphs = graphs
     options: list[dict[str, object]] = [
@@ -278,6 +279,29 @@ def test_buckets_and_padding() -> None:
         assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
     assert len(bench.logprobs["r7", 0]) == options[7]["max_tokens"]
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
+
+
+def test_which_steps_have_a_graph() -> None:
+    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Again)
+
+    def shape(n_tokens: int, n_rows: int, decode: bool = False, wide: int = 1) -> Shape:
+        return Shape(n_tokens, n_rows, n_rows, 1 if decode else n_tokens, wide, decode, True, True, None)
+
+    assert graphs.room(shape(5, 5, decode=True)) == Room(6, 6, 6)
+    assert graphs.room(shape(17, 6)) == Room(7, 7, 32)
+    assert graphs.room(shape(64, 1)) == Room(7, 7, 64)
+    assert graphs.room(shape(65, 1)) is None
+    assert graphs.room(shape(20, 7)) is None, "no row would be left for padding"
+    assert graphs.room(shape(20, 4, wide=3)) is None
+
+
+def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
+    before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
+    with torch.inference_mode():
+        for tokens in (64, 3, 1):
+            rehearse(runner._step, tokens, 20)
+    assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
+    assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 100, 250, 512])

@@ -17,8 +17,8 @@ FORM = PlainFormat(REFERENCE, torch.float32, torch.device("cpu"))
 def filled(shape: LinearShape, share: Share):
     noise = torch.Generator().manual_seed(0)
     weight = FORM.create(shape, share)
-    for (part, name), size in weight.expects.items():
-        weight.load(part, name, torch.randn(size, generator=noise))
+    for (part, name), expected in weight.expects.items():
+        weight.load(part, name, torch.randn(expected.shape, generator=noise))
     return weight
 
 

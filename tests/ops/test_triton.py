@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.decoding import sampler
-from ridgeline.decoding.noise import Purpose, row_key
+from ridgeline.ops.noise import Purpose, row_key
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.rows import Gathered, Int, RowState, Spread
+from ridgeline.ops.sample import sample as sample_plainly
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton.sample import sample
 from ridgeline.ops.triton.table import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,13 +166,62 @@ def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
     rows, vocab = 24, 5000
     logits = (3 * torch.randn(rows, vocab)).to(DEVICE)
     logits[:, ::3] = float("-inf")
-    temperature = torch.tensor([0.0, 0.3, 1.0, 2.0] * 6, device=DEVICE)
-    key = torch.tensor([row_key(-7 + row, row % 2) for row in range(rows)], dtype=torch.int32, device=DEVICE)
-    position = torch.arange(rows, dtype=torch.int32, device=DEVICE) * 1000
-    draws = sampler.Draws(temperature, key, position, torch.arange(vocab, dtype=torch.int32, device=DEVICE))
-    want = sampler.sample(logits, draws, purpose)
-    assert torch.equal(sample(logits, temperature, key, position, purpose), want)
+    # Columns of wider tables, as the runner has them.
+    knobs, ints = torch.full((rows, 6), 9.0), torch.full((rows, 13), 77, dtype=torch.int32)
+    knobs[:, 1] = torch.tensor([0.0, 0.3, 1.0, 2.0] * 6)
+    ints[:, 8:10] = torch.tensor([row_key(-7 + row, row % 2) for row in range(rows)], dtype=torch.int32)
+    ints[:, 2] = torch.arange(rows, dtype=torch.int32) * 1000
+    knobs, ints = knobs.to(DEVICE), ints.to(DEVICE)
+    temperature, key, position = knobs[:, 1], ints[:, 8:10], ints[:, 2]
+    want = sample_plainly(logits, temperature, key, position, purpose)
+    assert torch.equal(TRITON.sample(logits, temperature, key, position, purpose), want)
     assert len(set(want.tolist())) > rows // 2
+
+
+def row_state(rows: int = 9, width: int = 90) -> RowState:
+    """Rows in the middle of their requests, some done, some about to end; row 0 as the engine has it."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 50, (rows, width), generator=generator, dtype=torch.int32)
+    tables = torch.randint(1, 99, (2, rows, 12), generator=generator, dtype=torch.int32)
+    ints = torch.randint(-1, 50, (rows, Int.STOP + 7), generator=generator, dtype=torch.int32)
+    ints[:, Int.POSITION] = torch.arange(rows) * 7
+    ints[:, Int.LENGTH] = torch.arange(rows) * 6 + 3
+    ints[:, Int.KNOWN] = torch.arange(rows) * 7 + 1
+    ints[:, Int.DONE] = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0, 0])
+    ints[:, Int.LIMIT] = torch.tensor([80, 80, 16, 80, 80, 37, 80, 80, 80])
+    ints[:, Int.PROMPT], ints[:, Int.MIN_TOKENS] = 5, torch.tensor([0, 0, 0, 99, 0, 0, 0, 0, 0])
+    ints[3, Int.STOP + 2] = ints[5, Int.STOP + 6] = ints[6, Int.STOP] = 31
+    ints[0, : Int.LIMIT] = torch.tensor([0, 0, 1, 1])
+    return RowState(tokens, ints, tables, 8)
+
+
+def moved(state: RowState) -> RowState:
+    return RowState(state.tokens.to(DEVICE), state.ints.to(DEVICE), state.tables.to(DEVICE), state.page_tokens)
+
+
+def test_gather() -> None:
+    state = row_state()
+    own = torch.tensor([4, 7, 1, 0, 0], dtype=torch.int32)
+    n_query = torch.tensor([3, 1, 70, 0, 0], dtype=torch.int32)
+    row_of = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor([3, 1, 70, 0, 5]))
+    place = torch.cat((torch.arange(3), torch.arange(1), torch.arange(70), torch.zeros(5))).int()
+    for spread in (None, Spread(n_query, row_of, place)):
+        want = REFERENCE.gather(state, own, spread)
+        there = None if spread is None else Spread(n_query.to(DEVICE), row_of.to(DEVICE), place.to(DEVICE))
+        got = TRITON.gather(moved(state), own.to(DEVICE), there)
+        for name in Gathered.__slots__:
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+
+
+def test_advance() -> None:
+    state = row_state()
+    rows = torch.tensor([3, 1, 4, 2, 5, 6, 0, 0], dtype=torch.int32)
+    drawn = torch.full((8,), 31, dtype=torch.int32)
+    there = moved(row_state())
+    want, got = REFERENCE.advance(state, rows, drawn), TRITON.advance(there, rows.to(DEVICE), drawn.to(DEVICE))
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(there.ints.cpu(), state.ints) and torch.equal(there.tokens.cpu(), state.tokens)
+    assert set(want[:, 1].tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
     "metrics_alias": ("", "vllm"),
+    "quantization": ("", "fp8"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

@@ -9,6 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """How the matrices of the layers are stored: bytes of an element, and of the scales of one output channel."""
+
+    element_bytes: int
+    channel_bytes: int
+
+
+NUMBER_FORMATS = {"fp8": NumberFormat(1, 4)}
+"""By the name that the option `quantization` gives them; embedding, head, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
 
@@ -59,6 +70,8 @@ class LayerSpec:
 class ModelSpec:
     """One decoder-only model. Sizes are counts; `dtype` is that of the checkpoint's weights.
 
+    `quantization`: the number format of the layers' matrices where that is not `dtype`; a name of NUMBER_FORMATS.
+
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 norm the output of attention and
     feed-forward too, before the residual. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
     weights' dtype. `query_scale`: what replaces 1/sqrt(head_dim) in attention.
@@ -82,6 +95,7 @@ class ModelSpec:
     query_scale: float | None = None
     final_softcap: float | None = None
     dtype: str = "bfloat16"
+    quantization: str = ""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -115,15 +129,29 @@ class ModelSpec:
         layers = sum(self.layer_linear_params(one) + self.layer_vector_params(one) for one in self.layers)
         return layers + self.d_model + self.embedding_params * (1 if self.tied else 2)
 
+    def layer_outputs(self, layer: LayerSpec) -> int:
+        """Output channels of all matrices of one layer."""
+        return (layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim + 2 * layer.d_ff + 2 * self.d_model
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the weights of all layers as they are stored."""
+        width, total = DTYPE_BYTES[self.dtype], 0
+        form = NUMBER_FORMATS.get(self.quantization, NumberFormat(width, 0))
+        for one in self.layers:
+            total += self.layer_linear_params(one) * form.element_bytes + self.layer_outputs(one) * form.channel_bytes
+            total += self.layer_vector_params(one) * width
+        return total
+
     @property
     def weight_bytes(self) -> int:
-        return self.params * DTYPE_BYTES[self.dtype]
+        vectors = self.d_model + self.embedding_params * (1 if self.tied else 2)
+        return self.layer_bytes + vectors * DTYPE_BYTES[self.dtype]
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that every step reads whatever its batch: all but the embedding's rows (the head counts)."""
-        layers = sum(self.layer_linear_params(one) + self.layer_vector_params(one) for one in self.layers)
-        return (layers + self.d_model + self.embedding_params) * DTYPE_BYTES[self.dtype]
+        return self.layer_bytes + (self.d_model + self.embedding_params) * DTYPE_BYTES[self.dtype]
 
     # --- work -------------------------------------------------------------------------------------------------------
 

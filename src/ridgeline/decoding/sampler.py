@@ -1,36 +1,15 @@
-"""Drawing tokens: Gumbel-max over tempered, filtered logits.
-
-argmax(z / T + g) with independent standard Gumbel g samples softmax(z / T) (Gumbel 1954; Maddison et al. 2014, section
-2). With g = -log(E), E exponential, and multiplied by T, it is argmax(z - T log E): for T = 0 the plain argmax, so
-greedy rows and sampled rows are one formula and rows never influence each other.
-"""
+"""What may be drawn: top-k, top-p and min-p over tempered logits. The draw itself is an operation (ops.table)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-
-from ridgeline.decoding.noise import Purpose, draw_key, exponential
 
 _SHORTLIST = 1024
 """On a CPU, filters look at this many of the largest logits before they sort all of them."""
-_IN_CACHE = 1 << 16
-"""Logits that a CPU draws from at a time, so that the dozen passes over them stay in its cache."""
 _SMALLEST = 1e-5
 """Temperature below which a filter would overflow; it keeps the largest logit alone anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Who draws, for N logit rows. temperature: float32 [N]; key: int32 [N, 2] (noise.row_key); position: int32 [N],
-    place in the request of the token to be drawn; tokens: int32 [V], 0 .. V - 1, kept by the caller."""
-
-    temperature: torch.Tensor
-    key: torch.Tensor
-    position: torch.Tensor
-    tokens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +24,6 @@ class Filters:
     min_p: torch.Tensor
     ranked: bool
     most_k: int
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """logits [N, V] -> the largest one's index, int32 [N]."""
-    if logits.device.type == "cpu":
-        # The same answer, twenty times sooner than torch gives it.
-        return torch.from_numpy(logits.numpy().argmax(axis=1).astype(np.int32))
-    return logits.argmax(dim=-1).int()
-
-
-def sample(logits: torch.Tensor, draws: Draws, purpose: Purpose = Purpose.TOKEN) -> torch.Tensor:
-    """logits float32 [N, V], -inf where a token is not allowed -> tokens int32 [N]."""
-    key = draw_key(draws.key, draws.position, purpose)
-    cold = draws.temperature.neg().unsqueeze(1)
-    n_rows, vocab = logits.shape
-    piece = max(1, _IN_CACHE // vocab) if logits.device.type == "cpu" else max(1, n_rows)
-    drawn = []
-    for at in range(0, n_rows, piece):
-        part = slice(at, at + piece)
-        noise = exponential(key[part], draws.tokens).log_()
-        drawn.append(greedy(torch.addcmul(logits[part], cold[part], noise, out=noise)))
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def apply_filters(logits: torch.Tensor, filters: Filters) -> torch.Tensor:

@@ -121,6 +121,7 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "architecture": spec.architecture,
         "params": spec.params,
         "dtype": spec.dtype,
+        "quantization": spec.quantization,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "vocab_size": spec.vocab_size,
         "eos_ids": list(spec.eos_ids),

@@ -6,7 +6,7 @@ Everything here follows from the plan and the joins; nothing is read back from t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,19 +21,32 @@ from ridgeline.engine.rows import MAX_DRAFT
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the host knows of a step. n_tokens: T; max_query, wide: most query tokens, 1 + most drafts of a row.
+    """What the host knows of a step. n_tokens: T; n_rows: B; n_draws: rows that draw; max_query, wide: most query tokens,
+    1 + most drafts of a row.
 
     decode: each row has one query token and draws one. sampling: places in the step of the rows that draw, or None for
     all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token.
     """
 
     n_tokens: int
+    n_rows: int
+    n_draws: int
     max_query: int
     wide: int
     decode: bool
     greedy: bool
     plain: bool
     sampling: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a step's arrays are padded to: rows B, rows that draw S, query tokens T. A padding row is row 0 and has no
+    query tokens; a padding token belongs to the last row, which must then be padding itself."""
+
+    rows: int
+    draws: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,8 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode."""
+    """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
+    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was."""
 
     shape: Shape
     rows: torch.Tensor
@@ -96,6 +110,38 @@ class Batch:
     ragged: Ragged | None = None
     wishes: Wishes = Wishes()
     scores: Scores | None = None
+    packed: torch.Tensor | None = None
+
+
+_ALIGN = 16
+"""Items to which the parts of a packed step are aligned, as in Packet."""
+
+
+def _places(room: Room, wide: int) -> tuple[dict[str, slice], int]:
+    """Where each part of a packed step lies, and how many items it has in all."""
+    rows, draws, tokens = room.rows, room.draws, room.tokens
+    sizes = {"rows": rows, "sampled": draws, "q_start": rows + 1, "n_query": rows, "advance": rows}
+    sizes |= {"n_draft": draws, "at": draws * wide, "row_of": tokens, "place": tokens}
+    places, first = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(first, first + size)
+        first += -(-size // _ALIGN) * _ALIGN
+    return places, first
+
+
+def packed_size(room: Room, wide: int = 1) -> int:
+    """Items of a packed step that is not pure decode."""
+    return _places(room, wide)[1]
+
+
+def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
+    """The batch over a packed step, without drafts and wishes. For pure decode that is its rows."""
+    if shape.decode:
+        return Batch(shape, packed, packed, packed=packed)
+    places, _ = _places(room, shape.wide)
+    part = {name: packed[place] for name, place in places.items()}
+    rows, sampled = part.pop("rows"), part.pop("sampled")
+    return Batch(shape, rows, sampled, Ragged(drafts=None, **part), packed=packed)
 
 
 class BatchBuilder:
@@ -121,6 +167,7 @@ class BatchBuilder:
         self._places: tuple[int, ...] = ()
         self._most_k, self._ranked = 0, False
         self._score_counts: dict[int, int] = {}
+        self._room = self.room()
 
     def _check(self, residents: Residents) -> None:
         plan, most = self._plan, int(self._n_draft.max())
@@ -147,6 +194,8 @@ class BatchBuilder:
         drawing = self._rows[self._where]
         return Shape(
             n_tokens=int(self._n_query.sum()),
+            n_rows=len(self._rows),
+            n_draws=len(self._where),
             max_query=max_query,
             wide=1 + int(self._n_draft.max()),
             decode=everyone and max_query == 1,
@@ -157,40 +206,56 @@ class BatchBuilder:
 
     # --- what goes up -----------------------------------------------------------------------------------------------
 
-    def pack(self, bucket: int = 0) -> None:
-        """Add the step to the packet. bucket: pad the rows of a decode step to this many."""
-        rows, packet = self._rows, self._packet
-        packet.add("rows", rows if bucket <= len(rows) else np.pad(rows, (0, bucket - len(rows))))
-        if not self.shape.decode:
-            self._pack_tokens()
+    def room(self) -> Room:
+        """Without padding."""
+        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens)
+
+    def pack(self, room: Room) -> None:
+        """Add the step to the packet, padded to `room`."""
+        self._room = room
+        if self.shape.decode:
+            self._packet.add("step", np.pad(self._rows, (0, room.rows - len(self._rows))))
+        else:
+            self._packet.add("step", self._packed(room))
+            self._pack_drafts()
         if not self.shape.plain:
             self._pack_wishes()
         if self._scored:
             self._pack_scores()
 
-    def _pack_tokens(self) -> None:
-        packet, n_query, n_draft = self._packet, self._n_query, self._n_draft
-        q_start = np.zeros(len(n_query) + 1, dtype=np.int32)
-        np.cumsum(n_query, out=q_start[1:])
-        row_of = np.repeat(np.arange(len(n_query), dtype=np.int32), n_query)
-        packet.add("q_start", q_start)
-        packet.add("n_query", n_query)
-        packet.add("row_of", row_of)
-        packet.add("place", np.arange(len(row_of), dtype=np.int32) - q_start[row_of])
+    def _packed(self, room: Room) -> np.ndarray:
+        n_query, n_draft, where = self._n_query, self._n_draft, self._where
+        places, size = _places(room, self.shape.wide)
+        packed = np.zeros(size, dtype=np.int32)
+        part = {name: packed[place] for name, place in places.items()}
+        n_rows, n_draws, n_tokens = self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens
+        part["rows"][:n_rows] = self._rows
+        part["sampled"][:n_draws] = self._rows[where]
+        ends = np.cumsum(n_query, dtype=np.int32)
+        part["q_start"][1 : n_rows + 1] = ends
+        part["q_start"][n_rows + 1 :] = n_tokens
+        part["n_query"][:n_rows] = n_query
         advance = n_query - n_draft
-        advance[self._where] -= 1
-        packet.add("advance", advance)
-        packet.add("sampled", self._rows[self._where])
-        packet.add("n_draft", n_draft[self._where])
+        advance[where] -= 1
+        part["advance"][:n_rows] = advance
+        part["n_draft"][:n_draws] = n_draft[where]
         # Logits of a row start at its last known token; a row with fewer drafts than others repeats its last query.
-        first = q_start[1:] - 1 - n_draft
-        grid = first[self._where, None] + np.arange(self.shape.wide, dtype=np.int32)
-        packet.add("at", np.minimum(grid, q_start[1:][self._where, None] - 1).reshape(-1))
-        if self._plan.drafts:
+        first = ends - 1 - n_draft
+        grid = first[where, None] + np.arange(self.shape.wide, dtype=np.int32)
+        part["at"][: n_draws * self.shape.wide] = np.minimum(grid, ends[where, None] - 1).reshape(-1)
+        row_of = np.repeat(np.arange(n_rows, dtype=np.int32), n_query)
+        part["row_of"][:n_tokens] = row_of
+        part["row_of"][n_tokens:] = room.rows - 1
+        part["place"][:n_tokens] = np.arange(n_tokens, dtype=np.int32) - part["q_start"][row_of]
+        return packed
+
+    def _pack_drafts(self) -> None:
+        drafts, n_draft, packet = self._plan.drafts, self._n_draft, self._packet
+        if drafts:
             starts = np.cumsum(n_draft) - n_draft
             packet.add("draft_rows", np.repeat(self._rows, n_draft))
-            packet.add("draft_place", np.arange(len(self._plan.drafts)) - np.repeat(starts, n_draft))
-            packet.add("draft_tokens", np.frombuffer(self._plan.drafts, dtype=np.int32))
+            packet.add("draft_place", np.arange(len(drafts)) - np.repeat(starts, n_draft))
+            packet.add("draft_tokens", np.frombuffer(drafts, dtype=np.int32))
 
     def _pack_wishes(self) -> None:
         draws = [one.join.sampling for one in self._drawing]
@@ -261,23 +326,13 @@ class BatchBuilder:
 
     def build(self, got: Mapping[str, torch.Tensor]) -> Batch:
         """The Batch over the tensors that the packet became."""
-        rows, shape = got["rows"], self.shape
-        wishes = Wishes() if shape.plain else self._wishes(got)
+        batch = unpack(got["step"], self.shape, self._room)
+        ragged = batch.ragged
+        if ragged is not None and "draft_rows" in got:
+            ragged = replace(ragged, drafts=(got["draft_rows"], got["draft_place"], got["draft_tokens"]))
+        wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
-        if shape.decode:
-            return Batch(shape, rows, rows, None, wishes, scores)
-        drafts = (got["draft_rows"], got["draft_place"], got["draft_tokens"]) if "draft_rows" in got else None
-        ragged = Ragged(
-            q_start=got["q_start"],
-            n_query=got["n_query"],
-            advance=got["advance"],
-            row_of=got["row_of"],
-            place=got["place"],
-            at=got["at"],
-            n_draft=got["n_draft"],
-            drafts=drafts,
-        )
-        return Batch(shape, rows, got["sampled"], ragged, wishes, scores)
+        return replace(batch, ragged=ragged, wishes=wishes, scores=scores)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

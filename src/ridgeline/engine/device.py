@@ -11,12 +11,15 @@ import torch
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
-from ridgeline.decoding.sampler import Draws, Filters, apply_filters, greedy, sample
+from ridgeline.decoding.sampler import Filters, apply_filters
 from ridgeline.decoding.verify import accept, until_end
 from ridgeline.engine.batch import Batch, Wishes
-from ridgeline.engine.rows import MOVING, Int, Knob, Rows
+from ridgeline.engine.rows import Knob, Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
+from ridgeline.ops.noise import Purpose
+from ridgeline.ops.rows import Int, Spread, ends, move
+from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
 
 
@@ -52,11 +55,10 @@ class DeviceStep:
     """The model over rows and cache. `longest`: most slots a row can ever hold."""
 
     def __init__(self, model: LoadedModel, rows: Rows, store: KvStore, step_tokens: int) -> None:
-        self.decoder, self.spec, self.rows, self.store = model.decoder, model.spec, rows, store
+        self.decoder, self.spec, self.ops, self.rows, self.store = model.decoder, model.spec, model.ops, rows, store
         device = rows.ints.device
         longest = max(step_tokens, rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
-        self._vocabulary = torch.arange(model.spec.vocab_size, dtype=torch.int32, device=device)
         spec = model.spec
         facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in spec.layers)
         self._layers = tuple(zip(store.kv, store.groups, facts, strict=True))
@@ -65,47 +67,40 @@ class DeviceStep:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, max_length: int) -> torch.Tensor:
-        """Run the step's query tokens. max_length: bound of slots any row holds. -> hidden [T, d_model]."""
+        """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
+        row holds. -> hidden [T, d_model]."""
         rows, own, ragged = self.rows, batch.rows, batch.ragged
-        held = rows.ints.index_select(0, own)
         if ragged is None:
-            q_start, row_of, row = self._count[: len(own) + 1], self._count[: len(own)], own
-            position, slot = held[:, Int.POSITION].contiguous(), held[:, Int.LENGTH]
-            length = slot + 1
+            q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
         else:
             if ragged.drafts is not None:
                 self._write_drafts(*ragged.drafts)
-            q_start, row_of, row = ragged.q_start, ragged.row_of, own.index_select(0, ragged.row_of)
-            length = held[:, Int.LENGTH] + ragged.n_query
-            held = held[:, :MOVING].index_select(0, row_of)
-            position, slot = held[:, Int.POSITION] + ragged.place, held[:, Int.LENGTH] + ragged.place
-        tokens = rows.flat_tokens.index_select(0, row * rows.width + position)
-        step = StepInputs(own, q_start, length, position, row_of, batch.shape.max_query, max_length)
-        return self.decoder.forward(tokens, self._views(row, slot), step)
+            q_start, row_of = ragged.q_start, ragged.row_of
+            spread = Spread(ragged.n_query, row_of, ragged.place)
+        got = self.ops.gather(rows.state, own, spread)
+        step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length)
+        hidden = self.decoder.forward(got.tokens, self._views(got.slots), step)
+        if ragged is not None:
+            # A row that has ended advances by nothing here: all it knows was computed before.
+            gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
+            rows.ints[:, : Int.KNOWN].index_add_(0, own, gone)
+        return hidden
 
     def _write_drafts(self, row: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> None:
         """Drafts stand after what the row knows, where the gather and the penalties find them."""
         at = row * self.rows.width + self.rows.ints[:, Int.KNOWN].index_select(0, row) + place
         self.rows.flat_tokens.index_copy_(0, at.long(), token)
 
-    def _views(self, row: torch.Tensor, slot: torch.Tensor) -> list[KvView]:
+    def _views(self, slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
-        tables, size = self.rows.tables, self.rows.page_tokens
-        at = row * tables.shape[2] + slot // size
-        pages = tables.view(len(tables), -1).index_select(1, at)
-        slots = (pages.long() * size).add_(slot % size).unbind(0)
-        table = tables.unbind(0)
-        return [KvView(kv, table[group], slots[group], *facts) for kv, group, facts in self._layers]
+        own, table = slots.unbind(0), self.rows.tables.unbind(0)
+        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
     def finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw."""
         scores = self._score(batch, hidden)
-        if batch.ragged is not None:
-            # A row that has ended advances by nothing here: all it knows was computed before.
-            gone = batch.ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
-            self.rows.ints[:, : Int.KNOWN].index_add_(0, batch.rows, gone)
         if not len(batch.sampled):
             return Outcome(None, None, scores)
         wanted = self._wanted(batch, hidden)
@@ -141,7 +136,7 @@ class DeviceStep:
             drawn = greedy(logits)
         else:
             heat, key = wanted.knobs[:, Knob.TEMPERATURE], wanted.ints[:, Int.KEY : Int.KEY + 2]
-            drawn = sample(logits, Draws(heat, key, wanted.place, self._vocabulary))
+            drawn = self.ops.sample(logits, heat, key, wanted.place, Purpose.TOKEN)
         if asked is None or wishes.logprobs is None:
             return drawn, None
         return drawn, rank(asked, drawn.index_select(0, wishes.logprobs), max(wishes.tops))
@@ -174,24 +169,17 @@ class DeviceStep:
 
     def _advance(self, batch: Batch, wanted: _Logits, drawn: torch.Tensor) -> torch.Tensor:
         """Write the drawn tokens, flag ends, move the rows on. -> Outcome.packed."""
-        ints, wide = wanted.ints, batch.shape.wide
-        held = wanted.place + 1
-        stop = (drawn.unsqueeze(1) == ints[:, Int.STOP :]).any(dim=1)
-        stop &= held - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
-        # The values of core.plan.Flag: STOP is 1, LIMIT is 2.
-        flag = (held >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
-        at = (wanted.rows * self.rows.width + wanted.place).long()
-        live = 1 - ints[::wide, Int.DONE]
+        state, wide = self.rows.state, batch.shape.wide
         if batch.ragged is None or wide == 1:
-            count = live
-        else:
-            # What the row drew is written only after its drafts were compared: they stand in the same places.
-            grid, flags = drawn.view(-1, wide), flag.view(-1, wide)
-            drafts = self.rows.flat_tokens.index_select(0, at).view(-1, wide)[:, :-1]
-            count = until_end(flags > 0, accept(grid, drafts, batch.ragged.n_draft)).mul_(live)
-            flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
+            return self.ops.advance(state, batch.sampled, drawn)
+        flag = ends(state, wanted.rows, wanted.place, drawn)
+        at = (wanted.rows * self.rows.width + wanted.place).long()
+        live = 1 - wanted.ints[::wide, Int.DONE]
+        # What the row drew is written only after its drafts were compared: they stand in the same places.
+        grid, flags = drawn.view(-1, wide), flag.view(-1, wide)
+        drafts = self.rows.flat_tokens.index_select(0, at).view(-1, wide)[:, :-1]
+        count = until_end(flags > 0, accept(grid, drafts, batch.ragged.n_draft)).mul_(live)
+        flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
         self.rows.flat_tokens.index_copy_(0, at, drawn)
-        flag = flag * live
-        moved = torch.stack((count, count, count, flag.clamp(max=1)), dim=1)
-        self.rows.ints[:, :MOVING].index_add_(0, batch.sampled, moved)
-        return torch.cat((torch.stack((count, flag), dim=1), drawn.view(-1, wide)), dim=1)
+        move(state, batch.sampled, count, flag)
+        return torch.cat((torch.stack((count, flag), dim=1), grid), dim=1)

@@ -1,8 +1,10 @@
-"""CUDA graphs of the decode step, keyed by how many rows they hold and nothing else.
+"""CUDA graphs of steps, keyed by how many query tokens they hold and nothing else.
 
-A graph reads its rows from one static buffer; positions, lengths and page tables are device data already. Forward and
-finish are two graphs: steps whose rows ask for more than a plain draw replay the first and finish eagerly. Both are
-captures of DeviceStep, the same code that runs eagerly.
+Two kinds of forward graphs: of steps in which each row has one query token and draws, and of small mixed steps, whose
+rows, query lengths and places are device data. A graph reads its step from a static buffer; positions, lengths and page
+tables are device data already. Finish is a graph of its own, by how many rows draw, and serves every step, also those
+that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. All are captures of DeviceStep, the
+same code that runs eagerly.
 """
 
 from __future__ import annotations
@@ -13,17 +15,32 @@ from typing import Protocol
 
 import torch
 
-from ridgeline.engine.batch import Batch, Shape
+from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 
 Progress = Callable[[str, int, int], None]
 
+MIXED_ROWS = 32
+"""Rows that a graph of a mixed step holds: every row costs its attention an idle program per layer and head."""
+MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Query tokens of mixed steps that have a graph; above, the device takes longer than Python needs to launch a step."""
+
 
 def buckets(rows: int) -> list[int]:
     """Sizes of graphs for up to `rows` rows: fine where a token more costs most, relative to the step."""
-    sizes = chain((1, 2, 4), range(8, 128, 8), range(128, 256, 16), range(256, rows + 32, 32))
+    sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, rows + 32, 32))
     fitting = [size for size in sizes if size < rows]
     return [*fitting, rows]
+
+
+def mixed_step(span: int, room: Room) -> Shape:
+    """A step of up to `span` query tokens, however they are spread over its rows; all draws are plain."""
+    return Shape(span, room.rows, room.draws, span, 1, False, False, True, None)
+
+
+def decode_step(rows: int) -> Shape:
+    """A step of `rows` rows with one query token each, whose draws are plain."""
+    return Shape(rows, rows, rows, 1, 1, True, False, True, None)
 
 
 class Replay(Protocol):
@@ -44,73 +61,146 @@ class CudaRecorder:
 
 
 class Graphs:
-    """Graphs for up to `rows` rows, recorded by `capture` or when first needed.
+    """Graphs for up to `rows` rows and mixed steps of up to `tokens` query tokens, recorded by `capture` or when needed.
 
     `record` turns work into something that repeats it. What comes out lies in static buffers: it must be copied, on the
     same stream, before the next replay.
     """
 
-    def __init__(self, step: DeviceStep, rows: int, record: Callable[[Callable[[], object]], Replay]) -> None:
+    def __init__(
+        self, step: DeviceStep, rows: int, tokens: int, record: Callable[[Callable[[], object]], Replay]
+    ) -> None:
         self._step, self._record = step, record
         self._sizes = buckets(rows)
+        self._spans = [span for span in MIXED_TOKENS if span <= tokens]
+        # One row more than a mixed step may bring, so that its padding tokens have a row of their own.
+        self._some = min(rows, MIXED_ROWS) + 1
         device, embedding = step.rows.ints.device, step.decoder.embedding
-        self._rows = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._scratch = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._hidden = torch.zeros(rows, step.spec.d_model, dtype=embedding.dtype, device=device)
+        longest = max((packed_size(self._mixed(span)) for span in self._spans), default=0)
+        self._input = torch.zeros(longest, dtype=torch.int32, device=device)
+        self._drawing = torch.zeros(max(rows, self._some), dtype=torch.int32, device=device)
+        self._hidden = embedding.new_zeros(max(self._spans, default=0), step.spec.d_model)
+        self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
-        self._forward: dict[int, Replay] = {}
-        self._finish: dict[tuple[int, bool], Replay] = {}
+        self._decode: dict[int, Replay] = {}
+        self._mix: dict[int, Replay] = {}
+        self._finish: dict[int, Replay] = {}
+
+    # --- which graph --------------------------------------------------------------------------------------------------
+
+    def room(self, shape: Shape) -> Room | None:
+        """The padding of the smallest graph that holds such a step; None if none does."""
+        if shape.decode:
+            size = self.bucket(shape.n_rows)
+            return Room(size, size, size) if size else None
+        if shape.wide > 1 or shape.n_rows >= self._some:
+            return None
+        span = next((span for span in self._spans if span >= shape.n_tokens), 0)
+        return self._mixed(span) if span else None
 
     def bucket(self, rows: int) -> int:
-        """The smallest graph that holds `rows` rows; 0 if none does."""
+        """The smallest finish graph that holds `rows` rows; 0 if none does."""
         return next((size for size in self._sizes if size >= rows), 0)
+
+    def _mixed(self, span: int) -> Room:
+        return Room(self._some, self._some, span)
+
+    # --- use ----------------------------------------------------------------------------------------------------------
 
     def capture(self, progress: Progress) -> None:
         """Record every graph, the largest first so that the others fit into its memory."""
-        for number, size in enumerate(reversed(self._sizes), 1):
-            self._capture_forward(size)
-            for greedy in (False, True):
-                self._capture_finish(size, greedy)
-            progress("graphs", number, len(self._sizes))
+        work: list[tuple[Callable[[int], Replay], int]] = []
+        for size in reversed(self._sizes):
+            work += [(self._decode_graph, size), (self._finish_graph, size)]
+        work += [(self._mixed_graph, span) for span in reversed(self._spans)]
+        for number, (make, size) in enumerate(work, 1):
+            make(size)
+            progress("graphs", number, len(work))
 
-    def load(self, rows: torch.Tensor) -> None:
-        """Set the rows of the next steps, int32 [bucket], padded with row 0."""
-        self._rows[: len(rows)].copy_(rows)
+    def load(self, batch: Batch, room: Room) -> None:
+        """Set the step that `forward` will run. batch: as packed for `room`."""
+        assert batch.packed is not None
+        if batch.shape.decode:
+            self._drawing[: room.rows].copy_(batch.packed)
+        else:
+            self._mixed_graph(room.tokens)
+            self._input[: len(batch.packed)].copy_(batch.packed)
 
-    def forward(self, size: int) -> torch.Tensor:
-        """Replay the forward pass of the loaded rows; hidden [size, d_model]."""
-        if size not in self._forward:
-            self._capture_forward(size)
-        self._forward[size].replay()
-        return self._hidden[:size]
+    def forward(self, batch: Batch, room: Room) -> torch.Tensor:
+        """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]."""
+        if batch.shape.decode:
+            self._decode_graph(room.rows).replay()
+            return self._picked[: room.rows]
+        self._mixed_graph(room.tokens).replay()
+        return self._hidden[: room.tokens]
 
-    def finish(self, size: int, greedy: bool) -> torch.Tensor:
-        """Replay draw and advance on the last forward's hidden states; Outcome.packed."""
-        if (size, greedy) not in self._finish:
-            self._capture_finish(size, greedy)
-        self._finish[size, greedy].replay()
+    def pick(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Bring a step that ran eagerly to where finish graphs look. batch.sampled: padded to a bucket."""
+        assert batch.ragged is not None
+        self._drawing[: len(batch.sampled)].copy_(batch.sampled)
+        torch.index_select(hidden, 0, batch.ragged.at, out=self._picked[: len(batch.sampled)])
+
+    def finish(self, rows: int) -> torch.Tensor:
+        """Replay draw and advance of the first `rows` rows that draw; Outcome.packed."""
+        size = self.bucket(rows)
+        self._finish_graph(size).replay()
         return self._packed[:size]
 
-    def _capture_forward(self, size: int) -> None:
-        step, hidden = self._step, self._hidden[:size]
-        # The first run compiles kernels and makes workspaces; neither may happen inside a capture.
-        step.forward(_decode(self._scratch[:size], True), step.longest)
-        batch = _decode(self._rows[:size], True)
-        self._forward[size] = self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
+    # --- recording ----------------------------------------------------------------------------------------------------
+    # The first run of each compiles kernels and makes workspaces; neither may happen inside a capture. It runs on row 0.
 
-    def _capture_finish(self, size: int, greedy: bool) -> None:
-        step, hidden, packed = self._step, self._hidden[:size], self._packed[:size]
-        step.finish(_decode(self._scratch[:size], greedy), hidden, 0)
-        batch = _decode(self._rows[:size], greedy)
+    def _decode_graph(self, size: int) -> Replay:
+        if size not in self._decode:
+            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), step.longest)
+            batch = unpack(rows, decode_step(size), Room(size, size, size))
+            self._decode[size] = self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
+        return self._decode[size]
 
-        def work() -> None:
-            found = step.finish(batch, hidden, 0).packed
-            assert found is not None
-            packed.copy_(found)
+    def _mixed_graph(self, span: int) -> Replay:
+        if span not in self._mix:
+            step, room = self._step, self._mixed(span)
+            batch = unpack(self._input[: packed_size(room)], mixed_step(span, room), room)
 
-        self._finish[size, greedy] = self._record(work)
+            def work() -> None:
+                self._hidden[:span].copy_(step.forward(batch, step.longest))
+                self.pick(batch, self._hidden[:span])
+
+            self._input.zero_()
+            work()
+            self._mix[span] = self._record(work)
+        return self._mix[span]
+
+    def _finish_graph(self, size: int) -> Replay:
+        if size not in self._finish:
+            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+            room = Room(size, size, size)
+            step.finish(unpack(torch.zeros_like(rows), decode_step(size), room), hidden, 0)
+            batch = unpack(rows, decode_step(size), room)
+
+            def work() -> None:
+                found = step.finish(batch, hidden, 0).packed
+                assert found is not None
+                self._packed[:size].copy_(found)
+
+            self._finish[size] = self._record(work)
+        return self._finish[size]
 
 
-def _decode(rows: torch.Tensor, greedy: bool) -> Batch:
-    """A decode step of these rows whose draws are plain."""
-    return Batch(Shape(len(rows), 1, 1, True, greedy, True, None), rows, rows)
+def rehearse(step: DeviceStep, tokens: int, max_len: int) -> None:
+    """Run an eager mixed step of `tokens` query tokens on the scratch row, so that serving one finds its kernels and its
+    memory. It has chunks of up to `max_len` tokens, and one row with a single token."""
+    counts = [1, *[max_len] * ((tokens - 1) // max_len)]
+    counts += [tokens - sum(counts)] * (tokens > sum(counts))
+    n_query = torch.tensor(counts, dtype=torch.int32)
+    room = Room(len(counts), len(counts), tokens)
+    shape = Shape(tokens, len(counts), len(counts), max(counts), 1, False, False, True, None)
+    packed = torch.zeros(packed_size(room), dtype=torch.int32)
+    ragged = unpack(packed, shape, room).ragged
+    assert ragged is not None
+    ragged.n_query.copy_(n_query)
+    ragged.q_start[1:].copy_(n_query.cumsum(0))
+    ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
+    ragged.place.copy_(torch.arange(tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
+    batch = unpack(packed.to(step.rows.ints.device), shape, room)
+    step.forward(batch, step.longest)

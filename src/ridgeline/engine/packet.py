@@ -7,6 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+_ALIGN = 16
+"""Items that every array starts at a multiple of. Kernels are compiled apart for pointers that are not aligned to 16
+bytes; without this each new mix of offsets would cost a compilation in the middle of serving."""
+
 
 class Packet:
     """Collects int32 and float32 arrays by name; `send` copies them to the device as one pinned buffer."""
@@ -24,18 +28,18 @@ class Packet:
         """Tensors on `device` by name; never waits. torch keeps the pinned buffer until the copy is done."""
         if not self._parts:
             return {}
-        size = sum(part.size for part in self._parts.values())
+        places: dict[str, int] = {}
+        size = 0
+        for name, part in self._parts.items():
+            places[name] = size
+            size += -(-part.size // _ALIGN) * _ALIGN
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = buffer.numpy()
-        at = 0
-        for part in self._parts.values():
-            flat[at : at + part.size] = part.reshape(-1).view(np.int32)
-            at += part.size
+        for name, part in self._parts.items():
+            flat[places[name] : places[name] + part.size] = part.reshape(-1).view(np.int32)
         sent = buffer.to(device, non_blocking=True)
         found: dict[str, torch.Tensor] = {}
-        at = 0
         for name, part in self._parts.items():
-            one = sent[at : at + part.size]
+            one = sent[places[name] : places[name] + part.size]
             found[name] = (one.view(torch.float32) if part.dtype == np.float32 else one).view(part.shape)
-            at += part.size
         return found

@@ -1,7 +1,7 @@
 """The device's rows: what it knows of every running request. The host never reads them; steps do.
 
 tokens: int32 [R, max_len + MARGIN], all a row knows; the sampler appends, the next step gathers. ints: int32
-[R, INTS], knobs: float32 [R, KNOBS], columns as below. tables: int32 [groups, R, P], each row's pages in slot order.
+[R, INTS], knobs: float32 [R, KNOBS], columns as in Int and Knob. tables: int32 [groups, R, P], each row's pages in slot order.
 Row 0 is scratch: it is always done, so that padding may point at it and nothing moves.
 """
 
@@ -17,31 +17,13 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Join, StepPlan
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.core.spec import KvLayout
-from ridgeline.decoding.noise import row_key
 from ridgeline.engine.packet import Packet
+from ridgeline.ops.noise import row_key
+from ridgeline.ops.rows import Int, RowState
 
 MAX_DRAFT = 64
 MARGIN = MAX_DRAFT + 8
 """Places beyond max_len: a row that has ended may still be written by the step in flight."""
-
-
-class Int(IntEnum):
-    """Columns of `ints`. The first four move with every step.
-
-    POSITION: tokens whose keys are written, so the position of the next query. LENGTH: slots in use; equal to POSITION
-    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop or the limit was seen.
-    """
-
-    POSITION = 0
-    LENGTH = 1
-    KNOWN = 2
-    DONE = 3
-    LIMIT = 4
-    PROMPT = 5
-    MIN_TOKENS = 6
-    TOP_K = 7
-    KEY = 8
-    STOP = 10
 
 
 class Knob(IntEnum):
@@ -55,7 +37,6 @@ class Knob(IntEnum):
     REPETITION = 5
 
 
-MOVING = 4
 INTS = Int.STOP + MAX_STOP_IDS
 KNOBS = len(Knob)
 
@@ -76,6 +57,10 @@ class Rows:
         self.ints[0, Int.LIMIT] = max_len
         self.ints[0, Int.STOP :] = -1
         self.knobs[0, Knob.REPETITION] = 1.0
+
+    @property
+    def state(self) -> RowState:
+        return RowState(self.tokens, self.ints, self.tables, self.page_tokens)
 
     @property
     def flat_tokens(self) -> torch.Tensor:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
-from ridgeline.engine.batch import Batch, BatchBuilder
+from ridgeline.engine.batch import Batch, BatchBuilder, Room
 from ridgeline.engine.device import DeviceStep, Outcome
-from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
+from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress, rehearse
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending, without
@@ -42,21 +42,22 @@ class Sizes:
 
 
 def build_runner(model: LoadedModel, layout: KvLayout, sizes: Sizes, progress: Progress | None = None) -> Runner:
-    """A runner on the device that holds the model's weights. Allocates the cache and, on a GPU, captures graphs
-    (`progress`: stage, done, total). Raises ConfigError if rows could not be addressed."""
+    """A runner on the device that holds the model's weights. Allocates the cache and, on a GPU, compiles kernels and
+    captures graphs (`progress`: stage, done, total). Raises ConfigError if rows could not be addressed."""
     with torch.inference_mode():
         runner = Runner(model, layout, sizes)
-        runner.capture(progress or (lambda stage, done, total: None))
+        runner.prepare(progress or (lambda stage, done, total: None))
     return runner
 
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """The last batch, to be used again while nothing but lengths changes. bucket: its graph, 0 if it runs eagerly."""
+    """The last batch, to be used again while nothing but lengths changes. graph: its forward graph's padding, None if it
+    runs eagerly."""
 
     plan: StepPlan
     batch: Batch
-    bucket: int
+    graph: Room | None
 
     def serves(self, plan: StepPlan) -> bool:
         mine = self.plan
@@ -82,16 +83,28 @@ class Runner:
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens)
         self._graphs: Graphs | None = None
         if sizes.graphs and self.device.type == "cuda":
-            self._graphs = Graphs(self._step, sizes.rows, CudaRecorder())
+            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, CudaRecorder())
+        self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
         self._pending: deque[Pending | StepResult] = deque()
 
-    def capture(self, progress: Progress) -> None:
-        """Capture all graphs now, so that no request waits for it. Without it they are captured when first needed."""
-        if self._graphs is not None:
-            with torch.inference_mode():
+    def prepare(self, progress: Progress) -> None:
+        """On a GPU, run and capture now what would otherwise compile and allocate while requests wait. The largest step
+        comes first: the memory that it leaves behind serves all others."""
+        if self.device.type != "cuda":
+            return
+        # Libraries choose other kernels for other sizes, and load each when it is first asked for.
+        most = self._sizes.step_tokens
+        sizes = [half << bits for bits in range(most.bit_length() - 1, 4, -1) for half in (3, 2)]
+        steps = [most, *(size for size in sizes if size < most)]
+        with torch.inference_mode():
+            for number, tokens in enumerate(steps, 1):
+                rehearse(self._step, tokens, self._sizes.max_len)
+                progress("kernels", number, len(steps))
+            if self._graphs is not None:
                 self._graphs.capture(progress)
+        torch.cuda.synchronize(self.device)
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one step; on a CPU it runs at once."""
@@ -149,15 +162,15 @@ class Runner:
         """One upload for all that the plan changes and states; rows and pages change even if the step is refused."""
         packet = Packet()
         self._residents.follow(plan)
-        builder, refusal, bucket = None, None, 0
+        builder, refusal, graph = None, None, None
         reused = self._built if self._built is not None and self._built.serves(plan) else None
         try:
             joins = self.rows.pack(plan, packet)
             if reused is None and plan.rows:
                 try:
                     builder = BatchBuilder(plan, self._residents, packet)
-                    bucket = self._bucket(builder)
-                    builder.pack(bucket)
+                    graph = None if self._graphs is None else self._graphs.room(builder.shape)
+                    builder.pack(graph or self._eager_room(builder))
                 except RidgelineError as error:
                     refusal = error
             got = packet.send(self.device)
@@ -172,19 +185,28 @@ class Runner:
         if builder is None:
             return reused
         batch = builder.build(got)
-        if bucket and self._graphs is not None:
-            self._graphs.load(batch.rows)
-        return _Built(plan, batch, bucket)
+        if graph is not None and self._graphs is not None:
+            self._graphs.load(batch, graph)
+        return _Built(plan, batch, graph)
 
-    def _bucket(self, builder: BatchBuilder) -> int:
-        shape = builder.shape
-        return self._graphs.bucket(shape.n_tokens) if self._graphs is not None and shape.decode else 0
+    def _eager_room(self, builder: BatchBuilder) -> Room:
+        """No padding, but for rows that draw if a finish graph will take them."""
+        room, shape = builder.room(), builder.shape
+        if self._graphs is None or shape.decode or shape.wide > 1 or not shape.plain or not shape.n_draws:
+            return room
+        return replace(room, draws=self._graphs.bucket(shape.n_draws))
 
     def _run(self, built: _Built, bound: int) -> Outcome:
-        batch, size, graphs = built.batch, built.bucket, self._graphs
-        if not size or graphs is None:
+        batch, graphs = built.batch, self._graphs
+        if graphs is None or (built.graph is None and batch.shape.decode):
             return self._step.finish(batch, self._step.forward(batch, bound), bound)
-        hidden = graphs.forward(size)
-        if batch.shape.plain and batch.scores is None:
-            return Outcome(graphs.finish(size, batch.shape.greedy))
-        return self._step.finish(batch, hidden, bound)
+        if built.graph is not None:
+            hidden = graphs.forward(batch, built.graph)
+        else:
+            hidden = self._step.forward(batch, bound)
+        shape = batch.shape
+        if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
+            return self._step.finish(batch, hidden, bound)
+        if built.graph is None:
+            graphs.pick(batch, hidden)
+        return Outcome(graphs.finish(shape.n_draws))

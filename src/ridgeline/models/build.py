@@ -9,16 +9,21 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import ModelSpec
-from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
+from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
+from ridgeline.ops.reference import FP8_REFERENCE
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
+from ridgeline.quant.format import WeightFormat
+from ridgeline.quant.fp8 import Fp8Format, Stored
 from ridgeline.quant.plain import PlainFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OLDEST_FP8 = (8, 9)
+"""Compute capability from which tensor cores multiply e4m3 (Ada)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class LoadedModel:
     spec: ModelSpec
     decoder: Decoder
     generation_defaults: GenerationDefaults
+    ops: Ops
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
@@ -35,13 +41,32 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} cannot be served; use one of {', '.join(DTYPES)}.", param="dtype")
+    quantization = spec.quantization or model.quantization
+    if quantization not in ("", *NUMBER_FORMATS):
+        raise ConfigError(
+            f"quantization {quantization!r} is unknown: use {', '.join(NUMBER_FORMATS)}.", param="quantization"
+        )
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
         raise ConfigError(
             f"max_model_len {longest} is outside the model's context of {spec.max_len} tokens: lower it.",
             param="max_model_len",
         )
-    return replace(spec, dtype=dtype, max_len=longest, layers=drop_idle_windows(spec.layers, longest))
+    layers = drop_idle_windows(spec.layers, longest)
+    return replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
+
+
+def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stored) -> WeightFormat:
+    """The format of the layers' linears. Raises ConfigError where the device cannot multiply in it."""
+    dtype = DTYPES[spec.dtype]
+    if not spec.quantization:
+        return PlainFormat(ops, dtype, device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
+        raise ConfigError(
+            "fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): serve without quantization.",
+            param="quantization",
+        )
+    return Fp8Format(ops.fp8 or FP8_REFERENCE, dtype, device, stored)
 
 
 def build(
@@ -61,12 +86,13 @@ def build(
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
-    form = PlainFormat(ops, dtype, device)
+    dummy = model.load_format == "dummy" or device.type == "meta"
+    form = _weight_format(spec, ops, device, "float" if dummy else stored_as(model_dir).scales)
     decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
-    if model.load_format == "dummy" or device.type == "meta":
+    if dummy:
         load_dummy(decoder, model.seed, progress)
     elif model.load_format in ("auto", "safetensors"):
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"load_format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
-    return LoadedModel(spec, decoder, defaults)
+    return LoadedModel(spec, decoder, defaults, ops)

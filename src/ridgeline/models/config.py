@@ -25,6 +25,8 @@ from ridgeline.models.families import (
     supported,
 )
 from ridgeline.models.rope import read_rope
+from ridgeline.models.stored import KEY as QUANTIZATION
+from ridgeline.models.stored import StoredAs, read_stored
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -83,9 +85,15 @@ def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
     return spec, GenerationDefaults(**defaults)
 
 
+def stored_as(folder: Path) -> StoredAs:
+    """In which numbers the checkpoint in `folder` holds its linears."""
+    return read_stored(_json(folder / "config.json"))
+
+
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """ModelSpec of a parsed config.json. Raises UnsupportedModel or ConfigError naming the key."""
-    family, text, outer = _text_part(config)
+    stored = read_stored(config)
+    family, text, outer = _text_part({key: value for key, value in config.items() if key != QUANTIZATION})
     values = _values(family, text)
     heads, d_ff = values["num_attention_heads"], values["intermediate_size"]
     kv_heads = values["num_key_value_heads"] or heads
@@ -116,6 +124,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         query_scale=None if scalar is None else float(scalar) ** -0.5,
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),
+        quantization=stored.quantization,
         bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
         eos_ids=_eos(generation or {}, outer, text),
         **traits,

@@ -12,7 +12,7 @@ import torch
 
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Ops, QkvShape
+from ridgeline.ops.table import Activation, Ops, QkvShape
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share, WeightFormat
 
@@ -34,14 +34,18 @@ class Build:
 
 
 class Linear:
-    """y = x W^T + b through a weight format. With split "in" every rank holds a term of the sum; the mesh adds them."""
+    """y = x W^T + b through a weight format. With split "in" every rank holds a term of the sum; the mesh adds them.
 
-    __slots__ = ("weight", "apply")
+    inputs: the norms and the activation that make x in the form this linear takes.
+    """
+
+    __slots__ = ("weight", "inputs", "apply")
 
     def __init__(self, build: Build, shape: LinearShape) -> None:
         mesh = build.mesh
         self.weight = build.form.create(shape, Share(mesh.rank, mesh.size))
-        self.apply: Callable[[torch.Tensor], torch.Tensor] = self.weight.apply
+        self.inputs = self.weight.inputs
+        self.apply: Callable[[Activation], torch.Tensor] = self.weight.apply
         if shape.split == "in" and mesh.size > 1:
             self.apply = lambda x: mesh.all_reduce(self.weight.apply(x))
 
@@ -74,7 +78,7 @@ class Attention:
         )
         self._qkv_write, self._attention = build.ops.qkv_write, build.ops.attention
 
-    def __call__(self, x: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
+    def __call__(self, x: Activation, view: KvView, step: StepInputs) -> torch.Tensor:
         q, k, v = self._qkv_write(self.qkv.apply(x), self.shape, view, step)
         out, _ = self._attention(q, k, v, view, step)
         return self.out.apply(out.flatten(1))
@@ -90,9 +94,9 @@ class FeedForward:
         self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
         whole = (Part(spec.d_model, 1),)
         self.down = Linear(build, LinearShape(layer.d_ff, whole, spec.mlp_bias, "in", in_units=layer.d_ff))
-        self._activate, self._kind = build.ops.activate, spec.activation
+        self._activate, self._kind = self.down.inputs.activate, spec.activation
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation) -> torch.Tensor:
         return self.down.apply(self._activate(self.gate_up.apply(x), self._kind))
 
 
@@ -109,8 +113,10 @@ class DecoderLayer:
         "feed_forward_norm",
         "attention_post_norm",
         "feed_forward_post_norm",
-        "_rms_norm",
-        "_add_rms_norm",
+        "_post_norm",
+        "_first_norm",
+        "_attention_norm",
+        "_feed_forward_norm",
         "_eps",
         "_offset",
     )
@@ -123,7 +129,11 @@ class DecoderLayer:
         self.feed_forward_norm = build.vector(d_model)
         self.attention_post_norm = build.vector(d_model) if spec.post_norms else None
         self.feed_forward_post_norm = build.vector(d_model) if spec.post_norms else None
-        self._rms_norm, self._add_rms_norm = build.ops.rms_norm, build.ops.add_rms_norm
+        # A norm makes what the linear behind it takes; a post norm joins the plain stream.
+        self._post_norm = build.ops.rms_norm
+        self._first_norm = self.attention.qkv.inputs.rms_norm
+        self._attention_norm = self.attention.qkv.inputs.add_rms_norm
+        self._feed_forward_norm = self.feed_forward.gate_up.inputs.add_rms_norm
         self._eps, self._offset = spec.norm_eps, spec.norm_offset
 
     def __call__(
@@ -131,14 +141,14 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         eps, offset = self._eps, self._offset
         if residual is None:
-            x, residual = self._rms_norm(x, self.attention_norm, eps, offset), x
+            normed, residual = self._first_norm(x, self.attention_norm, eps, offset), x
         else:
-            x, residual = self._add_rms_norm(x, residual, self.attention_norm, eps, offset)
-        x = self.attention(x, view, step)
+            normed, residual = self._attention_norm(x, residual, self.attention_norm, eps, offset)
+        x = self.attention(normed, view, step)
         if self.attention_post_norm is not None:
-            x = self._rms_norm(x, self.attention_post_norm, eps, offset)
-        x, residual = self._add_rms_norm(x, residual, self.feed_forward_norm, eps, offset)
-        x = self.feed_forward(x)
+            x = self._post_norm(x, self.attention_post_norm, eps, offset)
+        normed, residual = self._feed_forward_norm(x, residual, self.feed_forward_norm, eps, offset)
+        x = self.feed_forward(normed)
         if self.feed_forward_post_norm is not None:
-            x = self._rms_norm(x, self.feed_forward_post_norm, eps, offset)
+            x = self._post_norm(x, self.feed_forward_post_norm, eps, offset)
         return x, residual

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer, Linear
+from ridgeline.quant.format import Expected
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total) in bytes or elements of one stage."""
@@ -49,14 +50,15 @@ POST_NORMS = {
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 # Tensors that no text decoder needs: rotary tables of old exports, and the parts of Gemma 3 that see images.
 UNUSED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Published fp8 checkpoints name the factor of a matrix in two ways; both are multiplied by.
+SCALE_ALIASES = {".weight_scale_inv": ".weight_scale"}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one checkpoint tensor goes: its whole shape, its kind, and the call that takes it."""
+    """Where one checkpoint tensor goes: what it must be, its kind, and the call that takes it."""
 
-    shape: tuple[int, ...]
+    expected: Expected
     kind: Literal["weight", "bias", "norm"]
     load: Callable[[torch.Tensor], object]
 
@@ -65,11 +67,13 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     """Every tensor the decoder needs, by the name that checkpoints give it (prefix removed)."""
     spec = decoder.spec
     found = {
-        EMBEDDING: Target((spec.vocab_size, spec.d_model), "weight", decoder.load_embedding),
+        EMBEDDING: Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding),
         FINAL_NORM: _norm(decoder.final_norm),
     }
     if decoder.head is not None and not spec.tied:
-        found[HEAD] = Target((spec.vocab_size, spec.d_model), "weight", partial(decoder.head.load, 0, "weight"))
+        found[HEAD] = Target(
+            Expected((spec.vocab_size, spec.d_model)), "weight", partial(decoder.head.load, 0, "weight")
+        )
     for index, layer in enumerate(decoder.layers):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             found[f"layers.{index}.{name}"] = target
@@ -83,9 +87,9 @@ def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple
             linear: Linear | None = getattr(block, field, None)
             if linear is None:
                 continue
-            for (part, suffix), shape in linear.weight.expects.items():
+            for (part, suffix), expected in linear.weight.expects.items():
                 kind: Literal["weight", "bias"] = "bias" if suffix == "bias" else "weight"
-                yield f"{names[part]}.{suffix}", Target(shape, kind, partial(linear.weight.load, part, suffix))
+                yield f"{names[part]}.{suffix}", Target(expected, kind, partial(linear.weight.load, part, suffix))
     for field, name in norms.items():
         vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
         if vector is not None:
@@ -93,14 +97,18 @@ def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple
 
 
 def _norm(vector: torch.Tensor) -> Target:
-    return Target(tuple(vector.shape), "norm", vector.copy_)
+    return Target(Expected(tuple(vector.shape)), "norm", vector.copy_)
 
 
 def short_name(name: str) -> str:
-    """A checkpoint's name for a tensor without the prefix of the model it was saved from."""
+    """A checkpoint's name for a tensor without the prefix of the model it was saved from, scales under one name."""
     for prefix in PREFIXES:
         if name.startswith(prefix):
-            return name.removeprefix(prefix)
+            name = name.removeprefix(prefix)
+            break
+    for suffix, ours in SCALE_ALIASES.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + ours
     return name
 
 
@@ -146,8 +154,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                             unknown.append(name)
                         continue
                     tensor = shard.get_tensor(name)
-                    _check(name, tensor, target)
-                    target.load(tensor)
+                    _take(name, tensor, target)
                     done += tensor.nbytes
                     if progress is not None:
                         progress("weights", min(done, total), total)
@@ -161,13 +168,20 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
         progress("weights", total, total)
 
 
-def _check(name: str, tensor: torch.Tensor, target: Target) -> None:
-    if tuple(tensor.shape) != target.shape:
+def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
+    """Load one tensor, or say by its name why not."""
+    shape, dtypes = target.expected.shape, target.expected.dtypes
+    alone = tensor.numel() == math.prod(shape) == 1
+    if tuple(tensor.shape) != shape and not alone:
+        raise UnsupportedModel(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}.")
+    if tensor.dtype not in dtypes:
         raise UnsupportedModel(
-            f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}."
+            f"tensor {name} holds {tensor.dtype}; config.json asks for {' or '.join(map(str, dtypes))}."
         )
-    if tensor.dtype not in FLOATS:
-        raise UnsupportedModel(f"tensor {name} holds {tensor.dtype}; quantized checkpoints are not supported yet.")
+    try:
+        target.load(tensor)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"tensor {name} {error.message}") from None
 
 
 def _listed(names: list[str]) -> str:
@@ -184,17 +198,17 @@ def load_dummy(decoder: Decoder, seed: int, progress: Progress | None = None) ->
     Matrices are uniform with standard deviation 0.02, as most checkpoints start; norms act as 1; biases are small.
     """
     wanted = targets(decoder)
-    total, done = sum(math.prod(one.shape) for one in wanted.values()), 0
+    total, done = sum(math.prod(one.expected.shape) for one in wanted.values()), 0
     for name, target in wanted.items():
         target.load(_made_up(name, target, seed, decoder))
-        done += math.prod(target.shape)
+        done += math.prod(target.expected.shape)
         if progress is not None:
             progress("weights", done, total)
 
 
 def _made_up(name: str, target: Target, seed: int, decoder: Decoder) -> torch.Tensor:
     like = decoder.embedding
-    tensor = torch.empty(target.shape, dtype=like.dtype, device=like.device)
+    tensor = torch.empty(target.expected.shape, dtype=like.dtype, device=like.device)
     if target.kind == "norm":
         return tensor.fill_(0.0 if decoder.spec.norm_offset else 1.0)
     if tensor.is_meta:

@@ -35,7 +35,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Ops:
     # Only here: Triton is an extra that a machine without a GPU need not have.
     from ridgeline.ops.triton.table import TRITON
 
-    log.info("ops: triton on %s in %s, products by cuBLAS", torch.cuda.get_device_name(device), dtype)
+    log.info("ops: triton on %s in %s, large products by cuBLAS", torch.cuda.get_device_name(device), dtype)
     return TRITON
 
 

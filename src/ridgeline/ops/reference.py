@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Ops, QkvShape
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Ops, QkvShape, Scaled
 
 TREE_BITS = 64
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-12
+"""Rows of smaller magnitude quantize as if they had this one, so that nothing is divided by zero."""
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +146,56 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, packed, bias)
 
 
+# --- 8-bit linears ----------------------------------------------------------------------------------------------------
+
+
+def quantize(x: torch.Tensor) -> Scaled:
+    """Each row of x [N, D] in e4m3 with its own scale; see Fp8Ops. The formula of weights and of activations."""
+    wide = x.float()
+    amax = wide.abs().amax(-1).clamp(min=SMALLEST_AMAX)
+    # A tensor, because PyTorch divides by a number, or a number by a tensor, with one rounding more.
+    most = torch.full_like(amax, FP8_MAX)
+    return Scaled((wide * (most / amax).unsqueeze(-1)).to(FP8), amax / most)
+
+
+def fp8_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
+    """quantize(rms_norm(x))."""
+    return quantize(rms_norm(x, weight, eps, offset))
+
+
+def fp8_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
+) -> tuple[Scaled, torch.Tensor]:
+    """(quantize(rms_norm(residual + x)), residual + x)."""
+    normed, total = add_rms_norm(x, residual, weight, eps, offset)
+    return quantize(normed), total
+
+
+def fp8_activate(gate_up: torch.Tensor, kind: str) -> Scaled:
+    """quantize(activate(gate_up))."""
+    return quantize(activate(gate_up, kind))
+
+
+def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
+    return Fp8Matrix(values, scales, scales.new_empty(0, dtype=torch.int32))
+
+
+def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See Fp8Ops. The weights are widened at each use: this saves memory, not time."""
+    given = x if isinstance(x, Scaled) else quantize(x)
+    out = F.linear(given.values.float(), matrix.values.float())
+    out = out * (given.scales.unsqueeze(-1) * matrix.scales)
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+FP8_REFERENCE = Fp8Ops(
+    rms_norm=fp8_rms_norm,
+    add_rms_norm=fp8_add_rms_norm,
+    activate=fp8_activate,
+    pack=fp8_pack,
+    linear=fp8_linear,
+)
+
 REFERENCE = Ops(
     name="reference",
     rms_norm=rms_norm,
@@ -151,4 +205,5 @@ REFERENCE = Ops(
     activate=activate,
     pack=pack,
     linear=linear,
+    fp8=FP8_REFERENCE,
 )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.ops import rows
+from ridgeline.ops.noise import Purpose
+from ridgeline.ops.sample import sample as sample_plainly
 from ridgeline.ops.step import KvView, StepInputs
 
 
@@ -29,6 +32,52 @@ class QkvShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """A linear's input in 8 bits: value = values * scale of its token.
+
+    values: float8_e4m3fn [T, D]. scales: float32 [T].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+Activation = torch.Tensor | Scaled
+"""What a linear takes: plain [T, D], or quantized by the operation that made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
+
+    values: float8_e4m3fn [out, in]. scales: float32 [out]. counters: int32, what programs that share an output tile
+    count themselves with; zero between products, empty where no kernel needs them.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    counters: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Ops:
+    """What fp8 linears run on: the operations that end in a linear's input, quantizing as they go, and the product.
+
+    A token's values are x * (448 / amax), rounded to the nearest even; its scale is amax / 448 (448: the largest e4m3,
+    Micikevicius et al. 2022). x is the plain operation's result in the model's dtype, amax its largest magnitude.
+    rms_norm, add_rms_norm, activate: as in Ops, with a Scaled for the result.
+    pack(values, scales) -> Fp8Matrix over the same memory. linear(x, matrix, bias, dtype) -> [T, out] in dtype: products
+        and sums of the 8-bit values in float32, times both scales, plus bias, rounded once; a plain x is quantized first.
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], Scaled]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[Scaled, torch.Tensor]]
+    activate: Callable[[torch.Tensor, str], Scaled]
+    pack: Callable[[torch.Tensor, torch.Tensor], Fp8Matrix]
+    linear: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """Every operation with one signature for all devices. T query tokens; D = d_model; dtype of x is the model's.
 
@@ -41,6 +90,10 @@ class Ops:
         kernels that prefer them contiguous).
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     pack(weight [out, in]) -> opaque packed weight; linear(x [T, in], packed, bias) -> [T, out].
+    sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
+        on every device.
+    gather, advance: see ops.rows.
+    fp8: the same for 8-bit linears; None: this device has no kernels for them, the reference serves.
     """
 
     name: str
@@ -53,3 +106,7 @@ class Ops:
     activate: Callable[[torch.Tensor, str], torch.Tensor]
     pack: Callable[[torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    fp8: Fp8Ops | None = None
+    sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
+    gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
+    advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance

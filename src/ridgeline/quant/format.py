@@ -6,15 +6,17 @@ by side, and how to multiply. The decoder and the loader know none of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.ops.table import Activation
 
 Split = Literal["out", "in"] | None
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +63,90 @@ class Share:
         return slice(first, first + step)
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One tensor that a checkpoint must bring: its whole shape, and the dtypes it may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+
+def expected(shape: LinearShape) -> dict[tuple[int, str], Expected]:
+    """What a checkpoint in floating point brings for a linear."""
+    found: dict[tuple[int, str], Expected] = {}
+    for index, part in enumerate(shape.parts):
+        found[index, "weight"] = Expected((part.rows, shape.d_in))
+        if shape.bias:
+            found[index, "bias"] = Expected((part.rows,))
+    return found
+
+
+def adds_bias(shape: LinearShape, share: Share) -> bool:
+    """Partial products are summed over ranks, so only one of them may add the bias."""
+    return shape.split != "in" or share.rank == 0
+
+
+class Inputs(Protocol):
+    """The operations that make a linear's input, in the form which that linear takes; see Ops and Fp8Ops."""
+
+    @property
+    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float, bool], Any]: ...
+
+    @property
+    def add_rms_norm(
+        self,
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[Any, torch.Tensor]]: ...
+
+    @property
+    def activate(self) -> Callable[[torch.Tensor, str], Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one rank holds of a linear: which rows of each part, where they lie below each other, which columns."""
+
+    rows: tuple[slice, ...]
+    places: tuple[slice, ...]
+    columns: slice
+
+    @staticmethod
+    def of(shape: LinearShape, share: Share) -> Cut:
+        rows, places, end = [], [], 0
+        for part in shape.parts:
+            cut = share.span(part.rows, part.units) if shape.split == "out" else slice(0, part.rows)
+            rows.append(cut)
+            places.append(slice(end, end := end + cut.stop - cut.start))
+        inputs = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
+        return Cut(tuple(rows), tuple(places), inputs)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(outputs, inputs) of this rank."""
+        return self.places[-1].stop, self.columns.stop - self.columns.start
+
+
 class Weight(Protocol):
     """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded."""
 
     @property
-    def expects(self) -> Mapping[tuple[int, str], tuple[int, ...]]:
-        """(part, name in the checkpoint) -> whole shape of every tensor the checkpoint must bring."""
+    def expects(self) -> Mapping[tuple[int, str], Expected]:
+        """(part, name in the checkpoint) -> every tensor the checkpoint must bring."""
+        ...
+
+    @property
+    def inputs(self) -> Inputs:
+        """What makes this linear's input."""
         ...
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
-        """Take this rank's share of a whole checkpoint tensor. The last one packs the weights for multiplication."""
+        """Take this rank's share of a whole checkpoint tensor. The last one packs the weights for multiplication.
+
+        Raises UnsupportedModel for numbers that the format cannot hold.
+        """
         ...
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, this rank's inputs] -> [T, this rank's outputs], in x's dtype."""
+    def apply(self, x: Activation) -> torch.Tensor:
+        """x [T, this rank's inputs], plain or as `inputs` made it -> [T, this rank's outputs], in the model's dtype."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

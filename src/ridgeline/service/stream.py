@@ -116,7 +116,8 @@ class _Choice:
 async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """What the engine says, as text, until every choice has ended; an empty list after a silence of keep_alive_s.
 
-    Keeps `usage` up to date. Raises RequestError when the engine refuses it (a grammar that cannot be followed to its end), EngineFailed when the engine fails.
+    Keeps `usage` up to date. Raises RequestError when the engine refuses it (a grammar that cannot be followed to its
+    end), EngineFailed when the engine fails.
     """
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call.arrival)

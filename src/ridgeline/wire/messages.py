@@ -60,10 +60,11 @@ Up = Submit | Cancel | Finish | Control
 class Delta(msgspec.Struct, array_like=True):
     """News of one choice: tokens it gained and, when it ended, why.
 
-    finish: "" while it runs, else "stop", "length", "cancelled", "refused" (the caller's fault) or "error" (ours). stop_id: the stop token that ended it (it is
-    also the last of `tokens`), else -1. error: a sentence when it was refused or failed. cached: prompt tokens taken from the
-    prefix cache (sent with the first delta, else -1). logprobs: one per token when asked for. prompt_logprobs: sent once,
-    for prompt tokens 1.. (the first has none), when asked for.
+    finish: "" while it runs, else "stop", "length", "cancelled", "refused" (the caller's fault) or "error" (ours).
+    stop_id: the stop token that ended it (it is also the last of `tokens`), else -1. error: a sentence when it was
+    refused or failed. cached: prompt tokens taken from the prefix cache (sent with the first delta, else -1).
+    logprobs: one per token when asked for. prompt_logprobs: sent once, for prompt tokens 1.. (the first has none), when
+    asked for.
     times: sent with the first tokens and with the finish: seconds (queued, prefill, decode), preemption count.
     """
 

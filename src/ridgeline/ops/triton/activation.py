@@ -7,11 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.ops.triton.launch import await_inputs, overlap
+
 BLOCK = 1024
 
 
 @triton.jit
-def _activate_kernel(x_ptr, out_ptr, x_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _activate_kernel(x_ptr, out_ptr, x_stride, size, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -31,6 +34,6 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _activate_kernel[(tokens, triton.cdiv(size, BLOCK))](
-            gate_up, out, gate_up.stride(0), size, GELU=kind == "gelu_tanh", BLOCK=BLOCK
+            gate_up, out, gate_up.stride(0), size, GELU=kind == "gelu_tanh", BLOCK=BLOCK, **overlap(out.device)
         )
     return out

@@ -18,6 +18,7 @@ import triton
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.plan import plan_kernel
 from ridgeline.ops.triton.tuning import Tile
 from ridgeline.ops.triton.walk import chunk_kernel, combine_kernel, split_kernel
@@ -65,7 +66,10 @@ class _Call:
     def tile(self, split: bool) -> Tile:
         if self.q.dtype == torch.float32:
             return tuning.FLOAT32_SPLIT if split else tuning.FLOAT32_CHUNK
-        return (tuning.SPLIT_TILES if split else tuning.CHUNK_TILES)[self.width]
+        if split:
+            return tuning.SPLIT_TILES[self.width]
+        short = self.step.max_query <= tuning.LONGEST_SHORT_CHUNK
+        return (tuning.SHORT_CHUNK_TILES if short else tuning.CHUNK_TILES)[self.width]
 
 
 def _once(call: _Call, name: str, make: Callable[[], _Work]) -> _Work:
@@ -83,35 +87,45 @@ def _plan(call: _Call, split: bool) -> _Work:
     """Write the units of the split kernel (runs of slots of a row) or of the chunk kernel (runs of packed queries)."""
     step, device, tile = call.step, call.q.device, call.tile(split)
     rows, kv_heads = step.rows.shape[0], call.view.kv.shape[2]
+    tokens = call.q.shape[0]
     if split:
         wave = _processors(device) * tuning.SPLIT_PROGRAMS_PER_PROCESSOR
         waves = 1 if rows * kv_heads < wave else tuning.SPLIT_WAVES
         spare = max(1, wave * waves // kv_heads)
         if waves == 1:
             spare = max(1, spare - rows)
+        count = rows + spare
     else:
-        spare = triton.cdiv(call.q.shape[0] * call.group, tile.queries)
-    units = torch.empty((3, rows + spare), dtype=torch.int32, device=device)
+        spare = triton.cdiv(tokens * call.group, tile.queries)
+        # Each row with so many tokens that it belongs here may end with a tile that is not full.
+        count = min(rows, tokens // (call.small // call.group + 1)) + spare
+    units = torch.empty((3, count), dtype=torch.int32, device=device)
     per_row = torch.empty((2, rows), dtype=torch.int32, device=device)
     block = 32
-    plan_kernel[(triton.cdiv(rows + spare, block),)](
+    plan_kernel[(triton.cdiv(count, block),)](
         step.q_start,
         step.length,
         units,
         per_row,
         rows,
-        rows + spare,
+        count,
         spare,
-        group=call.group,
-        small=call.small,
+        call.group,
+        call.small,
         window=0 if call.compacted else call.view.window or 0,
         tile=tile.keys if split else tile.queries,
         smallest=tuning.SMALLEST_SPLIT if call.q.is_cuda else tile.keys,
         SPLIT=split,
-        ROWS=triton.next_power_of_2(rows),
+        ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,
+        **overlap(device),
     )
     return _Work(units, per_row)
+
+
+def _class(value: int, classes: tuple[int, ...]) -> int:
+    """The smallest class that holds `value`, beyond them the next power of two: few classes, few compilations."""
+    return next((one for one in classes if one >= value), triton.next_power_of_2(value))
 
 
 def _shared(call: _Call, split: bool) -> dict[str, object]:
@@ -151,6 +165,7 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
         "WIDTH": call.width,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **overlap(call.q.device),
     }
 
 
@@ -174,7 +189,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         **_shared(call, split=True),
     )
     rows = call.step.rows.shape[0]
-    combine_kernel[(rows * (call.small // call.group), call.q.shape[1])](
+    combine_kernel[(rows, call.q.shape[1])](
         work.rows,
         call.step.q_start,
         part,
@@ -182,7 +197,6 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         out,
         lse,
         rows,
-        most=call.small // call.group,
         part_queries=queries,
         kv_heads=kv_heads,
         group=call.group,
@@ -190,6 +204,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         PARTS=tuning.COMBINED_AT_ONCE,
         WIDTH=call.width,
         num_warps=2,
+        **overlap(out.device),
     )
 
 
@@ -211,8 +226,12 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
     group = q.shape[1] // view.kv.shape[2]
-    few = step.max_query * group <= tuning.LARGEST_SPLIT_QUERIES
-    small = step.max_query * group if few else max(16, group)
+    packed = step.max_query * group
+    few = packed <= tuning.LARGEST_SPLIT_QUERIES
+    # Not the exact number: each would be a kernel of its own.
+    small = group if step.max_query == 1 else max(tuning.SPLIT_QUERIES, group)
+    if few and packed > small:
+        small = tuning.LARGEST_SPLIT_QUERIES
     call = _Call(q, view, step, small)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

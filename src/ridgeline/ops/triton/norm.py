@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.ops.triton.launch import await_inputs, overlap
+
 
 @triton.jit
 def _norm_kernel(
@@ -21,17 +23,19 @@ def _norm_kernel(
     size: tl.constexpr,
     ADD: tl.constexpr,
     OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    await_inputs(PDL)
     x = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0)
     if ADD:
         x = x + tl.load(residual_ptr + token * residual_stride + at, mask=inside, other=0.0)
         tl.store(total_ptr + token * size + at, x, mask=inside)
     wide = x.to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -60,6 +64,7 @@ def _launch(
             OFFSET=offset,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            **overlap(x.device),
         )
     return out, total
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.ops.triton.launch import await_inputs
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows", "units", "spare", "group", "small"])
 def plan_kernel(
     q_start_ptr,
     length_ptr,
@@ -16,20 +18,23 @@ def plan_kernel(
     rows,
     units,
     spare,
-    group: tl.constexpr,
-    small: tl.constexpr,
+    group,
+    small,
     window: tl.constexpr,
     tile: tl.constexpr,
     smallest: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """units [3, units]: row (rows or more: nothing to do), begin, end. per_row [2, rows]: first unit, number of units.
 
     SPLIT: rows with at most `small` packed queries, cut along their slots into runs of a common length, a multiple of
-    `tile`, chosen such that all runs fit into rows + spare units. Else: the other rows, cut into `tile` packed queries.
+    `tile`, chosen such that all runs fit into rows + spare units. Else: the other rows, cut into `tile` packed queries;
+    `units` must be enough for them.
     """
+    await_inputs(PDL)
     row = tl.arange(0, ROWS)
     real = row < rows
     first_query = tl.load(q_start_ptr + row, mask=real, other=0)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import QkvShape
+from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK_HEADS = 4
 
@@ -26,7 +27,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, at, inside, Q: tl.constexpr, K: t
     return tl.where(is_q[:, None], q[None, :], k[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _qkv_kernel(
     qkv_ptr,
     cos_sin_ptr,
@@ -51,8 +52,10 @@ def _qkv_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token, HEADS heads. Each head is two halves that turn into each other and, if REST, a rest that stays."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     turned: tl.constexpr = n_heads + n_kv_heads
@@ -141,6 +144,7 @@ def qkv_write(
             HALF=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(max(rest, 1)),
             num_warps=1 if dim <= 128 else 2,
+            **overlap(qkv.device),
         )
     q, k, v = qkv.view(tokens, sum(sizes), dim).split(sizes, 1)
     return q, k, v

@@ -1,7 +1,7 @@
 """Drawing tokens in one pass over the logits: temperature, noise and argmax fused.
 
-The formula is that of decoding.sampler (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of
-decoding.noise, a hash of (row key, position, purpose, token) in wrapping 32-bit arithmetic, so both draw the same
+The formula is that of ops.sample (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of
+ops.noise, a hash of (row key, position, purpose, token) in wrapping 32-bit arithmetic, so both draw the same
 tokens but for ties within the rounding of the logarithms.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 4096
 FIRST = tl.constexpr(0x21F0AAAD)
@@ -38,7 +40,7 @@ def _log_exponential(word):
     return tl.log(tl.where(u < 0.06, series, -tl.log(1.0 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "key_ptr", "position_ptr"])
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -47,20 +49,25 @@ def _draw_kernel(
     best_ptr,
     token_ptr,
     logits_stride,
+    temperature_stride,
+    key_stride,
+    position_stride,
     vocab,
     purpose: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The best token of one row's block of the vocabulary."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     score = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
     if temperature > 0.0:
-        first = tl.load(key_ptr + 2 * row).to(tl.uint32, bitcast=True)
-        second = tl.load(key_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
-        where = tl.load(position_ptr + row).to(tl.uint32, bitcast=True) * GOLDEN
+        first = tl.load(key_ptr + row * key_stride).to(tl.uint32, bitcast=True)
+        second = tl.load(key_ptr + row * key_stride + 1).to(tl.uint32, bitcast=True)
+        where = tl.load(position_ptr + row * position_stride).to(tl.uint32, bitcast=True) * GOLDEN
         for _ in tl.static_range(purpose + 1):
             where = where + PURPOSE
         one = _mix(where + first, second)
@@ -74,19 +81,21 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best_kernel(best_ptr, token_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
+def _best_kernel(best_ptr, token_ptr, out_ptr, blocks, vocab, PDL: tl.constexpr, BLOCKS: tl.constexpr):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     best = tl.load(best_ptr + row * blocks + at, mask=at < blocks, other=float("-inf"))
-    place = tl.argmax(best, 0)
-    tl.store(out_ptr + row, tl.load(token_ptr + row * blocks + place))
+    place = tl.minimum(tl.argmax(best, 0), blocks - 1)
+    # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
+    tl.store(out_ptr + row, tl.minimum(tl.load(token_ptr + row * blocks + place), vocab - 1))
 
 
 def sample(
     logits: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor, purpose: int
 ) -> torch.Tensor:
     """logits [N, V] of any float type, -inf where not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
-    (decoding.noise.row_key); position int32 [N] -> tokens int32 [N]."""
+    (ops.noise.row_key); position int32 [N] -> tokens int32 [N]."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
@@ -101,10 +110,15 @@ def sample(
             best,
             token,
             logits.stride(0),
+            temperature.stride(0),
+            key.stride(0),
+            position.stride(0),
             vocab,
             purpose=int(purpose),
             BLOCK=BLOCK,
             num_warps=8,
+            **overlap(out.device),
         )
-        _best_kernel[(rows,)](best, token, out, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+        most = triton.next_power_of_2(blocks)
+        _best_kernel[(rows,)](best, token, out, blocks, vocab, BLOCKS=most, num_warps=1, **overlap(out.device))
     return out

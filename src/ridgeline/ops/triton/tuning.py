@@ -30,14 +30,27 @@ CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
     32: Tile(128, 64, 4, 3),
     64: Tile(128, 64, 8, 3),
-    128: Tile(128, 64, 8, 3),
+    128: Tile(128, 64, 4, 3),
     256: Tile(64, 32, 8, 2),
 }
+# Where no row has many query tokens, programs are too few rather than too slow: smaller tiles make more of them.
+SHORT_CHUNK_TILES = {
+    16: Tile(64, 64, 4, 3),
+    32: Tile(64, 64, 4, 3),
+    64: Tile(64, 64, 4, 3),
+    128: Tile(64, 64, 4, 3),
+    256: Tile(64, 32, 8, 2),
+}
+LONGEST_SHORT_CHUNK = 1024
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)
 
 LARGEST_SPLIT_QUERIES = 64
 """Steps whose rows all have at most this many packed queries need no chunk kernel."""
+SPLIT_QUERIES = 16
+"""In other steps, rows with at most this many packed queries, the least that a product takes, are left to the split one."""
+PLAN_ROWS = (64, 512)
+"""Rows for which a plan kernel is compiled; beyond, the next power of two."""
 SPLIT_PROGRAMS_PER_PROCESSOR = 3
 """Programs that run at a time on one processor with SPLIT_TILES: what one wave is made of."""
 SPLIT_WAVES = 4
@@ -45,3 +58,4 @@ SPLIT_WAVES = 4
 SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
 COMBINED_AT_ONCE = 16
+"""Parts of a row that a program holds at a time while it puts them together."""

@@ -10,8 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.ops.triton.launch import await_inputs
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+STEP_SIZES = ["batch", "units"]
+"""Arguments that change from step to step: a kernel compiled apart for 1 or for multiples of 16 would compile while
+requests wait."""
 
 
 @triton.jit
@@ -102,7 +107,7 @@ def _finish(best, weight, out):
     return out / tl.where(some, weight, 1.0)[:, None], lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_SIZES)
 def split_kernel(
     q_ptr,
     kv_ptr,
@@ -140,11 +145,13 @@ def split_kernel(
     COMPACTED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """All query tokens of a row, one KV head, one run of its slots."""
+    await_inputs(PDL)
     unit = tl.program_id(0) // kv_heads
     head = tl.program_id(0) % kv_heads
     index = tl.load(units_ptr + unit)
@@ -212,7 +219,7 @@ def split_kernel(
         tl.store(part_lse_ptr + line, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_SIZES)
 def combine_kernel(
     per_row_ptr,
     q_start_ptr,
@@ -221,54 +228,53 @@ def combine_kernel(
     out_ptr,
     lse_ptr,
     batch,
-    most: tl.constexpr,
     part_queries: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
+    PDL: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One query token and head of a row that was split: its parts weighted by exp(their log-sum-exp)."""
-    index = tl.program_id(0) // most
-    place = tl.program_id(0) % most
+    """One head of a row that was split: its parts weighted by exp(their log-sum-exp), one query token after the other."""
+    await_inputs(PDL)
+    index = tl.program_id(0)
     head = tl.program_id(1)
-    first_query = tl.load(q_start_ptr + index)
-    n = tl.load(q_start_ptr + index + 1) - first_query
     count = tl.load(per_row_ptr + batch + index)
-    if place >= n:
-        return
     if count <= 1:
         return
+    first_query = tl.load(q_start_ptr + index)
+    n = tl.load(q_start_ptr + index + 1) - first_query
     first = tl.load(per_row_ptr + index)
     at = tl.arange(0, WIDTH)
-    packed = place * group + head % group
-    best = tl.full((1,), float("-inf"), tl.float32)
-    weight = tl.zeros((1,), tl.float32)
-    out = tl.zeros((WIDTH,), tl.float32)
-    for done in range(0, count, PARTS):
-        part = done + tl.arange(0, PARTS)
-        inside = part < count
-        line = ((first + part).to(tl.int64) * kv_heads + head // group) * part_queries + packed
-        lse = tl.load(part_lse_ptr + line, mask=inside, other=float("-inf"))
-        tile = inside[:, None] & (at < head_dim)[None, :]
-        values = tl.load(part_ptr + line[:, None] * head_dim + at[None, :], mask=tile, other=0.0)
-        top = tl.maximum(best, tl.max(lse, 0))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.exp(best - safe)
-        p = tl.exp(lse - safe)
-        weight = weight * shrink + tl.sum(p, 0)
-        out = out * shrink + tl.sum(values * p[:, None], 0)
-        best = top
-    some = weight > 0.0
-    line = (first_query + place).to(tl.int64) * (kv_heads * group) + head
-    out = out / tl.where(some, weight, 1.0)
-    tl.store(out_ptr + line * head_dim + at, out.to(out_ptr.dtype.element_ty), mask=at < head_dim)
-    lse = tl.where(some, best + tl.log(tl.where(some, weight, 1.0)), float("-inf"))
-    tl.store(lse_ptr + line + tl.arange(0, 1), lse)
+    for place in range(n):
+        packed = place * group + head % group
+        best = tl.full((1,), float("-inf"), tl.float32)
+        weight = tl.zeros((1,), tl.float32)
+        out = tl.zeros((WIDTH,), tl.float32)
+        for done in range(0, count, PARTS):
+            part = done + tl.arange(0, PARTS)
+            inside = part < count
+            line = ((first + part).to(tl.int64) * kv_heads + head // group) * part_queries + packed
+            lse = tl.load(part_lse_ptr + line, mask=inside, other=float("-inf"))
+            tile = inside[:, None] & (at < head_dim)[None, :]
+            values = tl.load(part_ptr + line[:, None] * head_dim + at[None, :], mask=tile, other=0.0)
+            top = tl.maximum(best, tl.max(lse, 0))
+            safe = tl.where(top == float("-inf"), 0.0, top)
+            shrink = tl.exp(best - safe)
+            p = tl.exp(lse - safe)
+            weight = weight * shrink + tl.sum(p, 0)
+            out = out * shrink + tl.sum(values * p[:, None], 0)
+            best = top
+        some = weight > 0.0
+        line = (first_query + place).to(tl.int64) * (kv_heads * group) + head
+        out = out / tl.where(some, weight, 1.0)
+        tl.store(out_ptr + line * head_dim + at, out.to(out_ptr.dtype.element_ty), mask=at < head_dim)
+        lse = tl.where(some, best + tl.log(tl.where(some, weight, 1.0)), float("-inf"))
+        tl.store(lse_ptr + line + tl.arange(0, 1), lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_SIZES)
 def chunk_kernel(
     q_ptr,
     kv_ptr,
@@ -302,11 +308,13 @@ def chunk_kernel(
     COMPACTED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One tile of a row's packed queries and one KV head; first the slots that all of them see, then the others."""
+    await_inputs(PDL)
     # Later tiles see more slots: they start first, so that the short ones fill the end.
     unit = units - 1 - tl.program_id(0) // kv_heads
     head = tl.program_id(0) % kv_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.decoding.noise import Purpose, draw_key, exponential, row_key, words
+from ridgeline.ops.noise import Purpose, draw_key, exponential, row_key, words
 
 TOKENS = torch.arange(4096, dtype=torch.int32)
 KNOWN_KEY, KNOWN_LAST = (-2032993677, -2074001574), (-64904317, 108709756)

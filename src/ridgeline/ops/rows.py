@@ -1,0 +1,110 @@
+"""The device's rows as operations see them: where a step's query tokens are gathered from, and what a draw writes back.
+
+Here in plain PyTorch; a GPU has one kernel for each (ops.triton.rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class Int(IntEnum):
+    """Columns of `ints`. The first four move with every step.
+
+    POSITION: tokens whose keys are written, so the position of the next query. LENGTH: slots in use; equal to POSITION
+    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop or the limit was seen.
+    """
+
+    POSITION = 0
+    LENGTH = 1
+    KNOWN = 2
+    DONE = 3
+    LIMIT = 4
+    PROMPT = 5
+    MIN_TOKENS = 6
+    TOP_K = 7
+    KEY = 8
+    STOP = 10
+
+
+MOVING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """tokens int32 [R, width], all a row knows. ints int32 [R, INTS], columns as in Int. tables int32 [groups, R, P], each
+    row's pages in slot order, of page_tokens slots each."""
+
+    tokens: torch.Tensor
+    ints: torch.Tensor
+    tables: torch.Tensor
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How query tokens are spread over rows: n_query int32 [B]; row_of, place int32 [T], each token's row in the step and
+    number in that row."""
+
+    n_query: torch.Tensor
+    row_of: torch.Tensor
+    place: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A step's query tokens: tokens, position int32 [T]; slots int64 [groups, T], where their keys go; length int32 [B],
+    slots each row holds with them."""
+
+    tokens: torch.Tensor
+    position: torch.Tensor
+    slots: torch.Tensor
+    length: torch.Tensor
+
+
+def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+    """The next query tokens of device rows `own` int32 [B]; without `spread` each row has one."""
+    held = state.ints.index_select(0, own)
+    if spread is None:
+        row, position, slot = own, held[:, Int.POSITION].contiguous(), held[:, Int.LENGTH]
+        length = slot + 1
+    else:
+        row = own.index_select(0, spread.row_of)
+        length = held[:, Int.LENGTH] + spread.n_query
+        held = held[:, :MOVING].index_select(0, spread.row_of)
+        position, slot = held[:, Int.POSITION] + spread.place, held[:, Int.LENGTH] + spread.place
+    tables, size = state.tables, state.page_tokens
+    tokens = state.tokens.view(-1).index_select(0, row * state.tokens.shape[1] + position)
+    pages = tables.view(len(tables), -1).index_select(1, row * tables.shape[2] + slot // size)
+    return Gathered(tokens, position, (pages.long() * size).add_(slot % size), length)
+
+
+def ends(state: RowState, rows: torch.Tensor, place: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """What a token drawn for `place` of device rows [N] ends: int32 [N], 1 for a stop id, 2 for the limit, 3 for both, as
+    in core.plan.Flag."""
+    ints = state.ints.index_select(0, rows)
+    held = place + 1
+    stop = (drawn.unsqueeze(1) == ints[:, Int.STOP :]).any(dim=1)
+    stop &= held - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
+    return (held >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
+
+
+def move(state: RowState, rows: torch.Tensor, count: torch.Tensor, flag: torch.Tensor) -> None:
+    """Rows gain `count` tokens and are done where `flag` is set."""
+    moved = torch.stack((count, count, count, flag.clamp(max=1)), dim=1)
+    state.ints[:, :MOVING].index_add_(0, rows, moved)
+
+
+def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Device rows int32 [S] take one drawn token each, int32 [S]: it is written behind what they know, and they move on;
+    a row that is done stays as it is. Only row 0 may come more than once. -> int32 [S, 3]: tokens gained, flag, token."""
+    place = state.ints.index_select(0, rows)[:, Int.KNOWN]
+    live = 1 - state.ints.index_select(0, rows)[:, Int.DONE]
+    flag = ends(state, rows, place, drawn) * live
+    at = (rows * state.tokens.shape[1] + place).long()
+    state.tokens.view(-1).index_copy_(0, at, drawn)
+    move(state, rows, live, flag)
+    return torch.stack((live, flag, drawn), dim=1)

@@ -1,0 +1,158 @@
+"""Tensor-core products for few tokens: the weight's rows fill the long side of the matrix unit, the tokens the short one.
+
+A program computes ROWS x BATCH of out^T = W x^T and streams its weights through a deep pipeline. Where a matrix has too
+few tiles to keep all processors reading, each tile's sum is cut along k (split-K); the last of a tile's programs to
+arrive adds the parts in their order, so results do not depend on timing. Before it waits for the kernel that makes x,
+a program asks for its first weights (programmatic dependent launch, see gemv).
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.shapes import MatrixTile
+
+COUNTERS = 4096
+"""Tiles that may be split: more tiles than this fill every GPU without."""
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of the programs that finished a tile's part: zero before and after every product of the device."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _ask(w_ptr, tile, begin, n, k, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Have BYTES of each of the tile's rows fetched into L2, from element `begin` on."""
+    row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), n - 1)
+    address = (w_ptr + row.to(tl.int64) * k + begin).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["m", "batches", "splits"])
+def matrix_kernel(
+    w_desc,
+    x_desc,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals_ptr,
+    m,
+    n,
+    k,
+    batches,
+    splits,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    ASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out [m, n] = x [m, k] w [n, k]^T + bias.
+
+    w_desc, x_desc: tiles of w and x for the copy engine, which fills with zeros behind the edges. part: float32 [batches *
+    tiles, splits, ROWS, BATCH]; arrivals: int32, zero for every tile; both only with SPLIT. ASKED: bytes of a row to ask
+    for early, as a string, or "".
+    """
+    split = tl.program_id(0) % splits
+    tile = tl.program_id(0) // splits
+    row_tile = tile // batches
+    batch_tile = tile % batches
+    blocks = (k + BLOCK - 1) // BLOCK
+    begin = split * blocks // splits
+    end = (split + 1) * blocks // splits
+    if PDL:
+        if ASKED != "":
+            _ask(w_ptr, row_tile, begin * BLOCK, n, k, ROWS, ASKED)
+        gdc_launch_dependents()
+        gdc_wait()
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    token = batch_tile * BATCH + tl.arange(0, BATCH)
+    total = tl.zeros((ROWS, BATCH), tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        w = w_desc.load([row_tile * ROWS, block * BLOCK])
+        x = x_desc.load([batch_tile * BATCH, block * BLOCK])
+        total = tl.dot(w, x.T, total, input_precision=PRECISION)
+    last = True
+    if SPLIT:
+        place = tl.arange(0, ROWS)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
+        parts = part_ptr + tile.to(tl.int64) * splits * (ROWS * BATCH) + place
+        tl.store(parts + split * (ROWS * BATCH), total)
+        # Every thread's part must be out before the one thread that counts says so.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
+        if last:
+            total = tl.load(parts, cache_modifier=".cg")
+            for other in range(1, splits):
+                total += tl.load(parts + other * (ROWS * BATCH), cache_modifier=".cg")
+            tl.store(arrivals_ptr + tile, 0)
+    if last:
+        if BIAS:
+            total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        where = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+        tl.store(where, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+
+
+def matrix_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: MatrixTile) -> torch.Tensor:
+    """x [T, k] with contiguous rows, weight [n, k] contiguous -> x weight^T + bias [T, n] in x's dtype. Addresses and
+    rows of both must be multiples of 16 bytes (see table.fits)."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, tile.rows)
+    splits = max(1, min(tile.splits, triton.cdiv(k, tile.block)))
+    if batches * tiles > COUNTERS:
+        splits = 1
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    part, arrivals = out, out
+    if splits > 1:
+        shape = (batches * tiles, splits, tile.rows, tile.batch)
+        part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
+    launch = overlap(x.device)
+    run = k // tile.block // splits * tile.block
+    asked = tile.asked if launch["PDL"] and k % tile.block == 0 and tile.asked <= run * x.element_size() else 0
+    matrix_kernel[(batches * tiles * splits,)](
+        TensorDescriptor.from_tensor(weight, [tile.rows, tile.block]),
+        TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
+        weight,
+        weight if bias is None else bias,
+        out,
+        part,
+        arrivals,
+        tokens,
+        n,
+        k,
+        batches,
+        splits,
+        BIAS=bias is not None,
+        SPLIT=splits > 1,
+        BATCH=tile.batch,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ASKED=str(asked) if asked else "",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **launch,
+    )
+    return out

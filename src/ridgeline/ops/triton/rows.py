@@ -1,0 +1,159 @@
+"""Gathering a step's query tokens and writing drawn ones back, one kernel each; see ops.rows."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.rows import Gathered, Int, RowState, Spread
+from ridgeline.ops.triton.launch import await_inputs, overlap
+
+BLOCK = 64
+POSITION, LENGTH, KNOWN, DONE = (tl.constexpr(int(one)) for one in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE))
+LIMIT, PROMPT, MIN_TOKENS = (tl.constexpr(int(one)) for one in (Int.LIMIT, Int.PROMPT, Int.MIN_TOKENS))
+STOP = tl.constexpr(int(Int.STOP))
+
+
+@triton.jit(do_not_specialize=["batch", "queries"])
+def _gather_kernel(
+    own_ptr,
+    n_query_ptr,
+    row_of_ptr,
+    place_ptr,
+    tokens_ptr,
+    ints_ptr,
+    tables_ptr,
+    token_ptr,
+    position_ptr,
+    slots_ptr,
+    length_ptr,
+    batch,
+    queries,
+    width,
+    ints_stride,
+    group_stride,
+    row_stride,
+    groups: tl.constexpr,
+    page_tokens: tl.constexpr,
+    SPREAD: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_inputs(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = at < batch
+    row = tl.load(own_ptr + at, mask=real, other=0)
+    more = tl.load(n_query_ptr + at, mask=real, other=0) if SPREAD else 1
+    length = tl.load(ints_ptr + row * ints_stride + LENGTH, mask=real, other=0)
+    tl.store(length_ptr + at, length + more, mask=real)
+    real = at < queries
+    if SPREAD:
+        place = tl.load(place_ptr + at, mask=real, other=0)
+        row = tl.load(own_ptr + tl.load(row_of_ptr + at, mask=real, other=0), mask=real, other=0)
+        length = tl.load(ints_ptr + row * ints_stride + LENGTH, mask=real, other=0)
+    else:
+        place = tl.zeros((BLOCK,), tl.int32)
+    position = tl.load(ints_ptr + row * ints_stride + POSITION, mask=real, other=0) + place
+    tl.store(position_ptr + at, position, mask=real)
+    tl.store(token_ptr + at, tl.load(tokens_ptr + row * width + position, mask=real, other=0), mask=real)
+    slot = length + place
+    for group in tl.static_range(groups):
+        page = tl.load(tables_ptr + group * group_stride + row * row_stride + slot // page_tokens, mask=real, other=0)
+        target = page.to(tl.int64) * page_tokens + slot % page_tokens
+        tl.store(slots_ptr + group * queries + at, target, mask=real)
+
+
+def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+    """See ops.rows.gather."""
+    rows, groups = len(own), len(state.tables)
+    queries = rows if spread is None else len(spread.row_of)
+    device = own.device
+    token, position = (torch.empty(queries, dtype=torch.int32, device=device) for _ in range(2))
+    slots = torch.empty((groups, queries), dtype=torch.int64, device=device)
+    length = torch.empty(rows, dtype=torch.int32, device=device)
+    _gather_kernel[(triton.cdiv(max(rows, queries), BLOCK),)](
+        own,
+        own if spread is None else spread.n_query,
+        own if spread is None else spread.row_of,
+        own if spread is None else spread.place,
+        state.tokens,
+        state.ints,
+        state.tables,
+        token,
+        position,
+        slots,
+        length,
+        rows,
+        queries,
+        state.tokens.stride(0),
+        state.ints.stride(0),
+        state.tables.stride(0),
+        state.tables.stride(1),
+        groups=groups,
+        page_tokens=state.page_tokens,
+        SPREAD=spread is not None,
+        BLOCK=BLOCK,
+        num_warps=2,
+        **overlap(device),
+    )
+    return Gathered(token, position, slots, length)
+
+
+@triton.jit
+def _advance_kernel(
+    rows_ptr,
+    drawn_ptr,
+    tokens_ptr,
+    ints_ptr,
+    packed_ptr,
+    width,
+    ints_stride,
+    stops: tl.constexpr,
+    PDL: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """One row. Row 0 is done, so however often it comes it is written what it holds."""
+    await_inputs(PDL)
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index)
+    drawn = tl.load(drawn_ptr + index)
+    own = ints_ptr + row * ints_stride
+    known = tl.load(own + KNOWN)
+    done = tl.load(own + DONE)
+    live = 1 - done
+    at = tl.arange(0, STOPS)
+    stop = tl.sum((tl.load(own + STOP + at, mask=at < stops, other=-1) == drawn).to(tl.int32), 0) > 0
+    said = known + 1 - tl.load(own + PROMPT)
+    stop = stop & (said > tl.load(own + MIN_TOKENS))
+    flag = (2 * (known + 1 >= tl.load(own + LIMIT)).to(tl.int32) + stop.to(tl.int32)) * live
+    tl.store(tokens_ptr + row * width + known, drawn)
+    tl.store(own + POSITION, tl.load(own + POSITION) + live)
+    tl.store(own + LENGTH, tl.load(own + LENGTH) + live)
+    tl.store(own + KNOWN, known + live)
+    tl.store(own + DONE, done + (flag > 0).to(tl.int32))
+    tl.store(packed_ptr + 3 * index, live)
+    tl.store(packed_ptr + 3 * index + 1, flag)
+    tl.store(packed_ptr + 3 * index + 2, drawn)
+
+
+def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """See ops.rows.advance."""
+    packed = torch.empty((len(rows), 3), dtype=torch.int32, device=rows.device)
+    stops = state.ints.shape[1] - Int.STOP
+    if len(rows):
+        _advance_kernel[(len(rows),)](
+            rows,
+            drawn,
+            state.tokens,
+            state.ints,
+            packed,
+            state.tokens.stride(0),
+            state.ints.stride(0),
+            stops=stops,
+            STOPS=triton.next_power_of_2(stops),
+            num_warps=1,
+            **overlap(rows.device),
+        )
+    return packed

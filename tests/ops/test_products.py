@@ -1,0 +1,147 @@
+"""The products of a few tokens equal float64: on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter computes a bf16 product wrongly, so it is asked for float32 and float16 only; it knows no programmatic
+dependent launch, which the kernels leave out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ridgeline.ops.triton.gemm_small import matrix_product
+from ridgeline.ops.triton.gemv import vector_product
+from ridgeline.ops.triton.shapes import MatrixTile, VectorTile, tile_for
+from ridgeline.ops.triton.table import TRITON
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop_bounds_from_arrays() -> Iterator[None]:
+    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        yield
+
+
+def near(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Relative error in the 2-norm against float64; shape and dtype as Ops.linear promises."""
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert out.shape == want.shape
+    assert out.dtype == x.dtype
+    error = float((out.double() - want).norm() / want.norm())
+    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}[x.dtype], error
+
+
+def operands(tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, weight, bias = torch.randn(tokens, k), torch.randn(n, k), 20 * torch.randn(n)
+    return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(("n", "k", "tile"), [(37, 264, VectorTile(2, 256, 2)), (8, 512, VectorTile(1, 256, 2))])
+def test_vector_products(tokens: int, n: int, k: int, tile: VectorTile, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(tokens, n, k, dtype)
+    near(vector_product(x, weight, None, tile), x, weight, None)
+    near(vector_product(x, weight, bias, tile), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize(("tokens", "n", "k"), [(5, 37, 264), (16, 128, 256), (17, 150, 320), (40, 64, 1000)])
+def test_matrix_products(tokens: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
+    """Edges in every direction; a token count over the tile's batch makes several tiles of tokens."""
+    x, weight, bias = operands(tokens, n, k, dtype)
+    tile = MatrixTile(16, 64, 64, 4, 2, splits=splits)
+    near(matrix_product(x, weight, None, tile), x, weight, None)
+    near(matrix_product(x, weight, bias, tile), x, weight, bias)
+
+
+def test_a_split_product_leaves_its_counters_as_they_were() -> None:
+    """The same call twice gives the same bits: the parts are added in one order, and the last program starts anew."""
+    x, weight, bias = operands(9, 150, 640, torch.float32)
+    tile = MatrixTile(16, 64, 64, 4, 2, splits=4)
+    first = matrix_product(x, weight, bias, tile)
+    for _ in range(3):
+        assert torch.equal(matrix_product(x, weight, bias, tile), first)
+
+
+def test_rows_may_be_part_of_a_wider_tensor() -> None:
+    wide, weight, bias = torch.randn(9, 512, device=DEVICE), torch.randn(40, 256, device=DEVICE), None
+    x = wide[:, 256:]
+    near(vector_product(x[:3], weight, bias, VectorTile(1, 256, 2)), x[:3], weight, bias)
+    near(matrix_product(x, weight, bias, MatrixTile(16, 64, 64, 4, 2)), x, weight, bias)
+    near(TRITON.linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 64, 256, 300])
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (31, 70)])
+def test_linear(tokens: int, n: int, k: int) -> None:
+    """Whatever path a shape takes."""
+    x, weight, bias = operands(tokens, n, k, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+    out = TRITON.linear(x, TRITON.pack(weight), bias)
+    assert out.shape == (tokens, n)
+    if tokens:
+        near(out, x, weight, bias)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 17, 40, 64, 65, 128, 129])
+@pytest.mark.parametrize(
+    ("n", "k"), [(128, 64), (4096, 1024), (28672, 4096), (151936, 1024), (576, 576), (4096, 14336)]
+)
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int) -> None:
+    """A pipeline must fit a processor's shared memory, a batch must hold the tokens, splits must not outnumber blocks."""
+    tile = tile_for(tokens, n, k)
+    if isinstance(tile, MatrixTile):
+        assert (tile.rows + tile.batch) * tile.block * 2 * tile.stages <= 225 * 1024
+        assert tile.batch >= tokens
+        assert 1 <= tile.splits <= -(-k // tile.block)
+    elif tile is None:
+        assert tokens > 32
+    else:
+        assert tokens <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 16, 33, 64, 100, 128, 250])
+def test_a_captured_chain_of_products(tokens: int) -> None:
+    """Products start before the one that makes their input has ended; in a graph, on the model's own shapes."""
+    if DEVICE != "cuda":
+        pytest.skip("needs a CUDA device")
+    weights = [torch.randn(n, k, device=DEVICE).bfloat16() / 64 for n, k in ((4096, 1024), (1024, 4096)) * 3]
+    first = torch.randn(tokens, 1024, device=DEVICE).bfloat16()
+
+    def chain() -> list[torch.Tensor]:
+        outs = [first]
+        for weight in weights:
+            outs.append(TRITON.linear(outs[-1], weight, None))
+        return outs
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain()
+    for _ in range(3):
+        first.normal_()
+        for out in outs[1:]:
+            out.fill_(float("nan"))
+        graph.replay()
+        for x, out, weight in zip(outs[:-1], outs[1:], weights, strict=True):
+            near(out, x, weight, None)

@@ -1,0 +1,160 @@
+"""The Triton kernels of 8-bit linears equal the reference: on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.ops.reference import FP8_REFERENCE, quantize
+from ridgeline.ops.table import Activation, Fp8Matrix, Scaled
+
+pytest.importorskip("triton")
+
+from ridgeline.ops.triton import fp8
+from ridgeline.ops.triton.fp8 import FP8_TRITON
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+ERROR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mended_interpreter() -> Iterator[None]:
+    """Two faults of Triton 3.6's interpreter: it makes loop bounds of arrays of one element, which numpy 2.4 no longer
+    converts, and it drops the carry when a value rounds up to the next power of two in e4m3."""
+    from triton.runtime import interpreter
+
+    bounds, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+    def patched(tensor: Any, scope: Any) -> None:
+        bounds(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if str(source) != "fp32" or str(target) != "fp8e4nv":
+            return convert(values, source, target, rounding)
+        wide = torch.from_numpy(values.view("float32").copy())
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        patch.setattr(interpreter, "_convert_float", converted)
+        yield
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def same(mine: Scaled, want: Scaled, dtype: torch.dtype) -> None:
+    """Equal but where a float32 sum in another order rounds to the neighbour."""
+    torch.testing.assert_close(mine.scales, want.scales, rtol=2 * ERROR[dtype], atol=0)
+    far = (mine.values.float() - want.values.float()).abs() > 0.126 * want.values.float().abs().clamp(min=2**-6)
+    assert not far.any()
+    assert (mine.values.float() != want.values.float()).float().mean() < 0.02
+
+
+def test_quantize_rounds_as_the_reference() -> None:
+    x = torch.cat((noise(9, 300), noise(9, 300, seed=1) * 1e-4))
+    x[3] = 0.0
+    x[4, 7] = 1e4
+    mine, want = fp8.quantize(x), quantize(x)
+    assert torch.equal(mine.scales, want.scales)
+    assert torch.equal(mine.values.float(), want.values.float())
+
+
+def test_rows_wider_than_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "WIDEST_ROW", 64)
+    x = noise(3, 400)
+    for mine, want in (
+        (fp8.quantize(x), quantize(x)),
+        (fp8.activate(x, "silu"), FP8_REFERENCE.activate(x, "silu")),
+    ):
+        same(mine, want, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 64, 200])
+def test_norms(dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = (noise(5, size, seed=seed).to(dtype) for seed in range(3))
+    for offset in (False, True):
+        same(fp8.rms_norm(x, weight[0], 1e-5, offset), FP8_REFERENCE.rms_norm(x, weight[0], 1e-5, offset), dtype)
+        mine, total = fp8.add_rms_norm(x, residual, weight[0], 1e-5, offset)
+        want, sums = FP8_REFERENCE.add_rms_norm(x, residual, weight[0], 1e-5, offset)
+        same(mine, want, dtype)
+        assert torch.equal(total, sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_activate(dtype: torch.dtype, kind: str) -> None:
+    x = (3 * noise(5, 2 * 96)).to(dtype)
+    same(fp8.activate(x, kind), FP8_REFERENCE.activate(x, kind), dtype)
+
+
+def matrix(outputs: int, inputs: int) -> Fp8Matrix:
+    scaled = quantize(noise(outputs, inputs, seed=5) * (1 + torch.arange(outputs, device=DEVICE)).unsqueeze(1))
+    return FP8_TRITON.pack(scaled.values, scaled.scales)
+
+
+def exact(x: Activation, weights: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """The formula in float64."""
+    given = x if isinstance(x, Scaled) else quantize(x)
+    wide = given.values.double() * given.scales.double().unsqueeze(1)
+    out = wide @ (weights.values.double() * weights.scales.double().unsqueeze(1)).t()
+    return out if bias is None else out + bias.double()
+
+
+def check(out: torch.Tensor, want: torch.Tensor, slack: float = 0.0) -> None:
+    error = float((out.double() - want).norm() / want.norm())
+    assert error <= ERROR[out.dtype] + slack, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 17, 40] + ([64, 100, 128, 200, 300] if DEVICE == "cuda" else []))
+@pytest.mark.parametrize("shape", [(96, 64), (70, 300), (128, 1040)])
+def test_products(dtype: torch.dtype, tokens: int, shape: tuple[int, int]) -> None:
+    """Also shapes that no tile divides, with and without bias, and from a plain x."""
+    weights, x = matrix(*shape), noise(tokens, shape[1]).to(dtype)
+    bias = noise(shape[0], seed=7).to(dtype)
+    # The tensor core's own sums of 128 products keep about 13 bits.
+    slack = 2e-3 if DEVICE == "cuda" else 0.0
+    for given, added in ((quantize(x), None), (quantize(x), bias), (x, None)):
+        check(FP8_TRITON.linear(given, weights, added, dtype), exact(given, weights, added), slack)
+    assert not weights.counters.any()
+
+
+def test_no_tokens() -> None:
+    weights = matrix(32, 64)
+    assert FP8_TRITON.linear(noise(0, 64), weights, None, torch.float16).shape == (0, 32)
+    assert fp8.activate(noise(0, 64), "silu").values.shape == (0, 32)
+
+
+def test_shared_tiles_repeat_and_add_up() -> None:
+    """Programs that split the inputs leave the same bits whenever they run, and counters at zero."""
+    weights, x = matrix(130, 1000), quantize(noise(20, 1000))
+    launch = fp8.Small(64, 64, 24, 4, 3)
+    split, turns = fp8.splits(130, 1000, 20, 32, launch)
+    assert split > 2 and (split - 1) * turns < 16 <= split * turns
+    outs = []
+    for _ in range(3):
+        out = torch.empty(20, 130, device=DEVICE)
+        fp8.small(x, weights, None, out, launch, exact=True)
+        outs.append(out)
+    check(outs[0], exact(x, weights, None))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+    assert not weights.counters.any()
+
+
+@pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672, 128])
+@pytest.mark.parametrize("inputs", [64, 4096, 14336, 2064])
+def test_splits_cover_the_inputs(outputs: int, inputs: int) -> None:
+    for tile, launch in fp8.SMALL.items():
+        split, turns = fp8.splits(outputs, inputs, tile, tile, launch)
+        blocks = -(-inputs // launch.inputs)
+        assert (split - 1) * turns < blocks <= split * turns
+        assert launch.outputs >= fp8.SMALLEST_OUTPUTS
