@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.batch import Room, Shape
@@ -199,6 +200,21 @@ def test_a_failing_model_fails_its_step_alone(runner: Runner, monkeypatch: pytes
         broken = run_plan(runner, plan(2, (1, 1, 1, True)))
     assert broken.error is not None and "no memory left" in broken.error
     assert start(runner, row=2, first=40) == alone(max_tokens=1)
+
+
+def test_a_lost_device_ends_the_engine_with_the_reason(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA fault stays until the process ends: every later step would fail, so the engine must say so and go."""
+    start(runner)
+
+    def fault(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(type(runner.rows), "apply", fault)
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    monkeypatch.setattr("ridgeline.engine.runner.Clock", lambda device: None)
+    with pytest.raises(EngineFailed, match="device is lost"):
+        runner.launch(plan(2, (1, 1, 1, True)))
 
 
 def test_lost_changes_fail_the_rows_they_concern(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The runner owns device memory and holds no policy: it does what a StepPlan says and tells what came of it.
 
 launch enqueues a step and never waits for the device; collect waits for the oldest one. A step that fails comes back as
-a StepResult with `error`; nothing a plan contains ends the process.
+a StepResult with `error`; nothing a plan contains ends the process, only the loss of the device does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.batch import Batch, BatchBuilder, Room
@@ -107,7 +107,7 @@ class Runner:
         torch.cuda.synchronize(self.device)
 
     def launch(self, plan: StepPlan) -> None:
-        """Enqueue one step; on a CPU it runs at once."""
+        """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""
         reason = ""
         try:
             with torch.inference_mode():
@@ -119,8 +119,18 @@ class Runner:
             # Outside of the handler, so that the failed step's tensors are free already.
             self._built = None
             self._pending.append(without(plan, reason))
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._recover(reason)
+
+    def _recover(self, reason: str) -> None:
+        """A step has failed: give its memory back. Raises EngineFailed if the device itself is lost, because then every
+        later step would fail too (a CUDA fault stays until the process ends)."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except Exception as error:
+            raise EngineFailed(f"The device is lost ({reason}): restart the engine.") from error
 
     def ready(self) -> bool:
         """The oldest launched step has finished."""
@@ -138,7 +148,9 @@ class Runner:
             return oldest.result()
         except Exception as error:
             log.exception("step %d failed on the device", oldest.plan.step)
-            return without(oldest.plan, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+        self._recover(reason)
+        return without(oldest.plan, reason)
 
     def close(self) -> None:
         """Wait for the device and forget what is in flight."""
@@ -177,7 +189,7 @@ class Runner:
             self.rows.apply(got, joins)
             self.store.copy_pages(plan.copies)
         except Exception:
-            # Rows that the changes were for fail when they are next planned, and only they.
+            # The rows that the changes were for are unknown now; a step that plans one of them is refused whole.
             self._residents.forget(plan)
             raise
         if refusal is not None:
