@@ -1,4 +1,4 @@
-"""Times the attention kernels on one GPU against its limits, for both orders of the cache's memory (DESIGN 4.8).
+"""Times the attention kernels on one GPU against its limits, for both orders of the cache's memory.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels.json [--sweep] [--only decode|prefill]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
 from ridgeline.ops.native.build import build, why_not
-from ridgeline.ops.native.library import library_path, sources
+from ridgeline.ops.native.binding import library_path, sources
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops, QkvShape
 
@@ -316,5 +316,5 @@ def test_a_broken_library_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_the_name_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {".cpp", ".h"} == {one.suffix for one in sources()}
     before = library_path(tmp_path)
-    monkeypatch.setattr("ridgeline.ops.native.library.cpu_flags", lambda: frozenset({"other"}))
+    monkeypatch.setattr("ridgeline.ops.native.binding.cpu_flags", lambda: frozenset({"other"}))
     assert library_path(tmp_path) != before

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.ops import cpu
-from ridgeline.ops.native.library import Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops.native.binding import Kernels, Library, View, library_path, open_library, unsupported
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Ops, QkvShape
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from ridgeline.core.errors import RidgelineError
-from ridgeline.ops.native.library import FLAGS, QUIET, library_path, open_library, sources, unsupported
+from ridgeline.ops.native.binding import FLAGS, QUIET, library_path, open_library, sources, unsupported
 
 
 def compiler() -> list[str] | None:
