@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
-from ridgeline.ops.native.build import build, why_not
 from ridgeline.ops.native.binding import library_path, sources
+from ridgeline.ops.native.build import build, why_not
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops, QkvShape
 

@@ -5,7 +5,7 @@
 
 namespace ridgeline {
 
-// Mirrored field by field in library.py. Strides count elements. window < 0: none. softcap 0: none.
+// Mirrored field by field in binding.py. Strides count elements. window < 0: none. softcap 0: none.
 struct View {
     const std::int32_t* table;
     const std::int64_t* slots;
