@@ -162,6 +162,6 @@ def test_what_is_refused(llm: LLM):
     )
     assert good.choices[0].finish == unbound.choices[0].finish == "length"
     for bad in (long, strange):
-        assert bad.choices[0].finish == "error" and "prompt" in bad.choices[0].error
+        assert bad.choices[0].finish == "refused" and "prompt" in bad.choices[0].error
     (bad,) = llm.generate(PROMPT, SamplingParams(n=2, grammar=Grammar("regex", "(")))
     assert [choice.finish for choice in bad.choices] == ["error", "error"] and "regex" in bad.choices[0].error
