@@ -164,4 +164,4 @@ def test_what_is_refused(llm: LLM):
     for bad in (long, strange):
         assert bad.choices[0].finish == "refused" and "prompt" in bad.choices[0].error
     (bad,) = llm.generate(PROMPT, SamplingParams(n=2, grammar=Grammar("regex", "(")))
-    assert [choice.finish for choice in bad.choices] == ["error", "error"] and "regex" in bad.choices[0].error
+    assert [choice.finish for choice in bad.choices] == ["refused", "refused"] and "regex" in bad.choices[0].error
