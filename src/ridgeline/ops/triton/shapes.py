@@ -59,8 +59,7 @@ _TILES: dict[int, tuple[_For, ...]] = {
     ),
     2: (
         _For(2048, 2048, VectorTile(4, 2048, 8)),
-        _For(4096, 0, VectorTile(4, 512, 2)),
-        _For(16384, 4096, VectorTile(2, 1024, 4)),
+        _For(16384, 4096, MatrixTile(16, 64, 256, 4, 3, asked=512)),
         _For(16384, 0, VectorTile(4, 512, 2)),
         _For(65536, 0, MatrixTile(16, 64, 128, 4, 5)),
         _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
