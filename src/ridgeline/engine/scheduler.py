@@ -24,7 +24,7 @@ from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission
-from ridgeline.engine.request import Request, State
+from ridgeline.engine.request import Constraint, Request, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Scheduler:
             room = request.limit - request.expected
             if room <= 0 or (request.in_flight and (request.constraint is not None or self._drafter.waits)):
                 return 0
-            if not self._masked(plan, request):
+            if request.constraint is not None and not self._masked(plan, request, request.constraint):
                 return 0
             drafts = self._drafter.propose(request, room - 1) if room > 1 else ()
         total = n_query + len(drafts)
@@ -260,20 +260,19 @@ class Scheduler:
         plan.bound.append(request.planned + total)
         plan.drafts.extend(drafts)
         wanted = Logits.LAST if samples else Logits.NONE
-        if request.needs_scores and request.planned < request.prompt_len - 1:
+        if request.planned < request.prompt_len - 1 and request.needs_scores:
             wanted = Logits.ALL
             after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)]
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
         plan.logits.append(wanted)
 
-    def _masked(self, plan: StepPlan, request: Request) -> bool:
+    def _masked(self, plan: StepPlan, request: Request, constraint: Constraint) -> bool:
         """State the tokens a grammar allows next; a grammar that cannot go on ends its own request."""
-        if request.constraint is not None:
-            try:
-                plan.masks[request.row] = request.constraint.mask()
-            except RidgelineError as error:
-                self.finish(request, "refused", error.message)
-                return False
+        try:
+            plan.masks[request.row] = constraint.mask()
+        except RidgelineError as error:
+            self.finish(request, "refused", error.message)
+            return False
         return True
 
     def _make_room(self, request: Request) -> bool:
