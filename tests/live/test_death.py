@@ -11,7 +11,7 @@ from pathlib import Path
 from ..service.live import Reply
 from .served import TIMEOUT_S, Served, served
 
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"ignore_eos": True, "temperature": 0, "stream": True}
 
 
 def alive(pid: int) -> bool:
@@ -32,15 +32,16 @@ def gone(pid: int) -> bool:
 class Asking(threading.Thread):
     """A request in a thread; it has begun when its first bytes are there."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Served, max_tokens: int = 300) -> None:
         super().__init__()
         self._server = server
+        self._options = LONG | {"max_tokens": max_tokens}
         self.data = b""
         self.begun = threading.Event()
         self.start()
 
     def run(self) -> None:
-        sock = self._server.begin(prompt="Once upon a time", **LONG)
+        sock = self._server.begin(prompt="Once upon a time", **self._options)
         while part := sock.recv(1 << 16):
             self.data += part
             self.begun.set()
@@ -61,10 +62,13 @@ def test_sigterm_lets_answers_finish(tmp_path: Path):
 
 
 def test_a_killed_engine_is_told_and_the_service_still_stops(tmp_path: Path):
-    with served(tmp_path, "--max-model-len", "512", "--max-num-seqs", "2") as server:
-        asking = [Asking(server) for _ in range(5)]
-        assert all(one.begun.wait(TIMEOUT_S) for one in asking[:1])
-        os.kill(server.engine_pid, signal.SIGKILL)
+    """Two stream answers of thousands of tokens, three wait; none may look like an answer that came to its end."""
+    with served(tmp_path, "--max-model-len", "4096", "--max-num-seqs", "2") as server:
+        engine = server.engine_pid
+        asking = [Asking(server, max_tokens=4000) for _ in range(5)]
+        while not any(one.begun.wait(0.01) for one in asking):
+            assert all(one.is_alive() for one in asking)
+        os.kill(engine, signal.SIGKILL)
         for one in asking:
             one.join(TIMEOUT_S)
             assert b'"error"' in one.data and b"[DONE]" not in one.data
