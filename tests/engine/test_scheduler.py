@@ -398,6 +398,34 @@ def test_policies_differ_only_in_who_enters_when(batching: str, at_once: int) ->
         assert bench.tokens[f"r{index}", 0] == oracle([index + 1] * 3, 2 + 3 * index)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_newcomer_never_takes_a_cancelled_members_place(depth: int) -> None:
+    """One row: the second member of a batch still waits when it is cancelled, and the third request must wait for its own
+    batch."""
+    bench = Bench(batching="static:2", rows=1, depth=depth)
+    for name in ("first", "second", "third", "fourth"):
+        bench.submit(name, [1, 2, 3], max_tokens=6)
+    bench.turn()
+    bench.scheduler.cancel("second")
+    while ("first", 0) not in bench.finish:
+        assert {request.id for request in bench.scheduler.running} <= {"first"}
+        bench.turn()
+    bench.run()
+    assert bench.tokens["fourth", 0] == oracle([1, 2, 3], 6)
+
+
+def test_choices_fill_a_static_batch_and_enter_it_together() -> None:
+    """n = 4 fills static:4 at once, although three of its choices wait for the first one's prompt."""
+    bench = Bench(batching="static:4")
+    bench.submit("r", [1, 2, 3], n=4, max_tokens=6)
+    most = 0
+    while not bench.scheduler.idle:
+        bench.turn()
+        most = max(most, len(bench.scheduler.running))
+    assert most == 4 and bench.clock.now < 1.0
+    assert all(bench.tokens["r", choice] == oracle([1, 2, 3], 6, choice=choice) for choice in range(4))
+
+
 def test_running_rows_are_planned_alike_while_they_decode() -> None:
     """Rows that go on decoding keep their order, so that a plan can be compared with the one before it."""
     bench = Bench(step_tokens=64)

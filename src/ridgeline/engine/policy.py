@@ -7,6 +7,7 @@ dynamic:N,W  as static, but a batch also opens when its oldest request has waite
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ridgeline.core.errors import ConfigError
@@ -15,41 +16,54 @@ STATIC_PATIENCE_S = 10.0
 """A static batch that never fills opens after this long all the same, so that no request hangs."""
 
 
-class Admission(Protocol):
-    def allowed(self, running: int, waiting: int, oldest_wait_s: float) -> int:
-        """How many requests may enter now."""
+class Waiting(Protocol):
+    """What a policy sees of a request that waits. followers: choices of the same prompt that will wait after it."""
 
-    def entered(self) -> None:
-        """One request entered."""
+    id: str
+    arrival: float
+
+    @property
+    def followers(self) -> Sequence[object]: ...
+
+
+class Admission(Protocol):
+    def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
+        """How many may enter now, counted from the head of `waiting` (which is in the order of entering)."""
 
 
 class Continuous:
-    def allowed(self, running: int, waiting: int, oldest_wait_s: float) -> int:
-        return waiting
-
-    def entered(self) -> None:
-        pass
+    def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
+        return len(waiting)
 
 
 class Batched:
-    """Static and dynamic batches: a batch opens when nobody runs, and stays open until its `size` have entered.
-
-    `left` lets one batch enter over several steps (its prompts may exceed one step's tokens).
-    """
+    """Static and dynamic batches. A batch names its members when it opens: a newcomer never takes the place of one that
+    was cancelled, and one that was preempted comes back into its own batch. All choices of a request enter together."""
 
     def __init__(self, size: int, window_s: float) -> None:
         self.size = size
         self.window_s = window_s
-        self._left = 0
+        self._members: set[str] = set()
 
-    def allowed(self, running: int, waiting: int, oldest_wait_s: float) -> int:
-        if running == 0:
-            full = waiting >= self.size or (waiting > 0 and oldest_wait_s >= self.window_s)
-            self._left = min(self.size, waiting) if full else 0
-        return self._left
+    def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
+        if running == 0 and waiting and waiting[0].id not in self._members:
+            self._members = self._open(waiting, now)
+        outsider = (place for place, request in enumerate(waiting) if request.id not in self._members)
+        return next(outsider, len(waiting))
 
-    def entered(self) -> None:
-        self._left -= 1
+    def _open(self, waiting: Sequence[Waiting], now: float) -> set[str]:
+        """Members of the next batch; nobody while it is neither full nor overdue."""
+        choices = sum(1 + len(request.followers) for request in waiting)
+        if choices < self.size and not (waiting and now - min(one.arrival for one in waiting) >= self.window_s):
+            return set()
+        members: set[str] = set()
+        taken = 0
+        for request in waiting:
+            if taken >= self.size:
+                break
+            members.add(request.id)
+            taken += 1 + len(request.followers)
+        return members
 
 
 def admission(batching: str) -> Admission:

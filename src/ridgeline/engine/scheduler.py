@@ -292,7 +292,7 @@ class Scheduler:
         return victim.state is State.WAITING
 
     def _admit(self, plan: StepPlan, shares: list[_Share], budget: int, now: float) -> None:
-        allowed = self._admission.allowed(len(self.running), len(self.waiting), now - self._oldest_arrival())
+        allowed = self._admission.allowed(len(self.running), self.waiting, now)
         while allowed > 0 and budget > 0 and self.waiting:
             request = self.waiting[0]
             if not self._free_rows or not self.leases.admits(request, self.running, self.limits.step_tokens):
@@ -301,7 +301,6 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             self._enter(plan, request, now)
-            self._admission.entered()
             allowed -= 1
             budget -= self._give(plan, shares, request, min(request.expected - request.planned, budget))
 
@@ -311,9 +310,6 @@ class Scheduler:
         if last is None or self._leaving or last.order[0] <= request.order[0]:
             return False
         return self._preempt(last)
-
-    def _oldest_arrival(self) -> float:
-        return min(request.arrival for request in self.waiting)
 
     def _enter(self, plan: StepPlan, request: Request, now: float) -> None:
         """Give a waiting request its row and whatever is computed already: a leader's blocks or a prefix hit."""
