@@ -23,7 +23,6 @@ class Gate:
     def __init__(self, max_queue: int, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_queue = max_queue
         self.rows = rows
-        self.refused = 0
         self._clock = clock
         self._rate = 0.0
         self._last_end: float | None = None
@@ -36,7 +35,6 @@ class Gate:
         full = open_choices >= self.rows + self.max_queue or waiting >= max(1, self.max_queue)
         if full and open_choices:
             ahead = max(open_choices - self.rows, waiting)
-            self.refused += 1
             raise Overloaded(
                 f"{ahead} requests wait already and {self.max_queue} may: come back when retry-after says.",
                 retry_after_s=self.retry_after(ahead),
