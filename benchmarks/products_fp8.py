@@ -122,7 +122,7 @@ def show_sums(matrix: Fp8Matrix) -> None:
     said = []
     for name, careful in (("promoted", False), ("float32", True)):
         out = torch.empty(32, outputs, device="cuda")
-        fp8.small(few, matrix, None, out, fp8.SMALL[32], exact=careful)
+        fp8.small(few, matrix, None, out, fp8.SMALL[32][0], exact=careful)
         said.append(f"{name} {error(out, want[:32]):.2e}")
     if not (outputs | inputs) % 16:
         said.append(f"cuBLAS in bf16 {error(fp8._large(x, matrix, None), want):.2e}")

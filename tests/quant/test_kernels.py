@@ -153,7 +153,7 @@ def test_shared_tiles_repeat_and_add_up() -> None:
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672, 128])
 @pytest.mark.parametrize("inputs", [64, 4096, 14336, 2064])
 def test_splits_cover_the_inputs(outputs: int, inputs: int) -> None:
-    for tile, launch in fp8.SMALL.items():
+    for tile, (launch, _) in fp8.SMALL.items():
         split, turns = fp8.splits(outputs, inputs, tile, tile, launch)
         blocks = -(-inputs // launch.inputs)
         assert (split - 1) * turns < blocks <= split * turns

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Scaled
 from ridgeline.ops.triton.launch import await_inputs, overlap
@@ -45,14 +46,18 @@ class Small:
     stages: int
 
 
-SHORT_VECTOR = Vector(4, 4096, 8)
-LONG_VECTOR = Vector(4, 2048, 8)
-# Tokens of a tile -> launch. Few tokens: weights alone matter, so deep pipelines and two programs per processor.
-SMALL = {
-    16: Small(64, 256, 264, 4, 5),
-    32: Small(64, 256, 264, 4, 4),
-    64: Small(128, 128, 264, 4, 4),
-    128: Small(128, 128, 132, 8, 5),
+WIDE = 16384
+"""Outputs above which a matrix fills the chip with large tiles; smaller ones want many programs."""
+# Measured with benchmarks/products_fp8.py --sweep. One token: inputs up to WIDEST_VECTOR by width, then longer ones.
+VECTORS = (Vector(4, 4096, 4), Vector(2, 2048, 4))
+LONG_VECTOR = Vector(1, 2048, 4)
+_MANY = Small(64, 128, 132, 4, 6)
+# Tokens of a tile -> launches for up to WIDE outputs and for more; None: cuBLAS is faster.
+SMALL: dict[int, tuple[Small, Small | None]] = {
+    16: (_MANY, Small(128, 256, 264, 8, 3)),
+    32: (_MANY, Small(128, 128, 132, 8, 4)),
+    64: (_MANY, _MANY),
+    128: (_MANY, None),
 }
 LARGEST_SMALL = 128
 """Tokens up to which the small product serves; also the largest tile of tokens."""
@@ -262,7 +267,9 @@ def _vector_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < inputs
     w = tl.load(w_row + at[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-    await_inputs(PDL)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if PLAIN:
         factor, scale = _scale_of(tl.max(tl.abs(x.to(tl.float32)), 0))
@@ -455,20 +462,35 @@ def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, fast: bool =
     )
 
 
+def _vector_for(x: Activation, outputs: int, inputs: int) -> Vector:
+    """A plain x is quantized by every program, which must see all of it at once."""
+    if inputs > WIDEST_VECTOR:
+        return LONG_VECTOR
+    return VECTORS[outputs > WIDE and isinstance(x, Scaled)]
+
+
+def _small_for(tokens: int, outputs: int) -> Small | None:
+    """The launch for so many tokens; None: more than the small product is good for."""
+    if tokens > LARGEST_SMALL:
+        return None
+    return SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE]
+
+
 def linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See reference.fp8_linear."""
     outputs, inputs = matrix.values.shape
     tokens = (x.values if isinstance(x, Scaled) else x).shape[0]
     if not isinstance(x, Scaled) and (tokens != 1 or inputs > WIDEST_VECTOR):
         x = quantize(x)
-    if isinstance(x, Scaled) and tokens > LARGEST_SMALL and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
+    launch = _small_for(tokens, outputs)
+    if isinstance(x, Scaled) and launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
         return _large(x, matrix, bias)
     out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device)
     if tokens == 1:
-        vector(x, matrix, bias, out, SHORT_VECTOR if inputs <= WIDEST_VECTOR else LONG_VECTOR)
+        vector(x, matrix, bias, out, _vector_for(x, outputs, inputs))
     elif tokens:
         assert isinstance(x, Scaled)
-        small(x, matrix, bias, out, SMALL[min(LARGEST_SMALL, max(16, triton.next_power_of_2(tokens)))])
+        small(x, matrix, bias, out, launch or _MANY)
     return out
 
 
