@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ridgeline.metrics import Metrics, RequestRecord
+from ridgeline.metrics import Metrics, RequestRecord, Spent
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_SECONDS
 from ridgeline.metrics.metrics import Histogram
 from ridgeline.wire.messages import StepStats
@@ -18,8 +18,8 @@ STEP = StepStats(
     waste_between=0.0625, host_s=0.0004, device_s=0.02,
 )  # fmt: skip
 REQUEST = RequestRecord(
-    prompt_tokens=70, cached_tokens=48, output_tokens=22, finish_reasons=("stop", "length"), e2e_s=1.25, ttft_s=0.05,
-    queue_s=0.01, prefill_s=0.04, decode_s=1.0, max_tokens=16,
+    id="cmpl-1", arrived_at=1000.0, prompt_tokens=70, cached_tokens=48, output_tokens=22,
+    finish_reasons=("stop", "length"), e2e_s=1.25, ttft_s=0.05, spent=Spent(0.01, 0.04, 1.0), max_tokens=16,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ridgeline.core.config import ServiceConfig
+from ridgeline.core.slo import Slo
 from ridgeline.metrics import Metrics
 from ridgeline.service.server import Server
 from ridgeline.text.pieces import byte_letters
@@ -128,6 +129,9 @@ class Live:
         connection.close()
         return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, text)
 
+    def get(self, path: str) -> Reply:
+        return self.send("GET", path)
+
     def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
         return self.send("POST", "/v1/chat/completions", body, headers)
@@ -171,7 +175,7 @@ def live(plan: Behaviour, **config: Any) -> Iterator[Live]:
 
     async def start() -> Live:
         engine, reader, writer = await FakeEngine.connect(plan)
-        metrics = Metrics(MODEL)
+        metrics = Metrics(MODEL, slo=Slo.parse(settings.slo))
         client = EngineClient(reader, writer, on_step=metrics.on_step)
         server = Server(settings, client, metrics)
         await server.start()

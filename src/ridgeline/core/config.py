@@ -58,4 +58,6 @@ class ServiceConfig:
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
+    slo: str = option("", "limits that live goodput counts by, as ttft=200ms,tpot=100ms,e2e=5s", "--goodput")
+    price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
     metrics_alias: str = option("", "vllm: emit metrics under vLLM's prefix too")

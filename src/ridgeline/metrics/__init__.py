@@ -1,6 +1,17 @@
-"""What an operator sees: counters, gauges and histograms of one engine, in Prometheus's text format."""
+"""What an operator sees: counters, gauges and histograms of one engine, its live figures, and a ledger of requests."""
 
+from ridgeline.metrics.live import Ceilings, Live
 from ridgeline.metrics.metrics import CONTENT_TYPE, Metrics
-from ridgeline.metrics.records import RequestRecord, StepRecord
+from ridgeline.metrics.records import Arrival, RequestRecord, Spent, StepRecord, Totals
 
-__all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord", "StepRecord"]
+__all__ = [
+    "CONTENT_TYPE",
+    "Arrival",
+    "Ceilings",
+    "Live",
+    "Metrics",
+    "RequestRecord",
+    "Spent",
+    "StepRecord",
+    "Totals",
+]

@@ -76,6 +76,29 @@ HISTOGRAMS: Mapping[str, Entry] = {
     "scheduler_host_seconds": Entry("Seconds the scheduler spent on a step.", ours=True, edges=HOST_SECONDS),
 }
 
+LIVE: Mapping[str, Entry] = {
+    "prompt_tokens_per_second": Entry("Prompt tokens computed per second.", ours=True),
+    "output_tokens_per_second": Entry("Tokens generated per second.", ours=True),
+    "requests_per_second": Entry("Requests ended per second.", ours=True),
+    "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
+    "goodput_requests_per_second": Entry("Requests per second within the declared SLO.", ours=True),
+    "slo_attainment": Entry("Share of all ended requests, failed ones too, within the declared SLO.", ours=True),
+    "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
+    "mfu": Entry("FLOPs done while busy over the specified peak.", ours=True),
+    "mbu": Entry("Bytes that had to move while busy over the specified bandwidth.", ours=True),
+    "mfu_measured": Entry("As mfu, over what plain kernels reached on this machine.", ours=True),
+    "mbu_measured": Entry("As mbu, over what plain kernels reached on this machine.", ours=True),
+    "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
+    "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
+    "host_seconds_per_step": Entry("Scheduler's seconds per step.", ours=True),
+    "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),
+    "watts": Entry("Power the device took.", ours=True),
+    "joules_per_token": Entry("Energy per token, prompt and output.", ours=True),
+    "cost_per_million_tokens": Entry("Money per million tokens, prompt and output, idle time included.", ours=True),
+    "cost_per_million_output_tokens": Entry("Money per million output tokens, idle time included.", ours=True),
+}
+"""Gauges over the last minutes (metrics.live); one that cannot be known is not shown."""
+
 
 def one_two_five(most: int) -> Iterator[float]:
     """1, 2, 5, 10, 20, 50, ... up to `most`."""

@@ -11,12 +11,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, Entry, one_two_five
+from ridgeline.core.slo import Slo
+from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE, Entry, one_two_five
+from ridgeline.metrics.live import Live
 from ridgeline.metrics.records import RequestRecord, StepRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "ridgeline"
 DEFAULT_CONTEXT = 131_072
+NO_SLO = Slo()
 
 
 class Histogram:
@@ -45,7 +48,8 @@ class Histogram:
 class Metrics:
     """All series of one engine, labelled model_name and engine.
 
-    alias: "vllm" shows what vLLM has under its prefix too. clock: seconds that only grow.
+    alias: "vllm" shows what vLLM has under its prefix too. slo: what live goodput is counted by. clock: seconds that
+    only grow.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class Metrics:
         alias: str = "",
         *,
         engine: str = "0",
+        slo: Slo = NO_SLO,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._labels = {"model_name": model_name, "engine": engine}
         self._prefixes = [PREFIX, alias] if alias else [PREFIX]
         self._clock = clock
+        self.live = Live(slo, clock)
         self._last_step: float | None = None
         self._gauges = dict.fromkeys(GAUGES, 0.0)
         self._counters: dict[tuple[str, str], float] = {
@@ -101,20 +107,27 @@ class Metrics:
             self._histograms["iteration_tokens_total"].add(step.prompt_tokens + step.output_tokens)
             self._histograms["scheduler_host_seconds"].add(step.host_s)
         now = self._clock()
-        if self._last_step is not None and step.output_tokens:
-            self._histograms["inter_token_latency_seconds"].add(now - self._last_step, step.output_tokens)
+        gap = None if self._last_step is None else now - self._last_step
+        if gap is not None and step.output_tokens:
+            self._histograms["inter_token_latency_seconds"].add(gap, step.output_tokens)
         self._last_step = now if step.running else None
+        self.live.on_step(step, gap)
 
     def on_request(self, record: RequestRecord) -> None:
-        """A request has ended by itself (stop, length); one that was cut off is `aborted`."""
+        """A request has ended; one that was cut off counts as aborted and in the ledger alone."""
+        self.live.on_request(record)
+        if record.cut:
+            self.aborted(record.cut)
+            return
+        spent = record.spent
         seen: dict[str, float | None] = {
             "time_to_first_token_seconds": record.ttft_s,
             "request_time_per_output_token_seconds": record.tpot_s,
             "e2e_request_latency_seconds": record.e2e_s,
-            "request_queue_time_seconds": record.queue_s,
-            "request_prefill_time_seconds": record.prefill_s,
-            "request_decode_time_seconds": record.decode_s,
-            "request_inference_time_seconds": record.prefill_s + record.decode_s,
+            "request_queue_time_seconds": spent.queue_s,
+            "request_prefill_time_seconds": spent.prefill_s,
+            "request_decode_time_seconds": spent.decode_s,
+            "request_inference_time_seconds": spent.prefill_s + spent.decode_s,
             "request_prompt_tokens": record.prompt_tokens,
             "request_generation_tokens": record.output_tokens,
             "request_params_max_tokens": record.max_tokens,
@@ -160,10 +173,41 @@ class Metrics:
             held = self._histograms[name]
             histogram.add_metric(values, held.buckets(), held.total)
             yield histogram
+        if prefix == PREFIX:
+            yield from self._live_families(names, values)
         if self._cache:
             info = GaugeMetricFamily(f"{prefix}:cache_config_info", "The KV cache.", labels=names + list(self._cache))
             info.add_metric(values + list(self._cache.values()), 1.0)
             yield info
+
+    def _live_families(self, names: list[str], values: list[str]) -> Iterator[Metric]:
+        """The last minutes: gauges, latencies by quantile, alerts that are raised."""
+        figures = self.live.figures()
+        for name, entry in LIVE.items():
+            if name in figures:
+                gauge = GaugeMetricFamily(f"{PREFIX}:{name}", entry.text, labels=names)
+                gauge.add_metric(values, figures[name])
+                yield gauge
+        latency = GaugeMetricFamily(
+            f"{PREFIX}:latency_window_seconds",
+            "Latencies of the last minutes by quantile.",
+            labels=[*names, "latency", "quantile"],
+        )
+        for what, share, seconds in self.live.quantiles():
+            latency.add_metric([*values, what, f"{share:g}"], seconds)
+        yield latency
+        blamed = GaugeMetricFamily(
+            f"{PREFIX}:slo_missed_requests",
+            "Requests of the last minutes that missed the SLO, by what is to blame.",
+            labels=[*names, "blame"],
+        )
+        for what, count in self.live.blamed().items():
+            blamed.add_metric([*values, what], count)
+        yield blamed
+        alert = GaugeMetricFamily(f"{PREFIX}:alert", "1 for every rule that is broken now.", labels=[*names, "rule"])
+        for raised in self.live.history.alerts():
+            alert.add_metric([*values, raised.rule], 1.0)
+        yield alert
 
     def _count(self, name: str, more: float, label: str = "") -> None:
         key = name, label

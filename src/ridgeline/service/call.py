@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ridgeline.core.sampling import SamplingParams
@@ -44,9 +45,18 @@ class Call:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of an answer. prompt includes cached, completion includes reasoning."""
+    """Token counts of an answer. prompt includes cached, completion includes reasoning.
+
+    published: unix seconds at which the first text that is no hidden thought was released; None while there is none.
+    """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    published: float | None = None
+
+    def publish(self) -> None:
+        """Visible text is released; the first time counts."""
+        if self.published is None:
+            self.published = time.time()

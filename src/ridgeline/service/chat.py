@@ -291,6 +291,8 @@ class ChatShape:
         before = message.thought
         part = message.read(piece)
         self.usage.reasoning += message.thought - before
+        if part.content or part.calls:
+            self.usage.publish()
         return message, part
 
 

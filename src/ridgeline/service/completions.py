@@ -161,6 +161,8 @@ class CompletionShape:
         if piece.prompt_logprobs is not None:
             self._prompt_scores[prompt] = piece.prompt_logprobs
         text = piece.text
+        if text:
+            self.usage.publish()
         logprobs = CompletionLogprobs(self._service.tokenizer) if self._scored else None
         if self._echo and not choice.begun:
             echoed = self._echoed(prompt, logprobs)

@@ -1,61 +1,76 @@
-"""The account of one call: when its tokens came and how its choices ended, for the metrics."""
+"""The account of one call: when its tokens came, how its choices ended, what the engine was doing meanwhile."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from ridgeline.metrics import Metrics, RequestRecord
+from ridgeline.metrics import Arrival, Metrics, RequestRecord, Spent, Totals
 from ridgeline.service.call import Call, Usage
 from ridgeline.wire.messages import Delta
 
-_NO_TIMES = (0.0, 0.0, 0.0)
-
 
 class Ledger:
-    """arrival: time.time() seconds when the request came."""
+    """Opened when the call goes to the engine, closed once when it is over."""
 
-    def __init__(self, arrival: float) -> None:
-        self._arrival = arrival
+    def __init__(self, call: Call, metrics: Metrics) -> None:
+        self._call, self._metrics = call, metrics
         self._first: float | None = None
         self._reasons: list[str] = []
-        self._known: dict[tuple[str, int], tuple[float, tuple[float, float, float]]] = {}
+        self._known: dict[tuple[str, int], tuple[float, Spent]] = {}
         """Per choice: what the engine last said of its times, and when."""
-        self._times = _NO_TIMES
+        self._ended: list[Spent] = []
+        self._before: Totals | None = None
         self.cut = "cancelled"
         """Why it was cut off, if it was."""
+        step = metrics.live.last
+        self._arrival = Arrival()
+        if step is not None:
+            self._arrival = Arrival(step.waiting, step.running, step.blocks_used / max(1, step.blocks_total))
 
     def news(self, delta: Delta) -> None:
         if self._first is None and delta.tokens:
             self._first = time.time()
+            self._before = self._metrics.live.totals
         if delta.times is not None:
-            self._known[delta.id, delta.choice] = time.time(), delta.times[:3]
+            self._known[delta.id, delta.choice] = time.time(), Spent.of(delta.times)
 
     def ended(self, reason: str, delta: Delta) -> None:
-        """A choice came to its end with `delta`; the times of the slowest count. A choice that the service ended itself
-        (a stop string) has decoded since its first tokens."""
+        """A choice came to its end with `delta`. One that the service ended itself (a stop string) has decoded since its
+        first tokens."""
         now = time.time()
-        at, (queued, prefill, decode) = self._known.get((delta.id, delta.choice), (now, _NO_TIMES))
-        decode += 0.0 if delta.finish else now - at
+        at, spent = self._known.get((delta.id, delta.choice), (now, Spent()))
         self._reasons.append(reason)
-        self._times = max(self._times, (queued, prefill, decode), key=sum)
+        self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
 
-    def close(self, metrics: Metrics, call: Call, usage: Usage) -> None:
+    def close(self, usage: Usage) -> None:
         """The call is over; a call with choices that have not ended was cut off."""
-        if len(self._reasons) < call.choices:
-            metrics.aborted(self.cut)
-            return
-        queued, prefill, decode = self._times
-        metrics.on_request(
+        call, arrived = self._call, self._call.arrival
+        whole = len(self._reasons) == call.choices
+        spent = self._ended if whole else [one for _, one in self._known.values()]
+        slowest = max(spent, key=lambda one: one.queue_s + one.prefill_s + one.decode_s, default=Spent())
+        live = self._metrics.live
+        self._metrics.on_request(
             RequestRecord(
+                id=call.id,
+                arrived_at=arrived,
                 prompt_tokens=usage.prompt,
                 cached_tokens=usage.cached,
                 output_tokens=usage.completion,
                 finish_reasons=tuple(self._reasons),
-                e2e_s=time.time() - self._arrival,
-                ttft_s=None if self._first is None else self._first - self._arrival,
-                queue_s=queued,
-                prefill_s=prefill,
-                decode_s=decode,
+                e2e_s=time.time() - arrived,
+                ttft_s=None if self._first is None else self._first - arrived,
+                spent=replace(
+                    slowest,
+                    device_s=sum(one.device_s for one in spent),
+                    drafted=sum(one.drafted for one in spent),
+                    accepted=sum(one.accepted for one in spent),
+                ),
                 max_tokens=call.max_tokens,
+                hidden_tokens=usage.reasoning,
+                publish_s=None if usage.published is None else usage.published - arrived,
+                cut="" if whole else self.cut,
+                arrival=self._arrival,
+                decoding=Totals() if self._before is None else live.totals.since(self._before),
             )
         )

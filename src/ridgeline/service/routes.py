@@ -37,8 +37,9 @@ _TOKENIZE: dict[str, Reader] = {
 _DETOKENIZE: dict[str, Reader] = {"model": Text(512), "tokens": TokenIds(LONG)}
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+def json_response(value: Any) -> web.Response:
+    """A value as the JSON body of a 200; NaN becomes null."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 @ROUTES.get("/health")
@@ -47,12 +48,12 @@ async def health(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     if front.trouble is not None:
         return error_response(Unavailable(f"Not healthy: {front.trouble}."))
-    return _json({"status": "ok", "step": front.client.last_step})
+    return json_response({"status": "ok", "step": front.client.last_step})
 
 
 @ROUTES.get("/version")
 async def version(request: web.Request) -> web.Response:
-    return _json({"version": ridgeline.__version__})
+    return json_response({"version": ridgeline.__version__})
 
 
 @ROUTES.get("/metrics")
@@ -62,14 +63,14 @@ async def metrics(request: web.Request) -> web.Response:
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    return _json({"object": "list", "data": [_card(request.app[FRONT].service())]})
+    return json_response({"object": "list", "data": [_card(request.app[FRONT].service())]})
 
 
 @ROUTES.get("/v1/models/{name:.+}")
 async def model(request: web.Request) -> web.Response:
     service = request.app[FRONT].service()
     service.card.check(request.match_info["name"])
-    return _json(_card(service))
+    return json_response(_card(service))
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -109,7 +110,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids}
     if body.get("return_token_strs"):
         answer["token_strs"] = [service.tokenizer.token_text(index) for index in ids]
-    return _json(answer)
+    return json_response(answer)
 
 
 @ROUTES.post("/detokenize")
@@ -122,19 +123,19 @@ async def detokenize(request: web.Request) -> web.Response:
         raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")
     service.limits.check_ids(body["tokens"], "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body["tokens"], skip_special_tokens=False)
-    return _json({"prompt": text})
+    return json_response({"prompt": text})
 
 
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget every prefix that no request uses."""
-    return _json(await request.app[FRONT].service().client.control("reset_prefix_cache"))
+    return json_response(await request.app[FRONT].service().client.control("reset_prefix_cache"))
 
 
 @ROUTES.get("/admin/stats")
 async def stats(request: web.Request) -> web.Response:
     """The engine's facts and numbers: free, used and total blocks, running and waiting requests."""
-    return _json(await request.app[FRONT].service().client.control("stats"))
+    return json_response(await request.app[FRONT].service().client.control("stats"))
 
 
 def _read(known: dict[str, Reader], body: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from aiohttp import web
 import ridgeline
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.metrics import Metrics
+from ridgeline.core.slo import Slo
+from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.app import make_app
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
@@ -30,6 +32,8 @@ _CLOSE_S = 2.0
 """Seconds that connections get to close after the drain."""
 _LOOK_S = 0.05
 """Seconds between two looks at the engine's progress while it loads."""
+
+CEILING_NAMES = frozenset(one.name for one in fields(Ceilings))
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +82,7 @@ class Server:
         )
         metrics = self.front.metrics
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
+        metrics.live.ceilings = _ceilings(config, facts)
         self.front.open(_make_service(self.front, card, tokenizer, templates))
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
@@ -87,6 +92,13 @@ class Server:
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
             await self._runner.cleanup()
+
+
+def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
+    """What the engine says of its device, and what it costs: as configured, else as the table has it."""
+    known = {name: value for name, value in (facts.get("ceilings") or {}).items() if name in CEILING_NAMES}
+    found = Ceilings(**known)
+    return found if config.price_per_hour is None else replace(found, price=config.price_per_hour)
 
 
 def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates: ChatTemplates) -> Service:
@@ -156,7 +168,7 @@ async def serve(
     """
     told = announce or Quiet()
     name = model.model or folder.name
-    metrics = Metrics(config.served_model_name or name, config.metrics_alias)
+    metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
     process = await launch(model, engine, on_step=metrics.on_step)
     server = Server(config, process.client, metrics)
     stopped = asyncio.Event()

@@ -120,7 +120,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
     end), EngineFailed when the engine fails.
     """
     subscription = service.client.submit(*call.submits())
-    ledger = Ledger(call.arrival)
+    ledger = Ledger(call, service.metrics)
     try:
         run = _Run(service, call, subscription, ledger, usage)
         while not subscription.over:
@@ -138,7 +138,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
     finally:
         service.gate.ended(call.choices)
         subscription.close()
-        ledger.close(service.metrics, call, usage)
+        ledger.close(usage)
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:

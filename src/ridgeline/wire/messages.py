@@ -65,7 +65,8 @@ class Delta(msgspec.Struct, array_like=True):
     refused or failed. cached: prompt tokens taken from the prefix cache (sent with the first delta, else -1).
     logprobs: one per token when asked for. prompt_logprobs: sent once, for prompt tokens 1.. (the first has none), when
     asked for.
-    times: sent with the first tokens and with the finish: seconds (queued, prefill, decode), preemption count.
+    times: sent with the first tokens and with the finish: seconds (queued, prefill, decode), preemption count, and what
+    more metrics.records.Spent has, in its order.
     """
 
     id: str
@@ -77,7 +78,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    times: tuple[float, float, float, int] | None = None
+    times: tuple[float, ...] | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True):
@@ -86,6 +87,9 @@ class StepStats(msgspec.Struct, array_like=True):
     host_s: the scheduler's own time (plan and commit). device_s: the step on the device. waste_inside: slots leased but
     not holding a token; waste_between: share of leasable bytes that group padding loses. steps: 1, or 0 when only the
     number of requests has changed (then the times are those of the last step). failed: steps that failed.
+    flops, bytes: what the step had to compute and move by the model's formula (weights once as they are stored, keys and
+    values read and written). predicted_s: what the cost model expected of device_s. idle_s: how long the device waited
+    for this step although there was work. joules: energy since the last record that had some.
     """
 
     step: int
@@ -107,6 +111,11 @@ class StepStats(msgspec.Struct, array_like=True):
     device_s: float
     steps: int = 1
     failed: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    predicted_s: float = 0.0
+    idle_s: float = 0.0
+    joules: float = 0.0
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

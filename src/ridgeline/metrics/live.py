@@ -1,0 +1,233 @@
+"""How the service does now: percentiles, goodput, distance to the hardware's limits, energy, money, the ledger.
+
+Everything here is over the last minutes; what counts for ever is in `metrics.metrics`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.core.slo import Slo
+from ridgeline.metrics.history import History, Minute
+from ridgeline.metrics.records import RequestRecord, StepRecord, Totals
+from ridgeline.metrics.why import Typical, blame, why
+from ridgeline.metrics.window import QUANTILES, Sums, Window
+
+SPAN_S = 300.0
+"""Seconds that the live figures cover."""
+KEPT_REQUESTS = 4096
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device can do and what it costs; 0: not known.
+
+    flops, bytes: per second by its specification, at the precision the model computes in. measured_flops,
+    measured_bytes: what plain kernels reached on this machine. price: per hour, in `currency`. power: how joules are
+    known: "nvml", "rapl", "estimate" or "".
+    """
+
+    device: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    measured_flops: float = 0.0
+    measured_bytes: float = 0.0
+    price: float = 0.0
+    currency: str = "USD"
+    power: str = ""
+
+
+class Live:
+    """Fed by Metrics; read by /metrics, the dashboard, /requests and diagnosis.
+
+    clock: seconds that only grow. wall: unix seconds.
+    """
+
+    def __init__(
+        self, slo: Slo, clock: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time
+    ) -> None:
+        self.slo = slo
+        self.ceilings = Ceilings()
+        self.history = History()
+        self.totals = Totals()
+        self._clock, self._wall = clock, wall
+        self._windows = {name: Window(SPAN_S) for name in LATENCIES}
+        self._error = Window(SPAN_S)
+        self._sums = Sums(SPAN_S)
+        self._rows: deque[RequestRecord] = deque(maxlen=KEPT_REQUESTS)
+        self._minute_ends: float | None = None
+        self._minute: dict[str, int] = {}
+        self._last: StepRecord | None = None
+
+    # --- news -------------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepRecord, gap_s: float | None) -> None:
+        """A step's record. gap_s: seconds since the last step's tokens, None after a pause."""
+        now = self._clock()
+        self._turn(now)
+        self._last = step
+        self.totals = self.totals.plus(step)
+        amounts = {
+            "prompt_tokens": float(step.prompt_tokens),
+            "output_tokens": float(step.output_tokens),
+            "prefix_queries": float(step.prefix_queries),
+            "prefix_hits": float(step.prefix_hits),
+            "joules": step.joules,
+        }
+        if step.steps:
+            amounts |= {
+                "steps": float(step.steps),
+                "device_s": step.device_s,
+                "host_s": step.host_s,
+                "idle_s": step.idle_s,
+                "flops": step.flops,
+                "bytes": step.bytes,
+                "mixed_s": step.device_s if step.prompt_tokens else 0.0,
+            }
+            if step.predicted_s and step.device_s:
+                self._error.add(now, abs(step.predicted_s - step.device_s) / step.device_s)
+        self._sums.add(now, amounts)
+        self._count("prompt_tokens", step.prompt_tokens)
+        self._count("output_tokens", step.output_tokens)
+        if gap_s is not None and step.output_tokens:
+            self._windows["itl"].add(now, gap_s, step.output_tokens)
+
+    def on_request(self, record: RequestRecord) -> None:
+        """A request has ended, however."""
+        now = self._clock()
+        self._turn(now)
+        self._rows.append(record)
+        fault = blame(record, self.slo)
+        self._sums.add(now, {"requests": 1.0, "good": 0.0 if fault else 1.0, f"blame_{fault or 'none'}": 1.0})
+        self._count("requests", 1)
+        self._count("good", 0 if fault else 1)
+        if record.cut:
+            return
+        spent = record.spent
+        seen = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
+        seen |= {"queue": spent.queue_s, "prefill": spent.prefill_s}
+        for name, value in seen.items():
+            if value is not None:
+                self._windows[name].add(now, value)
+
+    # --- the ledger -------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> RequestRecord | None:
+        """The request of an id, as long as it is kept."""
+        return next((row for row in reversed(self._rows) if row.id == name), None)
+
+    def rows(self, order: str = "recent", limit: int = 20) -> list[RequestRecord]:
+        """Ended requests: the latest, or the slowest of those of the last minutes, first."""
+        if order == "slowest":
+            since = self._wall() - SPAN_S
+            late = (row for row in self._rows if row.arrived_at + row.e2e_s >= since)
+            return sorted(late, key=lambda row: -row.e2e_s)[:limit]
+        return list(self._rows)[: -limit - 1 : -1]
+
+    def why(self, record: RequestRecord) -> dict[str, Any]:
+        now = self._clock()
+        queue, prefill, tpot = (self._windows[name].quantiles(now, (0.5,))[0] for name in ("queue", "prefill", "tpot"))
+        return why(record, self.slo, Typical(queue, prefill, tpot)) | self.shares(record)
+
+    def shares(self, record: RequestRecord) -> dict[str, float]:
+        """A request's part of energy and money, by its part of the device's time; what the device idles belongs to nobody."""
+        device_s = record.spent.device_s
+        return {
+            "joules": device_s * self.figures().get("watts", 0.0),
+            "cost": device_s * self.ceilings.price / 3600,
+        }
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def quantiles(self) -> Iterator[tuple[str, float, float]]:
+        """(latency, share, seconds) for all that was seen."""
+        now = self._clock()
+        for name, window in self._windows.items():
+            for share, value in zip(QUANTILES, window.quantiles(now), strict=True):
+                if value == value:
+                    yield name, share, value
+
+    def figures(self) -> dict[str, float]:
+        """The live figures by name; what cannot be known (no SLO, no price, no such hardware) is left out.
+
+        mfu and mbu are shares of the specification while the device was busy, mfu_measured and mbu_measured of what
+        plain kernels reach; device_busy is the share of time it was busy at all.
+        """
+        now = self._clock()
+        sums, seconds, top = self._sums.totals(now), self._sums.seconds(now), self.ceilings
+        busy, tokens = sums.get("device_s", 0.0), sums.get("prompt_tokens", 0.0) + sums.get("output_tokens", 0.0)
+        found = {
+            "prompt_tokens_per_second": sums.get("prompt_tokens", 0.0) / seconds,
+            "output_tokens_per_second": sums.get("output_tokens", 0.0) / seconds,
+            "requests_per_second": sums.get("requests", 0.0) / seconds,
+            "device_busy": min(1.0, busy / seconds),
+        }
+        if sums.get("prefix_queries"):
+            found["prefix_hit_rate"] = sums["prefix_hits"] / sums["prefix_queries"]
+        if self.slo and sums.get("requests"):
+            found["goodput_requests_per_second"] = sums["good"] / seconds
+            found["slo_attainment"] = sums["good"] / sums["requests"]
+        if busy:
+            found["prompt_share"] = sums["mixed_s"] / busy
+            found["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
+            found["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
+            for name, rate, peak in (
+                ("mfu", sums["flops"], top.flops),
+                ("mbu", sums["bytes"], top.bytes),
+                ("mfu_measured", sums["flops"], top.measured_flops),
+                ("mbu_measured", sums["bytes"], top.measured_bytes),
+            ):
+                if peak:
+                    found[name] = rate / busy / peak
+        if (error := self._error.quantiles(now, (0.5,))[0]) == error:
+            found["step_prediction_error"] = error
+        if sums.get("joules"):
+            found["watts"] = sums["joules"] / seconds
+            if tokens:
+                found["joules_per_token"] = sums["joules"] / tokens
+        if top.price and tokens:
+            found["cost_per_million_tokens"] = top.price / 3600 * seconds / tokens * 1e6
+            if sums.get("output_tokens"):
+                found["cost_per_million_output_tokens"] = top.price / 3600 * seconds / sums["output_tokens"] * 1e6
+        return found
+
+    def blamed(self) -> dict[str, int]:
+        """Requests of the last minutes by what made them miss the SLO."""
+        sums = self._sums.totals(self._clock())
+        return {
+            name[6:]: int(count) for name, count in sums.items() if name.startswith("blame_") and name[6:] != "none"
+        }
+
+    def point(self) -> tuple[float, float] | None:
+        """(FLOPs per byte, FLOPs per second) of the last minutes' steps: where the server stands in the roofline."""
+        sums = self._sums.totals(self._clock())
+        if not sums.get("bytes") or not sums.get("device_s"):
+            return None
+        return sums["flops"] / sums["bytes"], sums["flops"] / sums["device_s"]
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The newest step's record."""
+        return self._last
+
+    # --- minutes ----------------------------------------------------------------------------------------------------
+
+    def _count(self, name: str, more: int) -> None:
+        self._minute[name] = self._minute.get(name, 0) + more
+
+    def _turn(self, now: float) -> None:
+        """Close the minute that has passed."""
+        if self._minute_ends is None:
+            self._minute_ends = now + 60.0
+        if now < self._minute_ends:
+            return
+        self._minute_ends = now + 60.0
+        quantiles = {f"{name}_p{share * 100:g}": value for name, share, value in self.quantiles()}
+        counts = {name: self._minute.get(name, 0) for name in ("requests", "good", "prompt_tokens", "output_tokens")}
+        self._minute = {}
+        self.history.minutes.append(Minute(self._wall(), quantiles, **counts))

@@ -1,0 +1,135 @@
+"""What the server knows of itself: the ledger of requests, why one was slow, and the figures behind the dashboard."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from ridgeline.core.errors import NotFound, RequestError
+from ridgeline.metrics import Live, RequestRecord
+from ridgeline.service.front import Front
+from ridgeline.service.guard import FRONT
+from ridgeline.service.routes import json_response
+
+ROUTES = web.RouteTableDef()
+ORDERS = ("recent", "slowest")
+MOST_ROWS = 1000
+SLOWEST_SHOWN = 10
+MINUTES_SHOWN = 120
+FACTS = (
+    "root", "architecture", "params", "dtype", "quantization", "device", "max_len", "max_num_seqs", "weight_bytes",
+    "kv_bytes_per_token", "startup_s",
+)  # fmt: skip
+
+
+@ROUTES.get("/requests")
+async def requests(request: web.Request) -> web.Response:
+    """Ended requests, `order` recent or slowest first, at most `limit`."""
+    live = request.app[FRONT].metrics.live
+    order = request.query.get("order", "recent")
+    if order not in ORDERS:
+        raise RequestError(f"order is {order[:40]!r}: expected recent or slowest.", param="order")
+    given = request.query.get("limit", "20")
+    if not given.isdecimal() or not 1 <= int(given) <= MOST_ROWS:
+        raise RequestError(f"limit is {given[:40]!r}: expected 1 to {MOST_ROWS}.", param="limit")
+    return json_response({"object": "list", "data": [_row(live, one) for one in live.rows(order, int(given))]})
+
+
+@ROUTES.get("/requests/{id}")
+async def one_request(request: web.Request) -> web.Response:
+    """One ended request's row of the ledger."""
+    live, record = _found(request)
+    return json_response(_row(live, record))
+
+
+@ROUTES.get("/requests/{id}/why")
+async def why(request: web.Request) -> web.Response:
+    """Why a request took as long as it did, in words and numbers."""
+    live, record = _found(request)
+    return json_response(live.why(record))
+
+
+@ROUTES.get("/dashboard/data")
+async def data(request: web.Request) -> web.Response:
+    """Everything the dashboard shows."""
+    return json_response(snapshot(request.app[FRONT]))
+
+
+def snapshot(front: Front) -> dict[str, Any]:
+    """The state of the service now, as plain data. Figures that cannot be known are left out."""
+    live, client = front.metrics.live, front.client
+    step = live.last
+    quantiles: dict[str, dict[str, float]] = {}
+    for name, share, seconds in live.quantiles():
+        quantiles.setdefault(name, {})[f"p{share * 100:g}"] = seconds
+    now: dict[str, float] = {}
+    if step is not None:
+        blocks = max(1, step.blocks_total)
+        now = {
+            "running": step.running,
+            "waiting": step.waiting,
+            "kv_used": step.blocks_used / blocks,
+            "kv_cached": step.blocks_cached / blocks,
+            "kv_waste_inside": step.waste_inside,
+        }
+    return {
+        "at": time.time(),
+        "healthy": front.trouble is None,
+        "trouble": front.trouble,
+        "facts": _facts(front),
+        "slo": live.slo.limits(),
+        "ceilings": asdict(live.ceilings),
+        "now": now,
+        "figures": live.figures(),
+        "latencies": quantiles,
+        "blamed": live.blamed(),
+        "point": live.point(),
+        "alerts": [asdict(alert) for alert in live.history.alerts()],
+        "minutes": [asdict(minute) for minute in list(live.history.minutes)[-MINUTES_SHOWN:]],
+        "slowest": [_brief(live, record) for record in live.rows("slowest", SLOWEST_SHOWN)],
+        "last_step": client.last_step,
+    }
+
+
+def _facts(front: Front) -> dict[str, Any]:
+    """What model on what device."""
+    facts = front.client.facts or {}
+    return {name: facts[name] for name in FACTS if name in facts}
+
+
+def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
+    """A row of the ledger with what follows from it."""
+    verdict = live.slo.verdict(record.ttft_s, record.tpot_s, record.e2e_s) if not record.cut else record.cut
+    more = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict or "good"}
+    return asdict(record) | more | live.shares(record)
+
+
+def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:
+    told = live.why(record)
+    return {
+        "id": record.id,
+        "e2e_s": record.e2e_s,
+        "ttft_s": record.ttft_s,
+        "tpot_s": record.tpot_s,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "blame": told["blame"],
+        "summary": told["summary"],
+        "reasons": told["reasons"],
+    }
+
+
+def _found(request: web.Request) -> tuple[Live, RequestRecord]:
+    """Raises NotFound for an id that is unknown, still running, or forgotten."""
+    live = request.app[FRONT].metrics.live
+    record = live.find(request.match_info["id"])
+    if record is None:
+        raise NotFound(
+            f"No ended request has the id {request.match_info['id'][:80]!r}: the id is the one in the answer's body, and the "
+            f"last few thousand are kept.",
+            param="id",
+        )
+    return live, record

@@ -1,0 +1,167 @@
+"""The last minutes: quantiles, goodput, distance to the limit, and why a request was slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.slo import Slo
+from ridgeline.metrics import Arrival, Ceilings, Live, RequestRecord, Spent, Totals
+from ridgeline.metrics.history import FEWEST_REQUESTS, History, Minute
+from ridgeline.metrics.why import Typical, blame, why
+from ridgeline.metrics.window import Sums, Window
+from ridgeline.wire.messages import StepStats
+
+STEP = StepStats(
+    step=1, running=4, waiting=0, prompt_tokens=0, output_tokens=4, drafted=0, accepted=0, preempted=0,
+    prefix_queries=0, prefix_hits=0, blocks_used=25, blocks_cached=50, blocks_total=100, waste_inside=0.0,
+    waste_between=0.0, host_s=0.001, device_s=0.01, flops=4e9, bytes=2e8, predicted_s=0.009, idle_s=0.0, joules=0.0,
+)  # fmt: skip
+GOOD = RequestRecord(
+    id="cmpl-1", arrived_at=1000.0, prompt_tokens=100, cached_tokens=60, output_tokens=11, finish_reasons=("stop",),
+    e2e_s=1.2, ttft_s=0.15, spent=Spent(queue_s=0.05, prefill_s=0.1, decode_s=1.0, device_s=0.4),
+)  # fmt: skip
+SLO = Slo.parse("ttft=200ms,tpot=100ms")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(**changes: float) -> StepStats:
+    return StepStats(**({name: getattr(STEP, name) for name in STEP.__struct_fields__} | changes))
+
+
+def test_window_weighs_and_forgets() -> None:
+    window = Window(10.0)
+    for second in range(1, 101):
+        window.add(0.0, float(second))
+    assert window.quantiles(5.0) == (50.0, 90.0, 95.0, 99.0)
+    window.add(5.0, 1000.0, weight=900)
+    assert window.quantiles(5.0, (0.05, 0.5)) == (50.0, 1000.0)
+    assert window.count(12.0) == 900 and window.quantiles(12.0, (0.01,)) == (1000.0,)
+    assert all(value != value for value in window.quantiles(30.0))
+
+
+def test_sums_cover_what_has_passed() -> None:
+    sums = Sums(60.0)
+    sums.add(10.0, {"tokens": 5})
+    sums.add(30.0, {"tokens": 7})
+    assert sums.totals(30.0) == {"tokens": 12.0} and sums.seconds(30.0) == 20.0
+    assert sums.totals(75.0) == {"tokens": 7.0} and sums.seconds(75.0) == 60.0
+
+
+def test_goodput_counts_failed_requests_as_offered() -> None:
+    clock = Clock()
+    live = Live(SLO, clock)
+    live.on_step(STEP, None)
+    live.on_request(GOOD)
+    live.on_request(replace(GOOD, ttft_s=0.3))
+    live.on_request(replace(GOOD, spent=replace(GOOD.spent, decode_s=2.0)))
+    live.on_request(replace(GOOD, cut="error", finish_reasons=()))
+    clock.now += 10
+    figures = live.figures()
+    assert figures["slo_attainment"] == 0.25
+    assert figures["goodput_requests_per_second"] == pytest.approx(0.1)
+    assert live.blamed() == {"prefill": 1, "decode": 1, "error": 1}
+    assert "slo_attainment" not in Live(Slo(), clock).figures()
+
+
+def test_distance_to_the_limits() -> None:
+    clock = Clock()
+    live = Live(Slo(), clock)
+    live.ceilings = Ceilings("toy", flops=1e12, bytes=1e11, measured_bytes=4e10, price=3.6)
+    for _ in range(100):
+        live.on_step(step(joules=2.0, idle_s=0.0025), 0.01)
+    clock.now += 10
+    figures = live.figures()
+    assert figures["mfu"] == pytest.approx(0.4) and figures["mbu"] == pytest.approx(0.2)
+    assert figures["mbu_measured"] == pytest.approx(0.5) and "mfu_measured" not in figures
+    assert figures["device_busy"] == pytest.approx(0.1) and figures["bubble"] == pytest.approx(0.2)
+    assert figures["step_prediction_error"] == pytest.approx(0.1)
+    assert figures["watts"] == pytest.approx(20.0) and figures["joules_per_token"] == pytest.approx(0.5)
+    assert figures["cost_per_million_tokens"] == pytest.approx(0.001 * 10 / 400 * 1e6)
+    intensity, rate = live.point() or (0.0, 0.0)
+    assert intensity == pytest.approx(20.0) and rate == pytest.approx(4e11)
+    assert live.shares(GOOD) == {"joules": pytest.approx(8.0), "cost": pytest.approx(0.0004)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, ""),
+        ({"ttft_s": 0.5, "spent": Spent(0.4, 0.1, 0.5)}, "queue"),
+        ({"ttft_s": 0.5, "spent": Spent(0.1, 0.4, 0.5)}, "prefill"),
+        ({"spent": Spent(0.05, 0.1, 5.0)}, "decode"),
+        ({"cut": "error"}, "error"),
+        ({"cut": "cancelled"}, "client"),
+    ],
+)
+def test_blame(changes: dict[str, object], fault: str) -> None:
+    assert blame(replace(GOOD, **changes), SLO) == fault  # type: ignore[arg-type]
+    slow_reader = replace(GOOD, e2e_s=9.0)
+    assert blame(slow_reader, Slo(e2e_s=5.0)) == "client"
+
+
+def test_why_names_what_happened() -> None:
+    record = replace(
+        GOOD,
+        e2e_s=8.25,
+        ttft_s=3.2,
+        hidden_tokens=4,
+        spent=Spent(queue_s=3.0, prefill_s=0.2, decode_s=5.0, preempted=2),
+        arrival=Arrival(waiting=7, running=16, kv_used=0.97),
+        decoding=Totals(steps=100, device_s=4.0, mixed_s=3.0, row_s=60.0),
+    )
+    told = why(record, SLO, Typical(queue_s=0.01, prefill_s=0.2, tpot_s=0.05))
+    assert told["verdict"] == "ttft 3200 ms > 200 ms" and told["blame"] == "queue"
+    decode, queue, prefill = told["reasons"]
+    assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15 requests" in decode
+    assert "usually 50 ms" in decode and "4 of its tokens were hidden" in decode
+    assert "7 waited" in queue and "97% full" in queue and "usually 10 ms" in queue
+    assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill
+    assert told["numbers"]["arrival"]["running"] == 16
+
+
+def test_the_ledger_finds_and_orders() -> None:
+    live = Live(Slo(), Clock(), wall=lambda: 1010.0)
+    for index in range(30):
+        live.on_request(replace(GOOD, id=f"r{index}", e2e_s=float(index % 7)))
+    assert live.find("r3") is not None and live.find("r99") is None
+    assert [row.id for row in live.rows("recent", 3)] == ["r29", "r28", "r27"]
+    assert [row.e2e_s for row in live.rows("slowest", 5)] == [6.0, 6.0, 6.0, 6.0, 5.0]
+
+
+def minute(**changes: object) -> Minute:
+    base = Minute(0.0, {"ttft_p95": 0.1, "tpot_p99": 0.05}, FEWEST_REQUESTS, FEWEST_REQUESTS, 0, 0)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_alerts_on_a_regressed_percentile_and_a_missed_slo() -> None:
+    history = History()
+    history.minutes.extend([minute()] * 20)
+    assert history.alerts() == []
+    history.minutes.extend([minute(quantiles={"ttft_p95": 0.3, "tpot_p99": 0.06})] * 3)
+    (alert,) = history.alerts()
+    assert alert.rule == "ttft_p95_regression" and "300 ms, usually 100 ms" in alert.text
+    history.minutes.extend([minute(good=FEWEST_REQUESTS // 2)] * 3)
+    assert [alert.rule for alert in history.alerts()] == ["slo_attainment"]
+    history.minutes.extend([minute(requests=1, good=0)] * 3)
+    assert history.alerts() == [], "too few requests say nothing"
+
+
+def test_minutes_are_closed_by_the_clock() -> None:
+    clock = Clock()
+    live = Live(SLO, clock, wall=lambda: 60.0)
+    live.on_step(STEP, 0.01)
+    live.on_request(GOOD)
+    clock.now += 61
+    live.on_step(STEP, 0.01)
+    (closed,) = live.history.minutes
+    assert closed.requests == closed.good == 1 and closed.output_tokens == 4
+    assert closed.quantiles["ttft_p95"] == 0.15 and closed.quantiles["itl_p50"] == 0.01
