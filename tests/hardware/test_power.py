@@ -1,0 +1,53 @@
+"""Energy: what a counter says between readings, and what stands in for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ridgeline.hardware import power
+from ridgeline.hardware.power import Counter, Meter, power_counter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_joules_between_readings_and_over_a_wrap() -> None:
+    clock, shown = Clock(), [100.0]
+    meter = Meter(Counter("rapl", lambda seconds, busy: shown[0], wraps=1000.0), clock)
+    shown[0] = 160.0
+    assert meter.take(0.1) == 0.0, "a moment after the last reading"
+    clock.now += 1
+    assert meter.take(0.1) == 60.0
+    clock.now += 1
+    shown[0] = 10.0
+    assert meter.take(0.1) == 850.0
+
+
+def test_an_estimate_gives_an_idle_device_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(power, "RAPL", tmp_path)
+    clock = Clock()
+    counter = power_counter("cpu", watts=100.0)
+    assert counter.kind == "estimate"
+    meter = Meter(counter, clock)
+    clock.now += 10
+    assert meter.take(4.0) == pytest.approx(100 * (4 + power.IDLE_SHARE * 6))
+    clock.now += 10
+    assert meter.take(0.0) == pytest.approx(100 * power.IDLE_SHARE * 10)
+
+
+def test_rapl_sums_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for index in range(2):
+        package = tmp_path / f"intel-rapl:{index}"
+        package.mkdir()
+        (package / "energy_uj").write_text("2500000\n")
+        (package / "max_energy_range_uj").write_text("8000000\n")
+    monkeypatch.setattr(power, "RAPL", tmp_path)
+    counter = power_counter("cpu", watts=100.0)
+    assert (counter.kind, counter.read(0, 0), counter.wraps) == ("rapl", 5.0, 16.0)
