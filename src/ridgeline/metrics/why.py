@@ -92,11 +92,13 @@ def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
     )
     prefill += f"prompt tokens computed, {record.cached_tokens} taken from the prefix cache."
     parts = [(spent.queue_s, queue), (spent.prefill_s, prefill), (spent.decode_s, _decode(record, typical))]
-    if record.elsewhere_s:
-        parts.append(
-            (record.elsewhere_s, f"{_s(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading.")
-        )
-    return parts
+    if record.cut:
+        return [
+            (record.e2e_s, f"Ended after {_s(record.e2e_s)} ({record.cut}), {record.output_tokens} tokens out."),
+            *parts,
+        ]
+    outside = f"{_s(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading."
+    return [*parts, (record.elsewhere_s, outside)]
 
 
 def _decode(record: RequestRecord, typical: Typical) -> str:

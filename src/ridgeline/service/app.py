@@ -9,7 +9,7 @@ from functools import partial
 from aiohttp import web
 
 from ridgeline.core.errors import Overloaded
-from ridgeline.service import insight, routes
+from ridgeline.service import insight, pages, routes
 from ridgeline.service.answer import Shape, send_body, send_events
 from ridgeline.service.call import Call
 from ridgeline.service.chat import read_chat
@@ -28,6 +28,7 @@ def make_app(front: Front) -> web.Application:
     app.router.add_post("/v1/completions", _completions)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
+    app.router.add_routes(pages.ROUTES)
     return app
 
 

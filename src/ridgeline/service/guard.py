@@ -26,8 +26,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMES = 32
-_OPEN = frozenset({"/health"})
-"""Routes that need no key."""
+_OPEN = frozenset({"/health", "/dashboard", "/chat"})
+_OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
+"""Routes that need no key: the pages are the same for everybody, what they show is asked for with it."""
 _LARGE = 1 << 18
 """Bytes of a body that is decoded and checked in a thread, so that no stream waits for it."""
 
@@ -58,7 +59,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
     front.active += 1
     try:
-        if request.path not in _OPEN:
+        if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
             _check_key(request, front.config.api_key)
         return await handler(request)
     except web.HTTPException as error:

@@ -1,0 +1,64 @@
+"""The pages: served with nothing from outside, open to all, while what they show asks for the key."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ridgeline.service.pages as pages
+from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE
+
+from .live import Live, behaviour, live, says
+
+FILES = sorted((Path(pages.__file__).parent / "web").iterdir())
+OUTSIDE = re.compile(r"""(?:src|href|url|from|import|fetch)\W{1,3}(?:https?:)?//""")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_nothing_comes_from_outside(file: Path) -> None:
+    assert not OUTSIDE.search(file.read_text())
+
+
+def test_pages_and_their_parts_are_served(polite: Live) -> None:
+    for path, kind in (("/dashboard", "text/html"), ("/chat", "text/html")):
+        answer = polite.get(path)
+        assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        for part in re.findall(r'(?:src|href)="(/dashboard/[^"]+)"', answer.data.decode()):
+            assert polite.get(part).status == 200, part
+    assert polite.get("/dashboard/nothing.js").status == 404
+    assert polite.get("/dashboard/..%2fpages.js").status == 404
+
+
+def test_grafana_and_prometheus_ask_for_metrics_that_exist(polite: Live) -> None:
+    asked = set()
+    for name in ("grafana.json", "alerts.yml"):
+        answer = polite.get(f"/dashboard/{name}")
+        assert answer.status == 200
+        asked |= set(re.findall(r"ridgeline:(\w+?)(?:_total|_bucket)?[\[{ ,]", answer.data.decode()))
+    ours = {*GAUGES, *COUNTERS, *HISTOGRAMS, *LIVE, "alert", "slo_missed_requests"}
+    assert len(asked) > 20 and asked <= ours
+
+
+def test_the_key_guards_what_the_pages_show() -> None:
+    with live(behaviour(says("hi")), api_key="sesame") as server:
+        assert server.get("/dashboard").status == server.get("/dashboard/charts.js").status == 200
+        for path in ("/dashboard/data", "/requests", "/metrics"):
+            assert server.get(path).status == 401
+            assert server.send("GET", path, headers={"authorization": "Bearer sesame"}).status == 200
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_shows_the_figures(polite: Live, tmp_path: Path) -> None:
+    name = polite.chat().json["id"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom"]
+    page = f"http://127.0.0.1:{polite.port}/dashboard"
+    shown = subprocess.run([*command, page], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert 'class="dot good"' in shown and "Time to first token" in shown
+    assert name[:17] in shown, "the slowest requests"
+    assert shown.count("<svg") >= 5
