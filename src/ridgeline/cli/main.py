@@ -17,6 +17,10 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "fit": "what of a model fits into this machine, and the command that works",
+    "roofline": "where a model stands under the roof of an accelerator, operation by operation",
+    "calc": "calculators: cache, cost, energy, renting or owning",
+    "calibrate": "measure this machine's steps and fit the predictions to them",
+    "diagnose": "what holds a running server back, and what to do about it",
     "collect-env": "describe this machine for a bug report",
 }
 

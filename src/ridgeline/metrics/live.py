@@ -20,7 +20,8 @@ from ridgeline.metrics.window import QUANTILES, Sums, Window
 SPAN_S = 300.0
 """Seconds that the live figures cover."""
 KEPT_REQUESTS = 4096
-LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill")
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill", "outside")
+"""outside: what neither queue nor device explains; itl is counted by the step, the others by the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ class Live:
                 "flops": step.flops,
                 "bytes": step.bytes,
                 "mixed_s": step.device_s if step.prompt_tokens else 0.0,
+                "row_s": step.device_s * step.running,
+                "decode_s": 0.0 if step.prompt_tokens else step.device_s,
+                "decode_steps": 0.0 if step.prompt_tokens else float(step.steps),
+                "decode_bytes": 0.0 if step.prompt_tokens else step.bytes,
             }
             if step.predicted_s and step.device_s:
                 self._error.add(now, abs(step.predicted_s - step.device_s) / step.device_s)
@@ -110,7 +115,7 @@ class Live:
             return
         spent = record.spent
         seen = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
-        seen |= {"queue": spent.queue_s, "prefill": spent.prefill_s}
+        seen |= {"queue": spent.queue_s, "prefill": spent.prefill_s, "outside": record.elsewhere_s}
         for name, value in seen.items():
             if value is not None:
                 self._windows[name].add(now, value)
@@ -176,6 +181,10 @@ class Live:
             found["prompt_share"] = sums["mixed_s"] / busy
             found["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
             found["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
+            found["mean_running"] = sums["row_s"] / busy
+            if sums["decode_steps"]:
+                found["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
+                found["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
             for name, rate, peak in (
                 ("mfu", sums["flops"], top.flops),
                 ("mbu", sums["bytes"], top.bytes),

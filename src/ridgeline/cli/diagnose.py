@@ -1,0 +1,82 @@
+"""What holds a running server back, how far it is from the hardware's limit, and what to do, in order of predicted gain.
+
+Asks a Ridgeline server for its last five minutes; give it load meanwhile. docs/diagnosis.md shows the whole decision path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.core.errors import ConfigError
+from ridgeline.planner.diagnose import Diagnosis, diagnose, observe
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_PATIENCE_S = 10.0
+
+
+def parser() -> Parser:
+    found = parser_for("diagnose", __doc__ or "", (), model=False)
+    found.add_argument("url", nargs="?", metavar="URL", help=f"the server (default: {DEFAULT_URL})")
+    found.add_argument("--api-key", dest="key", metavar="TEXT", help="its key")
+    found.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+    return found
+
+
+def run(given: Given) -> int:
+    snapshot = _ask(getattr(given.rest, "url", DEFAULT_URL), getattr(given.rest, "key", ""))
+    found = diagnose(observe(snapshot))
+    if getattr(given.rest, "json", False):
+        print(json.dumps(_plain(asdict(found)), indent=1))
+    else:
+        _show(found, Console())
+    return 0
+
+
+def _ask(url: str, key: str) -> Any:
+    """GET /dashboard/data. Raises ConfigError when there is no such server."""
+    place = url.rstrip("/").removesuffix("/v1") + "/dashboard/data"
+    request = urllib.request.Request(place, headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        remedy = "give --api-key" if error.code == 401 else "is it a Ridgeline server?"
+        raise ConfigError(f"{place} answered {error.code}: {remedy}.", param="url") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place} cannot be asked ({error}): start a server or give its address.") from error
+
+
+def _show(found: Diagnosis, console: Console) -> None:
+    console.print(f"[bold]Bottleneck: {found.bottleneck}[/bold]")
+    for line in (*found.evidence, *found.distance):
+        console.print(f"  {line}", highlight=False)
+    if not found.advice:
+        console.print("\nNothing that this server offers would help; see docs/diagnosis.md.")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    for name in ("predicted", "cure", "effort", "risk to quality", "price", "command"):
+        table.add_column(name, overflow="fold")
+    for one in found.advice:
+        cure = one.cure
+        gain = "measure it" if math.isnan(one.gain) else f"-{one.gain:.0%}"
+        table.add_row(gain, cure.name, cure.effort, cure.risk, cure.trade, cure.command)
+    console.print("\n[bold]What to do[/bold] (predicted: the part of the slow time that it takes away)")
+    console.print(table, highlight=False)
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: no functions, NaN as null."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items() if not callable(one)}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
