@@ -22,18 +22,31 @@ from ridgeline.wire.messages import Submit
 HERE = Path(__file__).resolve().parent
 
 
-def provenance(machine: str) -> dict[str, str]:
-    """machine, date, commit and command of this run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE
-    ).stdout.strip()
-    command = " ".join(["python", *[Path(sys.argv[0]).name if not i else a for i, a in enumerate(sys.argv)]])
+def provenance(machine: str, commit: str = "") -> dict[str, str]:
+    """machine, date, commit and command of this run. commit: what runs, where the tree has no .git to ask; None given,
+    the variable BENCHMARK_COMMIT says it, then git."""
+    commit = commit or os.environ.get("BENCHMARK_COMMIT", "") or _head()
+    arguments, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word == "--commit":
+            next(words, None)
+        elif not word.startswith("--commit="):
+            arguments.append(word)
     return {
         "machine": machine,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
-        "command": command.replace("python ", "python benchmarks/", 1),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
     }
+
+
+def _head() -> str:
+    """The commit of this tree, "" where there is no git or no repository."""
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def cpu_name() -> str:

@@ -1,6 +1,7 @@
 """All rows of the H200 table with one command: `python benchmarks/gpu.py --out benchmarks/results/h200.json`.
 
-In process (no HTTP), random weights from config.json alone, temperature 1.0, end tokens ignored, no prefix caching, at most
+Start-up is timed on fresh processes, first with an empty cache of compiled kernels, then with what that left. The rest is
+in process (no HTTP), random weights from config.json alone, temperature 1.0, end tokens ignored, no prefix caching, at most
 512 running, context 10,240: as the peers' figures were taken. `--model FOLDER` (a config.json is enough) with
 `--lens FILE` runs any other shape and mix and prints its requests and tokens per second.
 """
@@ -8,23 +9,32 @@ In process (no HTTP), random weights from config.json alone, temperature 1.0, en
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import kernels
 import torch
 from common import HERE, Timed, lens, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
+from ridgeline.service.launch import launch
 
 MAX_LEN = 10_240
+KERNEL_CACHE = "TRITON_CACHE_DIR"
+SHARE = f"share of {kernels.READ_TB_S} TB/s"
+
+Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Generic[Source]):
     """One figure: how it is measured, its floor at the measured ceilings, and what vLLM 0.25.0 takes on the same card."""
 
     name: str
@@ -32,17 +42,57 @@ class Row:
     peer: float | None
     floor: float | None
     target: float | None
-    measure: Callable[[Bench], float]
+    measure: Callable[[Source], float]
+
+
+class Card:
+    """What is measured without an engine in this process, while the card is empty."""
+
+    def __init__(self, model: str, engine: EngineConfig) -> None:
+        self._model, self._engine = model, engine
+        self._startup: tuple[float, float] | None = None
+
+    def startup_s(self, *, cold: bool) -> float:
+        """Seconds from starting the engine's process until it is ready, weights made on the card. Both are measured at
+        once: the warm one needs what the cold one compiled."""
+        if self._startup is None:
+            before = os.environ.get(KERNEL_CACHE)
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ[KERNEL_CACHE] = folder
+                try:
+                    self._startup = (asyncio.run(self._ready()), asyncio.run(self._ready()))
+                finally:
+                    os.environ.pop(KERNEL_CACHE)
+                    if before is not None:
+                        os.environ[KERNEL_CACHE] = before
+        return self._startup[0 if cold else 1]
+
+    async def _ready(self) -> float:
+        started = time.perf_counter()
+        model = ModelConfig(model=self._model, load_format="dummy", max_model_len=MAX_LEN)
+        process = await launch(model, self._engine)
+        try:
+            facts = await process.client.wait_ready()
+            seconds = time.perf_counter() - started
+        finally:
+            await process.stop()
+        print(f"ready in {seconds:.2f} s: {facts['startup_s']}", flush=True)
+        return seconds
+
+    def attention_share(self, rows: int, context: int) -> float:
+        """Share of the card's read bandwidth at which decode attention takes in keys and values."""
+        kernels.check()
+        microseconds, read = kernels.time_decode(rows, context, "page")()
+        torch.cuda.empty_cache()
+        return read / microseconds * 1e-6 / kernels.READ_TB_S
 
 
 class Bench:
     """An engine with dummy weights, and medians of several runs on it."""
 
     def __init__(self, model: str, repeats: int, engine: EngineConfig, quantization: str = "") -> None:
-        started = time.perf_counter()
         config = ModelConfig(model=model, load_format="dummy", max_model_len=MAX_LEN, quantization=quantization)
         self.local = LocalEngine.start(config, engine)
-        self.startup_s = time.perf_counter() - started
         self.facts = self.local.engine.setup.facts
         self.repeats = repeats
         self._vocab = self.local.engine.setup.vocab_size
@@ -77,10 +127,15 @@ def _prefill(bench: Bench) -> float:
     return 16 * 8192 / bench.seconds([(8192, 1)] * 16)
 
 
+EMPTY_CARD: list[Row[Card]] = [
+    Row("8b-startup-s", "s", 58.6, None, 10.0, lambda c: c.startup_s(cold=False)),
+    Row("8b-startup-cold-s", "s", None, None, 25.0, lambda c: c.startup_s(cold=True)),
+    Row("attention-b64-4k-bandwidth-share", SHARE, 0.895, 1.0, 0.88, lambda c: c.attention_share(64, 4096)),
+    Row("attention-b1-32k-bandwidth-share", SHARE, 0.895, 1.0, 0.88, lambda c: c.attention_share(1, 32_768)),
+]
 # (model folder, quantization) -> its rows.
-TABLE: dict[tuple[str, str], list[Row]] = {
+TABLE: dict[tuple[str, str], list[Row[Bench]]] = {
     ("llama-3.1-8b", ""): [
-        Row("8b-startup-s", "s", 58.6, None, 10.0, lambda b: b.startup_s),
         Row("8b-bf16-single128-tpot-ms", "ms", 4.96, 3.24, 3.75, lambda b: b.tpot_ms(1, 128)),
         Row("8b-bf16-single4096-tpot-ms", "ms", 5.11, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
         Row("8b-bf16-ttft128-ms", "ms", 8.96, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
@@ -109,6 +164,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="", help="number format of the weights, for --lens (fp8)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
     arguments = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     engine = EngineConfig(max_num_seqs=512, enable_prefix_caching=False, enforce_eager=arguments.eager, device="auto")
@@ -118,27 +174,31 @@ def main() -> None:
         print(f"{len(result.ttft_s) / result.seconds:.2f} req/s, {result.output_tokens / result.seconds:.0f} out tok/s")
         return
     wanted = tuple(arguments.rows.split(",")) if arguments.rows else ("",)
+    about = provenance(machine, arguments.commit)
+    card = Card(str(HERE / "models" / "llama-3.1-8b"), engine)
+    for one in EMPTY_CARD:
+        if one.name.startswith(wanted):
+            report(one, one.measure(card), about, arguments.out)
     for (model, quantization), rows in TABLE.items():
         chosen = [row for row in rows if row.name.startswith(wanted)]
         if not chosen:
             continue
         bench = Bench(str(HERE / "models" / model), arguments.repeats, engine, quantization)
-        print(f"{model} {quantization}: ready in {bench.startup_s:.1f} s, {bench.facts}", flush=True)
+        print(f"{model} {quantization}: {bench.facts}", flush=True)
         for row in chosen:
-            report(row, row.measure(bench), machine, arguments.out)
+            report(row, row.measure(bench), about, arguments.out)
         bench.local.close()
         del bench
         torch.cuda.empty_cache()
 
 
-def report(row: Row, value: float, machine: str, out: str | None) -> None:
+def report(row: Row[Any], value: float, about: dict[str, str], out: str | None) -> None:
     """Print one row beside floor, peer and target; add it to the result file."""
     peer = f"{row.peer:g}" if row.peer is not None else "-"
     print(f"{row.name:32} {value:10.3f} {row.unit:6} floor {row.floor} vLLM {peer} target {row.target}", flush=True)
     if out:
         entry: dict[str, Any] = {"row": row.name, "value": round(value, 4), "unit": row.unit, "floor": row.floor}
-        entry |= {"peer": row.peer, "target": row.target, **provenance(machine)}
-        write_rows(out, [entry])
+        write_rows(out, [entry | {"peer": row.peer, "target": row.target, **about}])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def facts() -> list[tuple[str, str]]:
         found.append((f"gpu {index}", f"{gpu.name}{known}, {bytes_text(gpu.memory_bytes)}"))
     found += [(package, _version(package)) for package in PACKAGES]
     for name, value in sorted(os.environ.items()):
-        if name.startswith((ENVIRONMENT, "CUDA_VISIBLE", "OMP_", "TORCH", "HF_HUB_OFFLINE")):
+        if name.startswith((ENVIRONMENT, "CUDA_VISIBLE", "OMP_", "TORCH", "TRITON", "HF_HUB_OFFLINE")):
             secret = name.removeprefix(ENVIRONMENT).lower() in SECRETS
             found.append((name, "***" if secret else value))
     return found

@@ -18,7 +18,7 @@ import uvloop
 from rich.console import Console
 
 from ridgeline.cli.flags import Given, Parser, parser_for
-from ridgeline.cli.show import Stages, chosen, configuration
+from ridgeline.cli.show import Stages, chosen, configuration, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.models.hub import resolve_model
@@ -54,6 +54,8 @@ class Announcer:
         self._console.print(configuration(resolved))
         seconds = time.perf_counter() - self._started
         self._console.print(f"\n[bold]ready[/bold] in {seconds:.1f} s: {url}/v1", highlight=False)
+        if stages := stages_text(facts.get("startup_s") or {}):
+            self._console.print(f"[dim]the engine took {stages}[/dim]", highlight=False)
         self._console.print(
             first_request(url, self._folder, resolved.service), highlight=False, soft_wrap=True, markup=False
         )

@@ -70,6 +70,11 @@ def configuration(resolved: Resolved) -> Group:
     return Group(table, Text(f"defaults: {', '.join(defaults)}", style="dim"))
 
 
+def stages_text(seconds: Mapping[str, float]) -> str:
+    """Stages of a start-up that can be seen in tenths of a second: "weights 3.1 s, kernels 0.8 s"."""
+    return ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items() if spent >= 0.05)
+
+
 def bytes_text(count: float) -> str:
     """1536 -> "1.50 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -65,6 +65,30 @@ class LayerSpec:
         """Elements of keys and values that one token leaves in this layer's cache."""
         return 0 if self.share_from is not None else 2 * self.n_kv_heads * self.head_dim
 
+    def attention_flops(self, start: int, tokens: int) -> int:
+        """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, the window respected."""
+        return 4 * _causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
+
+    def kv_seen(self, start: int, tokens: int) -> int:
+        """Elements of keys and values that `tokens` queries after `start` positions see, each once."""
+        end = start + tokens
+        seen = end if self.window is None else min(end, self.window - 1 + tokens)
+        return 2 * self.n_kv_heads * self.head_dim * seen
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One weight matrix of a layer as it is multiplied by: queries, keys and values in one, gate and up in one."""
+
+    name: Literal["qkv", "out", "gate_up", "down"]
+    outputs: int
+    inputs: int
+    bias: bool
+
+    @property
+    def elements(self) -> int:
+        return self.outputs * self.inputs
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -104,20 +128,39 @@ class ModelSpec:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
+    def matrices(self, layer: LayerSpec) -> tuple[Matrix, ...]:
+        """The matrices of one layer in the order they are used."""
+        queries, kept = layer.n_heads * layer.head_dim, 2 * layer.n_kv_heads * layer.head_dim
+        return (
+            Matrix("qkv", queries + kept, self.d_model, self.qkv_bias),
+            Matrix("out", self.d_model, queries, self.out_bias),
+            Matrix("gate_up", 2 * layer.d_ff, self.d_model, self.mlp_bias),
+            Matrix("down", self.d_model, layer.d_ff, self.mlp_bias),
+        )
+
+    def matrix_bytes(self, matrix: Matrix) -> int:
+        """Bytes of one matrix as it is stored: elements, scales of its channels, bias."""
+        width = DTYPE_BYTES[self.dtype]
+        form = NUMBER_FORMATS.get(self.quantization, NumberFormat(width, 0))
+        bias = matrix.outputs * width if matrix.bias else 0
+        return matrix.elements * form.element_bytes + matrix.outputs * form.channel_bytes + bias
+
     def layer_linear_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer (no biases, no norms)."""
-        q = self.d_model * layer.n_heads * layer.head_dim
-        kv = 2 * self.d_model * layer.n_kv_heads * layer.head_dim
-        out = layer.n_heads * layer.head_dim * self.d_model
-        return q + kv + out + 3 * self.d_model * layer.d_ff
+        return sum(one.elements for one in self.matrices(layer))
+
+    def stream_norms(self) -> int:
+        """Norms [d_model] of one layer."""
+        return 4 if self.post_norms else 2
+
+    def head_norm_params(self, layer: LayerSpec) -> int:
+        """Elements of the norms of queries and keys of one layer."""
+        return 2 * layer.head_dim if self.qk_norm else 0
 
     def layer_vector_params(self, layer: LayerSpec) -> int:
         """Elements of norms and biases of one layer."""
-        norms = (4 if self.post_norms else 2) * self.d_model + (2 * layer.head_dim if self.qk_norm else 0)
-        bias = (layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim if self.qkv_bias else 0
-        bias += self.d_model if self.out_bias else 0
-        bias += 2 * layer.d_ff + self.d_model if self.mlp_bias else 0
-        return norms + bias
+        biases = sum(one.outputs for one in self.matrices(layer) if one.bias)
+        return self.stream_norms() * self.d_model + self.head_norm_params(layer) + biases
 
     @property
     def embedding_params(self) -> int:
@@ -129,18 +172,13 @@ class ModelSpec:
         layers = sum(self.layer_linear_params(one) + self.layer_vector_params(one) for one in self.layers)
         return layers + self.d_model + self.embedding_params * (1 if self.tied else 2)
 
-    def layer_outputs(self, layer: LayerSpec) -> int:
-        """Output channels of all matrices of one layer."""
-        return (layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim + 2 * layer.d_ff + 2 * self.d_model
-
     @property
     def layer_bytes(self) -> int:
         """Bytes of the weights of all layers as they are stored."""
         width, total = DTYPE_BYTES[self.dtype], 0
-        form = NUMBER_FORMATS.get(self.quantization, NumberFormat(width, 0))
         for one in self.layers:
-            total += self.layer_linear_params(one) * form.element_bytes + self.layer_outputs(one) * form.channel_bytes
-            total += self.layer_vector_params(one) * width
+            total += sum(self.matrix_bytes(matrix) for matrix in self.matrices(one))
+            total += (self.stream_norms() * self.d_model + self.head_norm_params(one)) * width
         return total
 
     @property
@@ -162,11 +200,7 @@ class ModelSpec:
 
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected."""
-        total = 0
-        for one in self.layers:
-            seen = _causal_pairs(start, tokens, one.window)
-            total += 4 * seen * one.n_heads * one.head_dim
-        return total
+        return sum(one.attention_flops(start, tokens) for one in self.layers)
 
     # --- KV cache ---------------------------------------------------------------------------------------------------
 
@@ -181,12 +215,7 @@ class ModelSpec:
 
     def kv_read_bytes(self, start: int, tokens: int, dtype: str | None = None) -> int:
         """Bytes of cache one step must read for a sequence at `start` that runs `tokens` queries (each key once)."""
-        width = DTYPE_BYTES[dtype or self.dtype]
-        total = 0
-        for one in self.layers:
-            own = 2 * one.n_kv_heads * one.head_dim
-            total += own * (start + tokens if one.window is None else min(start + tokens, one.window - 1 + tokens))
-        return total * width
+        return sum(one.kv_seen(start, tokens) for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
 
 
 def _causal_pairs(start: int, tokens: int, window: int | None) -> int:

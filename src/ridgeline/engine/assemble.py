@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -38,37 +37,48 @@ log = logging.getLogger(__name__)
 
 
 class _Stages:
-    """Seconds each stage of the start-up took."""
+    """Seconds of each stage of the start-up. A stage lasts from the end of the one before; what reports its progress ends
+    with its last report."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, imports_s: float, tell: Progress) -> None:
+        self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
+        self._tell = tell
+        self._last = time.perf_counter()
 
-    @contextmanager
-    def __call__(self, name: str) -> Any:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - started, 3)
+    def ends(self, name: str) -> None:
+        """All time since the last end was spent on `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Pass a stage's progress on, and count it."""
+        self.ends(stage)
+        self._tell(stage, done, total)
 
 
-def assemble(model: ModelConfig, config: EngineConfig, progress: Progress) -> Engine:
-    """Everything an engine needs, ready to serve. Raises ConfigError, UnsupportedModel or DoesNotFit before any weight
-    is read if it cannot."""
-    stages = _Stages()
+def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0) -> Engine:
+    """Everything an engine needs, ready to serve; `imports_s`: what this process had spent on its imports, to be told
+    with the other stages. Raises ConfigError, UnsupportedModel or DoesNotFit before any weight is read if it cannot."""
+    stages = _Stages(imports_s, progress)
     policy = admission(config.batching)
-    with stages("device"):
-        device = _device(config)
+    device = _device(config)
+    _finish(device)
+    stages.ends("device")
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
     plan = size(spec, config, total, device.type, taken_bytes=taken, model=model)
     ops = choose(device, DTYPES[spec.dtype])
-    with stages("weights"):
-        loaded = build(folder, model=model, ops=ops, device=device, progress=progress)
+    stages.ends("config")
+    loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
+    _finish(device)
+    stages.ends("weights")
     sizes = Sizes(plan.max_rows, plan.max_step_tokens, plan.max_len, plan.n_pages, graphs=not config.enforce_eager)
-    with stages("runner"):
-        runner = build_runner(loaded, plan.layout, sizes, progress)
-    with stages("grammar"):
-        grammars = _grammars(folder, spec)
+    runner = build_runner(loaded, plan.layout, sizes, stages.progress)
+    stages.ends("runner")
+    grammars = _grammars(folder, spec)
+    stages.ends("grammar")
     leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
     limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
     loop = Loop(Scheduler(plan.layout, leases, limits, policy), runner, steps_in_flight=plan.steps_in_flight)
@@ -95,6 +105,12 @@ def _device(config: EngineConfig) -> torch.device:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what was enqueued, so that the time of a stage is its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

@@ -6,11 +6,12 @@ import ctypes
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.hardware.table import Accelerator, cpu, find
+from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find
 
 _NAME_BYTES = 96
 
@@ -26,7 +27,11 @@ class Device:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Its row in the table; None for a GPU that the table does not know."""
+        """Its row in the table; None for a GPU that the table does not know. A processor that is not named as the table
+        names it is a plain one: how many of its cores are ours is not in its name."""
+        named = next((one for one in ACCELERATORS if one.name == self.name), None)
+        if named is not None:
+            return named
         return cpu() if self.kind == "cpu" else find(self.name)
 
 
@@ -61,6 +66,16 @@ def host_memory() -> tuple[int, int]:
     if limit is None:
         return total, free
     return min(total, limit[0]), min(free, max(0, limit[0] - limit[1]))
+
+
+def process_age_s(stat: Path = Path("/proc/self/stat")) -> float:
+    """Seconds since this process was started, to a hundredth; 0 where the kernel does not tell."""
+    try:
+        # The name in parentheses may hold anything; of the fields behind it the 20th is the start, in ticks since boot.
+        started = int(stat.read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
 
 
 def visible(gpus: tuple[Device, ...], listed: str | None) -> tuple[Device, ...]:

@@ -1,7 +1,8 @@
 """Weights into a decoder: streamed from safetensors, or made up from config.json alone.
 
-A checkpoint is read tensor by tensor in file order, each straight to its place on the device, so that the host never
-holds more than the tensor at hand (files are mapped, not read). What a checkpoint calls its tensors is data below.
+A checkpoint is read tensor by tensor in file order, each straight to its place on the device: files are mapped, not
+read, a GPU gets them through a few pinned buffers, and merged projections are filled where they lie. Beside the weights
+themselves the device holds one tensor of the checkpoint at a time. What a checkpoint calls its tensors is data below.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer, Linear
+from ridgeline.models.upload import Upload
 from ridgeline.quant.format import Expected
 
 Progress = Callable[[str, int, int], None]
@@ -141,6 +143,8 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
 def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = None) -> None:
     """Fill the decoder from `folder`. Missing, unknown or misshapen tensors raise UnsupportedModel by name."""
     files = checkpoint_files(folder)
+    device = decoder.embedding.device
+    bring = Upload(device) if device.type == "cuda" else _as_it_is
     wanted, unknown = targets(decoder), []
     total, done = sum(path.stat().st_size for path in files), 0
     for path in files:
@@ -154,7 +158,8 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                             unknown.append(name)
                         continue
                     tensor = shard.get_tensor(name)
-                    _take(name, tensor, target)
+                    _check(name, tensor, target.expected)
+                    _take(name, bring(tensor), target)
                     done += tensor.nbytes
                     if progress is not None:
                         progress("weights", min(done, total), total)
@@ -164,13 +169,19 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
         parts = [("lacks", sorted(wanted)), ("has, beyond what the decoder knows,", sorted(unknown))]
         said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
         raise UnsupportedModel(f"{folder}: the checkpoint {said}.")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
     if progress is not None:
         progress("weights", total, total)
 
 
-def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
-    """Load one tensor, or say by its name why not."""
-    shape, dtypes = target.expected.shape, target.expected.dtypes
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
+    """Refuse a tensor of another shape or type, by its name."""
+    shape, dtypes = expected.shape, expected.dtypes
     alone = tensor.numel() == math.prod(shape) == 1
     if tuple(tensor.shape) != shape and not alone:
         raise UnsupportedModel(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}.")
@@ -178,6 +189,10 @@ def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
         raise UnsupportedModel(
             f"tensor {name} holds {tensor.dtype}; config.json asks for {' or '.join(map(str, dtypes))}."
         )
+
+
+def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
+    """Load one tensor, or say by its name why not."""
     try:
         target.load(tensor)
     except UnsupportedModel as error:

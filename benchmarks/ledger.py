@@ -1,0 +1,466 @@
+"""The roofline ledger: where the time of a step goes, operation by operation, against what the hardware allows.
+
+    python benchmarks/ledger.py --model benchmarks/models/llama-3.1-8b --steps decode:1x128,decode:64x4096,prefill:8192
+
+A step is `decode:ROWSxCACHED`, `prefill:NEW` or `prefill:NEW+CACHED` (one row), or `mixed:ROWSxCACHED+NEW` (decoding rows
+and a chunk of one more); comma-separated. A folder with only a config.json is enough: weights are random.
+
+Bytes and FLOPs are those of core.operations. A floor is the longer of the bytes at the read bandwidth and the FLOPs at
+the matrix rate, both measured when the run starts; activations count as bytes where they are larger than the last cache.
+Each line is timed by itself, over all layers (on a GPU as a CUDA graph): first what a step calls, in its order, then the
+operations that such calls fuse, and attention the naive way, with the scores materialised. `step` is a whole step of the
+engine's runner by device events, `step to step` the time between the ends of two. `rest` is the step less the sum: gaps,
+gathering and advancing rows, uploads; where kernels overlap in the step it is negative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cpu_name, provenance, write_rows
+from pieces import ALONE, NAIVE, RUNS, Call, Pieces, place
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.cost import StepWork, step_work
+from ridgeline.core.operations import Operation, operations
+from ridgeline.core.plan import Join, Logits, StepPlan
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.sizing import hardware_defaults
+from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
+from ridgeline.engine.runner import Runner, Sizes
+from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
+from ridgeline.models.config import read_model
+from ridgeline.ops.choose import choose
+
+MATRICES = frozenset(("qkv", "out", "gate+up", "down"))
+QUANTIZED = MATRICES | {name for name, parts in RUNS.items() if MATRICES & set(parts)}
+"""The operations and runs whose FLOPs are at the rate of quantized products, where the model has them."""
+BATCHED = 16
+"""Least calls that are timed together on a GPU, so that one launch is not what is measured."""
+LEAST_ROUNDS, LONG_S = 3, 0.5
+"""Rounds are timed until they have taken this long together, but at least so many."""
+
+
+# --- what to run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step. shares: (cached, new) tokens of its rows."""
+
+    name: str
+    shares: tuple[tuple[int, int], ...]
+
+    @property
+    def decode(self) -> bool:
+        return all(count == 1 for _, count in self.shares)
+
+    @property
+    def longest(self) -> int:
+        return max(start + count for start, count in self.shares)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.shares)
+
+
+def parse(text: str) -> Case:
+    """One of --steps. SystemExit says what is wrong with it."""
+    if found := re.fullmatch(r"decode:(\d+)x(\d+)", text):
+        rows, cached = map(int, found.groups())
+        shares = ((cached, 1),) * rows
+    elif found := re.fullmatch(r"prefill:(\d+)(?:\+(\d+))?", text):
+        shares = ((int(found[2] or 0), int(found[1])),)
+    elif found := re.fullmatch(r"mixed:(\d+)x(\d+)\+(\d+)", text):
+        rows, cached, new = map(int, found.groups())
+        shares = ((cached, 1),) * rows + ((0, new),)
+    else:
+        raise SystemExit(f"--steps: {text!r} is none of decode:ROWSxCACHED, prefill:NEW+CACHED, mixed:ROWSxCACHED+NEW")
+    if any(count < 1 for _, count in shares) or not shares:
+        raise SystemExit(f"--steps: {text!r} has no tokens to run")
+    return Case(text, shares)
+
+
+# --- how fast it could be ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this machine reaches. bytes_s: reading memory. flops_s: square products in the model's dtype; matrices_flops_s:
+    in the format of the layers' matrices. cache_bytes: of the last cache."""
+
+    bytes_s: float
+    flops_s: float
+    matrices_flops_s: float
+    cache_bytes: int
+
+    def floor_s(self, one: Operation) -> float:
+        """Seconds below which the operation alone cannot be."""
+        rate = self.matrices_flops_s if one.name in QUANTIZED else self.flops_s
+        return max(self.moved(one) / self.bytes_s, one.flops / rate)
+
+    def moved(self, one: Operation) -> int:
+        """Bytes that memory must move: activations stay in a cache that holds those of one run."""
+        stays = one.activation_bytes <= one.count * self.cache_bytes
+        return one.bytes + (0 if stays else one.activation_bytes)
+
+    def step_floor_s(self, work: StepWork, parts: Sequence[Operation]) -> float:
+        """Seconds below which the whole step cannot be, however its operations are fused or overlapped."""
+        quantized = sum(one.flops for one in parts if one.name in MATRICES)
+        arithmetic = quantized / self.matrices_flops_s + (work.flops - quantized) / self.flops_s
+        return max(work.bytes / self.bytes_s, arithmetic)
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, quantization: str) -> Ceilings:
+    """Small probes, each the best of several runs."""
+    if device.type == "cpu":
+        rate = matmul_rate(device, dtype, 2048)
+        return Ceilings(read_bandwidth(device), rate, rate, _cpu_cache())
+    rate = matmul_rate(device, dtype, 8192)
+    matrices = fp8_rate(device) if quantization == "fp8" else rate
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return Ceilings(read_bandwidth(device, 1 << 32), rate, matrices, cache)
+
+
+def fp8_rate(device: torch.device, size: int = 8192) -> float:
+    """FLOP/s of a square e4m3 product with a scale per row, as cuBLAS does it."""
+    left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    ones = torch.ones(size, 1, device=device)
+    product = lambda: torch._scaled_mm(left, right.t(), ones, ones.t(), out_dtype=torch.bfloat16)  # noqa: E731
+    return 2 * size**3 / Stopwatch(device, 10).seconds([product] * 4) * 4
+
+
+def _cpu_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the largest cache of the first core, 0 if the system does not say."""
+    units = {"K": 1 << 10, "M": 1 << 20}
+    sizes = [path.read_text().strip() for path in root.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Times calls on one device: the median of up to `repeats` rounds, after those that warm up."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self._cuda, self._repeats = device.type == "cuda", repeats
+
+    def seconds(self, calls: Sequence[Call]) -> float:
+        """Seconds of one round of all calls. On a GPU they are replayed from a CUDA graph, so that the host is not seen."""
+        return self._device_seconds(calls) if self._cuda else self._wall_seconds(calls)
+
+    def _rounds(self, first_s: float) -> int:
+        """How many rounds to time: fewer of those that take long."""
+        return min(self._repeats, max(LEAST_ROUNDS, int(LONG_S / first_s)))
+
+    def _wall_seconds(self, calls: Sequence[Call]) -> float:
+        def turn() -> float:
+            started = time.perf_counter()
+            for call in calls:
+                call()
+            return time.perf_counter() - started
+
+        turn()
+        return statistics.median(turn() for _ in range(self._rounds(turn())))
+
+    def _device_seconds(self, calls: Sequence[Call]) -> float:
+        turns = -(-BATCHED // len(calls))
+        for call in calls:
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in [*calls] * turns:
+                call()
+
+        def replays(number: int) -> float:
+            """Median; all are enqueued before the first is waited for."""
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(number)]
+            for begin, end in events:
+                begin.record()
+                graph.replay()
+                end.record()
+            torch.cuda.synchronize()
+            return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end in events)
+
+        replays(1)
+        return replays(self._rounds(replays(1))) / turns
+
+    def peak_bytes(self, call: Call) -> int:
+        """Memory of torch's allocator that one call needs beyond what is held before it, its result included."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            call()
+            return torch.cuda.max_memory_allocated() - held
+        with torch.autograd.profiler.profile(profile_memory=True) as seen:
+            call()
+        assert seen.kineto_results is not None
+        changes = [event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"]
+        return max(accumulate(changes, initial=0))
+
+
+# --- the whole step ---------------------------------------------------------------------------------------------------
+
+
+class Whole:
+    """A runner for all cases, its cache full of random numbers, and steps run on it as the engine would."""
+
+    def __init__(self, model: LoadedModel, cases: Sequence[Case], repeats: int) -> None:
+        self._model, self._repeats = model, repeats
+        device = model.decoder.embedding.device
+        page = hardware_defaults(device.type, 0)["block_size"]
+        self._layout = kv_layout(model.spec, page)
+        self._steps = iter(range(1, 1 << 30))
+        blocks = max(sum(self._pages(share) for share in case.shares) for case in cases) * len(self._layout.groups)
+        rows = max(len(case.shares) for case in cases)
+        most = max(case.tokens for case in cases)
+        longest = max(case.longest for case in cases) + self._margin
+        if longest > model.spec.max_len:
+            raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
+        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks))
+        self.runner.store.flat.normal_()
+
+    @property
+    def _margin(self) -> int:
+        """Tokens that decoding rows gain while they are timed, and a few."""
+        return 2 * self._repeats + 8
+
+    def _pages(self, share: tuple[int, int]) -> int:
+        return -(-(sum(share) + self._margin) // self._layout.page_tokens)
+
+    def seat(self, case: Case) -> None:
+        """Rows 1, 2, ... hold the case's rows, about to run it; their pages lie in random order."""
+        plan, step = StepPlan(next(self._steps)), 0
+        plan.leaves.extend(range(1, self.runner.rows.ints.shape[0]))
+        order = (torch.randperm(self.runner.store.pages - 1) + 1).tolist()
+        for row, (start, count) in enumerate(case.shares, 1):
+            tokens = torch.randint(self._model.spec.vocab_size, (start + count,)).tolist()
+            sampling = SamplingParams(temperature=1.0, max_tokens=self._margin, ignore_eos=True)
+            plan.joins.append(Join(row, row, tokens, len(tokens), start, 1 << 30, (), row, 0, sampling))
+            for group in range(len(self._layout.groups)):
+                for index in range(self._pages((start, count))):
+                    plan.pages.extend((row, group, index, order[step]))
+                    step += 1
+        self._run([plan])
+
+    def _step(self, case: Case, gained: int = 0) -> StepPlan:
+        """The case's step, when its rows have gained tokens already."""
+        plan = StepPlan(next(self._steps))
+        for row, (_, count) in enumerate(case.shares, 1):
+            plan.rows.append(row)
+            plan.generations.append(row)
+            plan.n_query.append(count)
+            plan.n_draft.append(0)
+            plan.logits.append(Logits.LAST)
+            plan.samples.append(1)
+        plan.bound = case.longest + 1 + gained
+        return plan
+
+    def _run(self, plans: Sequence[StepPlan]) -> list[float]:
+        """Seconds of each plan on the device, two in flight."""
+        seconds = []
+        for number in range(len(plans) + 1):
+            if number < len(plans):
+                self.runner.launch(plans[number])
+            if number:
+                result = self.runner.collect()
+                if result.error:
+                    raise RuntimeError(result.error)
+                seconds.append(result.device_s)
+        return seconds
+
+    def seconds(self, case: Case) -> tuple[float, float]:
+        """(median seconds on the device, seconds from one step's end to the next). Decoding rows go on from step to step;
+        other steps are taken back and run again, and have no next one."""
+        if case.decode:
+            self.seat(case)
+            self._run([self._step(case, number) for number in range(3)])
+            steps = [self._step(case, number) for number in range(3, 3 + self._repeats)]
+            started = time.perf_counter()
+            found = self._run(steps)
+            return statistics.median(found), (time.perf_counter() - started) / len(steps)
+        found = []
+        for _ in range(self._repeats + 1):
+            self.seat(case)
+            found += self._run([self._step(case)])
+        middle = statistics.median(found[1:])
+        return middle, middle
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operation of a step. bytes: of weights, keys and values, as memory must move them (`activation_bytes` beside).
+    share: of the step's time on the device. lost_us: measured less floor. peak_bytes: of one run of `count`."""
+
+    step: str
+    operation: str
+    count: int
+    flops: int
+    bytes: int
+    activation_bytes: int
+    floor_us: float
+    measured_us: float | None
+    share: float | None
+    peak_bytes: int | None
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte of weights, keys and values."""
+        return self.flops / self.bytes if self.bytes else None
+
+    @property
+    def lost_us(self) -> float | None:
+        return None if self.measured_us is None else self.measured_us - self.floor_us
+
+    def row(self) -> dict[str, Any]:
+        return {**asdict(self), "intensity": self.intensity, "lost_us": self.lost_us}
+
+
+def covered(spec: ModelSpec, tokens: int, parts: Sequence[Operation]) -> dict[str, Operation]:
+    """Work of each of RUNS. Norms share theirs by their number; a post norm belongs to the sum behind it. What a run hands
+    over within itself need not pass through memory: normed activations, and gate and up before their product."""
+    found = {one.name: one for one in parts}
+    stream = tokens * spec.d_model * DTYPE_BYTES[spec.dtype]
+    work = {}
+    for name, names in RUNS.items():
+        others = [found[one] for one in names if one != "norm"]
+        count = others[0].count if others else 1
+        flops, held = sum(one.flops for one in others), sum(one.bytes for one in others)
+        moved = sum(one.activation_bytes for one in others) if others else 2 * stream
+        joined = name.endswith("+sum") and spec.post_norms
+        if "norm" in names or joined:
+            held += found["norm"].bytes // found["norm"].count * count
+        if joined:
+            moved += stream * count
+        if "activation" in names:
+            moved -= sum(2 * tokens * 2 * layer.d_ff * DTYPE_BYTES[spec.dtype] for layer in spec.layers)
+        work[name] = Operation(name, count, flops, held, moved)
+    return work
+
+
+def lines(model: LoadedModel, whole: Whole, case: Case, ceilings: Ceilings, watch: Stopwatch) -> Iterator[Line]:
+    """What a step calls, in its order; their sum, the step and what lies between; then operations by themselves."""
+    device_s, wall_s = whole.seconds(case)
+    whole.seat(case)
+    pieces = Pieces(model, place(model, whole.runner, case.shares), case.shares)
+    parts = operations(model.spec, case.shares)
+    floors = total = 0.0
+
+    def line(one: Operation, floor: float, measured: float | None, peak: int | None = None) -> Line:
+        share = None if measured is None else measured / device_s
+        sizes = (one.count, one.flops, one.bytes, one.activation_bytes)
+        return Line(case.name, one.name, *sizes, floor * 1e6, measured and measured * 1e6, share, peak)
+
+    for name, one in covered(model.spec, case.tokens, parts).items():
+        floor = ceilings.floor_s(one)
+        measured, peak = timed(partial(pieces.run, name), watch)
+        if measured is None:
+            raise SystemExit(f"{case.name}: {name} does not fit beside the model; ask for a smaller step")
+        floors, total = floors + floor, total + measured
+        yield line(one, floor, measured, peak)
+    work = step_work(model.spec, case.shares)
+    everything = (1, work.flops, work.bytes, sum(one.activation_bytes for one in parts))
+    bound = ceilings.step_floor_s(work, parts)
+    yield line(Operation("sum", *everything), floors, total)
+    yield line(Operation("step", *everything), bound, device_s)
+    yield line(Operation("step to step", *everything), bound, wall_s)
+    yield line(Operation("rest", 1, 0, 0, 0), 0.0, device_s - total)
+    by_name = {one.name: one for one in parts}
+    for name in ALONE:
+        one = replace(by_name["attention" if name == NAIVE else name], name=name)
+        yield line(one, ceilings.floor_s(one), *timed(partial(pieces.alone, name), watch))
+
+
+def timed(make: Callable[[], list[Call]], watch: Stopwatch) -> tuple[float | None, int | None]:
+    """(seconds of all calls, memory that the first takes); None for what memory does not hold."""
+    try:
+        calls = make()
+        peak = watch.peak_bytes(calls[0])
+        return watch.seconds(calls), peak
+    except torch.OutOfMemoryError:
+        return None, None
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+HEADER = (
+    f"{'':17}{'runs':>5}{'MB':>10}{'GFLOP':>10}{'FLOP/B':>8}"
+    f"{'floor us':>11}{'us':>11}{'share':>8}{'lost us':>11}{'peak MiB':>10}"
+)
+
+
+def text(one: Line) -> str:
+    """One line of the table; "-" for what there is not."""
+    dash = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
+    size = None if one.peak_bytes is None else one.peak_bytes / (1 << 20)
+    cells = [
+        f"{one.operation:17}{one.count:5}",
+        f"{one.bytes / 1e6:10.2f}{one.flops / 1e9:10.2f}{dash(one.intensity, '.1f'):>8}",
+        f"{one.floor_us:11.1f}{dash(one.measured_us, '.1f'):>11}{dash(one.share, '.1%'):>8}",
+        f"{dash(one.lost_us, '.1f'):>11}{dash(size, '.1f'):>10}",
+    ]
+    return "".join(cells)
+
+
+def load(arguments: argparse.Namespace, device: torch.device) -> LoadedModel:
+    """The model with random weights, as it would be served."""
+    folder = Path(arguments.model)
+    config = ModelConfig(str(folder), load_format="dummy", quantization=arguments.quantization)
+    ops = choose(device, DTYPES[served_spec(read_model(folder)[0], config).dtype])
+    return build(folder, model=config, ops=ops, device=device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder with a config.json")
+    parser.add_argument("--steps", required=True, help="comma-separated steps, see above")
+    parser.add_argument("--quantization", default="", help="number format of the layers' matrices (fp8)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
+    arguments = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of memory says that it starts and stops
+    device = torch.device(arguments.device)
+    cases = [parse(one) for one in arguments.steps.split(",")]
+    with torch.inference_mode():
+        model = load(arguments, device)
+        spec = model.spec
+        ceilings = measure_ceilings(device, DTYPES[spec.dtype], spec.quantization)
+        name = "-".join(filter(None, (Path(arguments.model).name, spec.quantization)))
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+        about = {"ops": model.ops.name, **asdict(ceilings), **provenance(machine, arguments.commit)}
+        print(
+            f"{name} on {machine}, ops {model.ops.name}: reads {ceilings.bytes_s / 1e9:,.0f} GB/s, multiplies", end=" "
+        )
+        print(f"{ceilings.flops_s / 1e12:,.1f} TFLOP/s (matrices {ceilings.matrices_flops_s / 1e12:,.1f})")
+        watch, whole = Stopwatch(device, arguments.repeats), Whole(model, cases, arguments.repeats)
+        for case in cases:
+            print(f"\n{case.name}\n{HEADER}", flush=True)
+            rows = []
+            for one in lines(model, whole, case, ceilings, watch):
+                print(text(one), flush=True)
+                rows.append({"row": f"{name}-{case.name}-{one.operation}", **one.row(), **about})
+            if arguments.out:
+                write_rows(arguments.out, rows)
+
+
+if __name__ == "__main__":
+    main()
