@@ -45,6 +45,15 @@ def server(*words: str) -> Iterator[tuple[str, list[str]]]:
         assert process.wait(30) == 0
 
 
+def test_what_the_engine_cannot_serve_is_a_mistake_of_the_users(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process finds out; the command says what to do and ends with 2."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = [sys.executable, "-m", "ridgeline", "serve", str(tiny), *DUMMY[:-2], "--device", "cuda", "--port", "0"]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert ended.returncode == 2
+    assert "ridgeline: device is cuda, but torch sees no GPU here: use --device cpu." in ended.stderr
+
+
 def test_serve_answers_and_says_how_it_is_configured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIDGELINE_MAX_NUM_SEQS", "3")
     with server(str(tiny), *DUMMY, "--served-model-name", "tiny") as (url, lines):

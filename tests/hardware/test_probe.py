@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
-from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, probe, visible
+from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, probe, process_age_s, visible
 
 GPUS = tuple(Device("cuda", f"gpu {index}", 1, 1) for index in range(4))
 
@@ -50,3 +50,12 @@ def test_measured_ceilings_are_numbers() -> None:
     device = torch.device("cpu")
     assert read_bandwidth(device, 1 << 20, 2) > 0
     assert matmul_rate(device, torch.float32, 64, 2) > 0
+
+
+def test_age_of_this_process(tmp_path: Path) -> None:
+    first = process_age_s()
+    assert 0 < first <= process_age_s()
+    # A name may hold spaces and parentheses; the process of this file started with the machine.
+    (tmp_path / "stat").write_text("7 (a) b) S " + " ".join(["1"] * 18) + " 0 9 9")
+    assert process_age_s(tmp_path / "stat") >= process_age_s()
+    assert process_age_s(tmp_path / "none") == 0.0

@@ -16,12 +16,12 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
-from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.probe import Device, probe
-from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
+from ridgeline.hardware.table import lookup
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -86,21 +86,14 @@ def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, device: Device) -> No
         )
 
 
-def _named(name: str) -> Accelerator | None:
-    """The accelerator in whose name every word of `name` stands ("4090")."""
-    words = set(name.lower().split())
-    return next((one for one in ACCELERATORS if words <= set(one.name.lower().split())), None)
-
-
 def _device(given: Given, wanted: str) -> Device:
     """The device to plan for: --on, --memory, or this machine's."""
     name, memory = getattr(given.rest, "on", None), getattr(given.rest, "memory", None)
     device = probe().device(wanted)
     if name is not None:
-        row = find(name) or _named(name)
-        if row is None:
-            raise ConfigError(f"there is no {name!r} in the table: {', '.join(one.name for one in ACCELERATORS)}.")
-        device = Device(row.kind, row.name, row.memory_bytes, row.memory_bytes)
+        row = lookup(name)
+        kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
+        device = Device(kind, row.name, row.memory_bytes, row.memory_bytes)
     if memory is not None:
         count = parse("memory", memory, (int, False), "flag")
         device = Device(device.kind, device.name, count, count)

@@ -55,6 +55,12 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
         parser.add_argument("given_model", nargs="?", metavar="MODEL", help=_help_of(ModelConfig, "model"))
     if configs:
         parser.add_argument("--config", metavar="FILE", help="TOML, JSON or YAML file of options")
+    add_options(parser, configs)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> None:
+    """One flag per field of `configs`, a group for each."""
     types = option_types(configs)
     for config in configs:
         group = parser.add_argument_group(f"{config.__name__.removesuffix('Config').lower()} options", config.__doc__)
@@ -68,7 +74,6 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
                 choices = [word for word in CHOICES.get(one.name, ()) if word]
                 metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[plain]
                 group.add_argument(*names, dest=one.name, metavar=metavar, help=words)
-    return parser
 
 
 def read_flags(parser: Parser, argv: Sequence[str]) -> Given:
@@ -92,7 +97,7 @@ def search_help(parser: Parser, word: str) -> str:
     """Help of the options whose name or text has `word`."""
     formatter = parser._get_formatter()
     found = 0
-    for action in parser._actions:
+    for action in _actions(parser):
         words = " ".join((*action.option_strings, action.help or ""))
         if word.lower().replace("_", "-") in words.lower() and action.help != argparse.SUPPRESS:
             formatter.add_argument(action)
@@ -110,7 +115,18 @@ def _dashed(word: str) -> str:
 
 
 def _names(parser: Parser) -> list[str]:
-    return [name for action in parser._actions for name in action.option_strings]
+    return [name for action in _actions(parser) for name in action.option_strings]
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """A parser's actions and those of its subcommands, each option once."""
+    found: dict[tuple[str, ...], argparse.Action] = {}
+    for action in parser._actions:
+        found[(*action.option_strings, action.dest)] = action
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                found.update({(*inner.option_strings, inner.dest): inner for inner in _actions(one)})
+    return list(found.values())
 
 
 def _unknown(parser: Parser, word: str) -> ConfigError:

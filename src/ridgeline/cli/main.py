@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "start the server: the OpenAI API over one model",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
+    "bench": "measure a server under load: latency, throughput, goodput",
     "fit": "what of a model fits into this machine, and the command that works",
     "roofline": "where a model stands under the roof of an accelerator, operation by operation",
     "calc": "calculators: cache, cost, energy, renting or owning",

@@ -1,11 +1,13 @@
 """How long a step takes: the roofline of its work, stretched by factors fitted on the machine, plus what every step costs.
 
-max(bytes / bandwidth, FLOPs / peak) + overhead (Williams et al. 2009, Roofline). Scheduler, planner, adaptive drafting
-and the prediction behind a 429 read this one value.
+Matrix products take the larger of bytes / bandwidth and FLOPs / peak (Williams et al. 2009, Roofline), attention over the
+cache the same by itself, since the two run one after the other. Scheduler, planner, adaptive drafting and the prediction
+behind a 429 read this one value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,11 +16,19 @@ from ridgeline.core.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step must do at least. flops: multiply-adds count 2. bytes: read and written, weights once."""
+    """What a step must do at least. flops: multiply-adds count 2. bytes: read and written, weights once.
+
+    Of these totals, attention_flops and kv_bytes are attention's and the cache's; the rest are those of the matrices.
+    logits: query tokens whose logits are computed. chunked: some row runs more than one query token.
+    """
 
     tokens: int
     flops: int
     bytes: int
+    attention_flops: int = 0
+    kv_bytes: int = 0
+    logits: int = 0
+    chunked: bool = False
 
 
 def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | None = None) -> StepWork:
@@ -26,16 +36,18 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
 
     logits: query tokens that need logits; None: one per row.
     """
-    tokens = rows = attention = kv = 0
+    tokens = rows = attention = kv = longest = 0
     for start, count in shares:
         rows += 1
         tokens += count
+        longest = max(longest, count)
         attention += spec.attention_flops(start, count)
         kv += spec.kv_read_bytes(start, count)
-    written = tokens * spec.kv_bytes_per_token()
-    linear = spec.linear_flops(tokens, rows if logits is None else logits)
+    kv += tokens * spec.kv_bytes_per_token()
+    wanted = rows if logits is None else logits
+    linear = spec.linear_flops(tokens, wanted)
     weights = spec.step_weight_bytes if tokens else 0
-    return StepWork(tokens, linear + attention, weights + kv + written)
+    return StepWork(tokens, linear + attention, weights + kv, attention, kv, wanted, longest > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +55,13 @@ class CostModel:
     """Predicted seconds per step on one kind of hardware.
 
     flops_per_s, bytes_per_s: the hardware's figures at the model's precision. compute_share, memory_share: shares of
-    them that steps reach. overhead_s: what an empty step costs. calibrated: the shares were fitted on this machine; else
-    they are a guess, and whatever is derived from them must say so.
+    them that the matrices reach; attention_share, kv_share: those that attention reaches (None: as the matrices do).
+    overhead_s: what an empty step costs. row_s, token_s: seconds of each row that draws (sampling), of each query token
+    (activations). launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens:
+    tokens that a step's arithmetic is short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one
+    after the other) to infinity (the larger of the two); both are joined by that norm.
+    calibrated: the factors were fitted on this machine (`planner.calibrate`); else they are a guess, and whatever is
+    derived from them must say so.
     """
 
     spec: ModelSpec
@@ -54,17 +71,34 @@ class CostModel:
     memory_share: float = 0.75
     overhead_s: float = 0.0005
     calibrated: bool = False
+    attention_share: float | None = None
+    kv_share: float | None = None
+    row_s: float = 0.0
+    token_s: float = 0.0
+    launch_s: float = 0.0
+    ramp_tokens: float = 0.0
+    overlap: float = math.inf
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of a step with this work."""
-        compute = work.flops / (self.flops_per_s * self.compute_share)
-        memory = work.bytes / (self.bytes_per_s * self.memory_share)
-        return max(compute, memory) + self.overhead_s
+        ramp = 1 + self.ramp_tokens / work.tokens if work.tokens else 1.0
+        linear = self._compute_s(work.flops - work.attention_flops) * ramp
+        weights = self._memory_s(work.bytes - work.kv_bytes)
+        attention = work.attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
+        cache = work.kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
+        products = joined(self.overlap, linear, weights, self.launch_s if work.chunked else 0.0)
+        extra = self.overhead_s + work.logits * self.row_s + work.tokens * self.token_s
+        return products + joined(self.overlap, attention, cache) + extra
 
     def bound(self, work: StepWork) -> str:
         """ "compute" or "memory": which side of the ridge the step stands on."""
-        compute = work.flops / (self.flops_per_s * self.compute_share)
-        return "compute" if compute > work.bytes / (self.bytes_per_s * self.memory_share) else "memory"
+        return "compute" if self._compute_s(work.flops) > self._memory_s(work.bytes) else "memory"
+
+    def _compute_s(self, flops: int) -> float:
+        return flops / (self.flops_per_s * self.compute_share)
+
+    def _memory_s(self, count: int) -> float:
+        return count / (self.bytes_per_s * self.memory_share)
 
     def prefill_s(self, prompt: int, chunk: int, cached: int = 0) -> float:
         """Seconds to compute `prompt` tokens of one request alone, `cached` of them known, in steps of `chunk` tokens."""
@@ -76,3 +110,11 @@ class CostModel:
     def decode_s(self, lengths: Iterable[int]) -> float:
         """Seconds of a step that gives each row one token, rows holding `lengths` tokens."""
         return self.step_s(step_work(self.spec, [(length, 1) for length in lengths]))
+
+
+def joined(overlap: float, *seconds: float) -> float:
+    """The norm of order `overlap` of seconds of work that shares a device: their sum at 1, their maximum at infinity."""
+    longest = max(seconds)
+    if longest == 0 or math.isinf(overlap):
+        return longest
+    return float(longest * sum((one / longest) ** overlap for one in seconds) ** (1 / overlap))

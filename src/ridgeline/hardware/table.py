@@ -1,111 +1,171 @@
-"""Published figures of accelerators, each with its source. Dense rates: sparsity doubles them on paper alone.
+"""Published figures of accelerators, each row with its source: the ceilings that predictions are made from.
 
-memory_bytes is what the driver reports, not the round number on the box. These are ceilings of the specification; what a
-machine reaches is measured (`hardware.bandwidth`) and stands beside them.
+The figures stand in accelerators.toml. Dense and sparse rates are kept apart: 2:4 sparsity doubles a rate on paper alone,
+and data sheets print that number first (H100 SXM: "1,979 TFLOP/s" in bf16 is 989 for a dense matrix). What a machine
+reaches of its ceilings is measured (`hardware.bandwidth`, `planner.calibrate`) and stands beside them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ridgeline.core.errors import ConfigError
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of memory. kind: its technology (HBM3, DDR5, SRAM). bandwidth: bytes per second, reading."""
+
+    kind: str
+    bytes: int
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """US dollars, and when and where they were asked: per hour of one device (rent), or for one device (buy)."""
+
+    usd: float
+    date: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """One kind of device.
 
-    kind: "cuda" or "cpu". flops: dense operations per second by precision, products summed in float32 (int8: int32).
-    bandwidth: bytes per second of its memory. link: bytes per second to its peers, both directions, 0 for PCIe alone.
-    watts: board power. pattern: how its driver names it.
+    kind: how programs address it ("cuda", "rocm", "tpu", "cpu", ...). unit: what multiplies in it (scalar, vector, tensor,
+    matrix). software: what it is programmed with. memory: where weights and cache lie; on_chip: a faster level, if its
+    bandwidth is published. flops: dense operations per second by precision, products summed in float32 (int8: int32);
+    sparse: the same with 2:4 (or the maker's own) sparsity. link: bytes per second to its peers, both directions summed;
+    host_link: bytes per second from the host's memory, one direction; 0 where there is none or nobody says.
+    watts: the maker's design power (TDP), 0 where it is not published; short peaks draw 1.1 to 1.5 times as much.
+    pattern: how its driver names it. unverified: figures that stand on memory, without a source that was looked up.
     """
 
     name: str
     kind: str
-    memory_bytes: int
-    bandwidth: float
+    unit: str
+    software: str
+    memory: Level
+    on_chip: Level | None
     flops: Mapping[str, float]
+    sparse: Mapping[str, float]
     link: float
+    host_link: float
     watts: float
+    rent: Price | None
+    buy: Price | None
     pattern: str
     source: str
+    unverified: tuple[str, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the driver reports, where that is known: less than the round number on the box."""
+        return self.memory.bytes
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of its memory."""
+        return self.memory.bandwidth
 
     def peak(self, dtype: str) -> float:
-        """Operations per second in `dtype`, or in the fastest type it can be widened to."""
-        for name in (dtype, *_WIDER[dtype]):
+        """Dense operations per second in `dtype`, or in the fastest type it can be computed in.
+
+        Raises ConfigError where it computes in no such type.
+        """
+        for name in (dtype, *_INSTEAD[dtype]):
             if name in self.flops:
                 return self.flops[name]
-        raise KeyError(dtype)
+        raise ConfigError(
+            f"{self.name} does not compute in {dtype}: use one of {', '.join(self.flops)}.", param="dtype"
+        )
 
     def ridge(self, dtype: str) -> float:
         """Operations per byte above which a kernel is bound by arithmetic (Williams et al. 2009)."""
         return self.peak(dtype) / self.bandwidth
 
 
-_WIDER = {
-    "float8_e4m3": ("bfloat16", "float32"),
-    "int8": ("bfloat16", "float32"),
-    "bfloat16": ("float32",),
+_INSTEAD = {
+    "fp4": ("float8_e4m3", "bfloat16", "float16", "float32"),
+    "float8_e4m3": ("bfloat16", "float16", "float32"),
+    "int8": ("bfloat16", "float16", "float32"),
+    "bfloat16": ("float32", "float16"),
     "float16": ("bfloat16", "float32"),
+    "tf32": ("float32",),
     "float32": (),
 }
+"""What a precision is widened to where there is no unit for it. bfloat16 goes to float16 only where that is all there is."""
 
 
-def _tera(bfloat16: float, *, float32: float, fp8: float = 0.0, int8: float = 0.0) -> Mapping[str, float]:
-    """Rates given in TFLOP/s."""
-    rates = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float8_e4m3": fp8, "int8": int8}
-    return {name: rate * 1e12 for name, rate in rates.items() if rate}
+def _rows() -> Iterator[Accelerator]:
+    text = files("ridgeline.hardware").joinpath("accelerators.toml").read_text(encoding="utf-8")
+    for row in tomllib.loads(text)["accelerator"]:
+        yield Accelerator(
+            name=row["name"],
+            kind=row["kind"],
+            unit=row["unit"],
+            software=row["software"],
+            memory=_level(row["memory"]),
+            on_chip=_level(row["on_chip"]) if "on_chip" in row else None,
+            flops={name: rate * 1e12 for name, rate in row["dense"].items()},
+            sparse={name: rate * 1e12 for name, rate in row.get("sparse", {}).items()},
+            link=row["link_gb_s"] * 1e9,
+            host_link=row["host_gb_s"] * 1e9,
+            watts=float(row["watts"]),
+            rent=_price(row.get("rent"), "usd_hour"),
+            buy=_price(row.get("buy"), "usd"),
+            pattern=row["pattern"],
+            source=row["source"],
+            unverified=tuple(row.get("unverified", ())),
+        )
 
 
-ACCELERATORS: tuple[Accelerator, ...] = (
-    Accelerator(
-        "NVIDIA B200 SXM", "cuda", 183_359 * MIB, 7.7e12, _tera(2250, float32=75, fp8=4500, int8=4500),
-        1.8e12, 1000, r"B200", "NVIDIA HGX B200 data sheet (per GPU; 8 TB/s in some editions), driver total",
-    ),
-    Accelerator(
-        "NVIDIA H200 SXM", "cuda", 143_771 * MIB, 4.8e12, _tera(989.4, float32=66.9, fp8=1978.9, int8=1978.9),
-        0.9e12, 700, r"H200(?! NVL)", "NVIDIA H200 data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA H100 SXM", "cuda", 81_559 * MIB, 3.35e12, _tera(989.4, float32=66.9, fp8=1978.9, int8=1978.9),
-        0.9e12, 700, r"H100(?!.*(PCIe|NVL))", "NVIDIA H100 data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA A100 SXM 80GB", "cuda", 81_920 * MIB, 2.039e12, _tera(312, float32=19.5, int8=624),
-        0.6e12, 400, r"A100.*SXM.*80", "NVIDIA A100 data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA L40S", "cuda", 46_068 * MIB, 0.864e12, _tera(362, float32=91.6, fp8=733, int8=733),
-        0.0, 350, r"L40S", "NVIDIA L40S data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA L4", "cuda", 23_034 * MIB, 0.3e12, _tera(121, float32=30.3, fp8=242.5, int8=242.5),
-        0.0, 72, r"L4(?!\d)", "NVIDIA L4 data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA A10", "cuda", 23_028 * MIB, 0.6e12, _tera(125, float32=31.2, int8=250),
-        0.0, 150, r"A10(?![\dG])", "NVIDIA A10 data sheet, driver total",
-    ),
-    Accelerator(
-        "NVIDIA RTX 4090", "cuda", 24_564 * MIB, 1.008e12, _tera(165.2, float32=82.6, fp8=330.3, int8=660.6),
-        0.0, 450, r"RTX 4090(?! D)", "NVIDIA Ada architecture white paper, driver total",
-    ),
-    Accelerator(
-        "CPU, 2 cores, AVX-512 and AMX", "cpu", 24_576 * MIB, 0.049e12, _tera(1.0, float32=0.2),
-        0.0, 20, r"", "two cores of a server processor, measured: reads 49 GB/s, products 1 TFLOP/s in bf16; "
-        "float32 and power are estimates",
-    ),
-)  # fmt: skip
+def _level(fields: Mapping[str, Any]) -> Level:
+    return Level(fields["kind"], fields["mib"] * MIB, fields["gb_s"] * 1e9)
+
+
+def _price(fields: Mapping[str, Any] | None, key: str) -> Price | None:
+    return None if fields is None else Price(float(fields[key]), fields["date"], fields["source"])
+
+
+ACCELERATORS: tuple[Accelerator, ...] = tuple(_rows())
 
 
 def find(name: str) -> Accelerator | None:
     """The accelerator a driver or a user means by `name` ("NVIDIA H100 80GB HBM3", "h200"), or None."""
     for one in ACCELERATORS:
-        if one.kind != "cpu" and re.search(rf"(?<![A-Za-z0-9]){one.pattern}", name, re.IGNORECASE):
+        if one.kind != "cpu" and re.search(rf"(?<![A-Za-z0-9])(?:{one.pattern})", name, re.IGNORECASE):
             return one
     return None
+
+
+def lookup(name: str) -> Accelerator:
+    """The accelerator a user means: by its driver's name, or by words of its name here ("4090", "epyc", "cpu").
+
+    Raises ConfigError with all names of the table.
+    """
+    row = find(name)
+    if row is None:
+        wanted = _words(name)
+        row = next((one for one in ACCELERATORS if wanted and wanted <= _words(one.name)), None)
+    if row is None:
+        raise ConfigError(
+            f"there is no {name!r} in the table: {'; '.join(one.name for one in ACCELERATORS)}.", param="on"
+        )
+    return row
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9-]+", name.lower()))
 
 
 def cpu() -> Accelerator:

@@ -1,0 +1,125 @@
+"""Predicted beside measured step times: `python benchmarks/prediction.py --out benchmarks/results/prediction.json`.
+
+For each model folder (a config.json is enough; weights are random) the cost model is fitted on one set of steps and
+judged on another, of compositions the fit has not seen; both are measured in turns, since a machine's speed drifts. A row
+per judged step, and one with the median error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HERE, cpu_name, provenance, write_rows
+
+from ridgeline.bench.steps import FIT, JUDGE, measure, shapes
+from ridgeline.cli.calibrate import bounds, guess
+from ridgeline.cli.roofline import read_spec
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.cost import CostModel
+from ridgeline.engine.local import LocalEngine
+from ridgeline.hardware.probe import probe
+from ridgeline.planner.calibrate import Calibration, Errors, Measured, calibrate, errors
+
+MAX_LEN = 10_240
+TURNS = 6
+
+
+def take(model: ModelConfig, arguments: argparse.Namespace) -> tuple[list[Measured], list[Measured]]:
+    """Steps to fit on and steps to judge by, from one engine; in turns, so that clocks and load are the same for both."""
+    config = EngineConfig(
+        device=arguments.device, max_num_seqs=arguments.rows, enable_prefix_caching=False, threads=arguments.threads
+    )
+    local = LocalEngine.start(model, config)
+    try:
+        limits = bounds(local, arguments.most_tokens)
+        fit: list[Measured] = []
+        judge: list[Measured] = []
+        for turn in range(TURNS):
+            for ladder, steps in ((FIT, fit), (JUDGE, judge)):
+                steps += measure(local, shapes(ladder, limits)[turn::TURNS], arguments.repeats)
+    finally:
+        local.close()
+    seen = {one.label for one in fit}
+    return fit, [one for one in judge if one.label not in seen]
+
+
+def rows_of(
+    name: str, found: Calibration, blind: CostModel, judge: list[Measured], origin: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Result rows: each judged step, then the errors over all. blind: the model before its calibration."""
+    missed = errors(found.cost, judge)
+    rows = []
+    for step, error in zip(judge, missed, strict=True):
+        facts = {
+            "row": f"{name} {step.label}",
+            "device": found.device,
+            "model": name,
+            "step": step.label,
+            "predicted_ms": round(step.seconds * (1 + error) * 1e3, 4),
+            "measured_ms": round(step.seconds * 1e3, 4),
+            "error": round(error, 4),
+        }
+        rows.append(facts | origin)
+    over_all, before = Errors.of(missed), Errors.of(errors(blind, judge))
+    summary = {
+        "row": f"{name} median error",
+        "device": found.device,
+        "model": name,
+        "steps": len(judge),
+        "median_error": round(over_all.median, 4),
+        "p90_error": round(over_all.p90, 4),
+        "leave_one_out_median": round(found.unseen.median, 4),
+        "uncalibrated_median": round(before.median, 4),
+        "target": 0.10,
+    }
+    return [*rows, summary | origin]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--models", default="llama-3.1-8b,qwen3-0.6b", help="names below benchmarks/models, or folders; "
+                        "'shipped' is the model that comes with Ridgeline")  # fmt: skip
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rows", type=int, default=512, help="most sequences at once")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads for the model")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--most-tokens", type=int, default=None, help="most tokens of cache that one shape holds")
+    parser.add_argument("--calibrations", default=None, help="folder for each model's calibration JSON")
+    arguments = parser.parse_args()
+    device = probe().device(arguments.device)
+    machine = torch.cuda.get_device_name() if device.kind == "cuda" else cpu_name()
+    origin = provenance(machine)
+    for name in arguments.models.split(","):
+        folder = HERE / "models" / name
+        if name == "shipped":
+            model = ModelConfig()
+        else:
+            found = str(folder if folder.is_dir() else name)
+            model = ModelConfig(model=found, load_format="dummy", max_model_len=MAX_LEN)
+        fit, judge = take(model, arguments)
+        gc.collect()
+        blind = guess(read_spec(model), device)
+        calibration = calibrate(blind, fit, machine, datetime.now(UTC).strftime("%Y-%m-%d"))
+        rows = rows_of(Path(name).name, calibration, blind, judge, origin)
+        for row in rows:
+            if "error" in row:
+                print(
+                    f"{row['row']:50s} {row['measured_ms']:10.3f} ms {row['predicted_ms']:10.3f} ms {row['error']:+7.1%}"
+                )
+        print({key: value for key, value in rows[-1].items() if key not in origin}, flush=True)
+        if arguments.calibrations:
+            target = Path(arguments.calibrations)
+            target.mkdir(parents=True, exist_ok=True)
+            (target / f"{Path(name).name}.json").write_text(calibration.to_json(), encoding="utf-8")
+        if arguments.out:
+            write_rows(arguments.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Calculators: the cache of a model (kv), what answers cost (cost), what they burn (energy), renting or owning (breakeven).
+
+Units stand in the names of the options and in the output. `ridgeline calc kv --help` shows what each needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.roofline import read_spec
+from ridgeline.cli.serve import read
+from ridgeline.cli.show import bytes_text
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import DTYPE_BYTES, ModelSpec
+from ridgeline.hardware.table import lookup
+from ridgeline.planner.breakeven import BreakEven
+from ridgeline.planner.cost import Owned, Service
+from ridgeline.planner.energy import Energy, yearly_kwh
+from ridgeline.planner.kv import kv_need, sequences, uniform
+
+_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
+_OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One result: its name in JSON (with its unit), what it is in words, its value, and how it is shown."""
+
+    name: str
+    words: str
+    value: float
+    text: str
+
+
+def parser() -> Parser:
+    found = parser_for("calc", __doc__ or "", (), model=False)
+    kinds = found.add_subparsers(dest="kind", metavar="{kv,cost,energy,breakeven}", required=True)
+    for kind, (text, options, _) in KINDS.items():
+        one = kinds.add_parser(
+            kind, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
+        )
+        if kind == "kv":
+            one.add_argument("given_model", nargs="?", metavar="MODEL", help="folder or hub name; or give its shape")
+        for name, (kind_of, words) in options.items():
+            one.add_argument(
+                f"--{name.replace('_', '-')}", dest=name, type=kind_of, metavar=_metavar(kind_of), help=words
+            )
+        one.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return found
+
+
+def run(given: Given) -> int:
+    rest = vars(given.rest)
+    lines = KINDS[rest["kind"]][2](given, rest)
+    if "json" in rest:
+        print(json.dumps({one.name: one.value for one in lines}, indent=2))
+        return 0
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for one in lines:
+        table.add_row(one.words, one.text)
+    Console().print(table, highlight=False)
+    return 0
+
+
+def _metavar(kind: Callable[[str], Any]) -> str:
+    return {int: "N", float: "X"}.get(kind, "NAME")  # type: ignore[call-overload, no-any-return]
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------------
+
+
+def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
+    """The cache of a model, or of a shape, for a batch of sequences."""
+    spec = _attention(given, rest)
+    dtype = rest.get("cache_dtype", spec.dtype)
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(
+            f"cache dtype {dtype!r} is unknown: use one of {', '.join(DTYPE_BYTES)}.", param="cache_dtype"
+        )
+    need = kv_need(spec, _count(rest, "batch", 1), _count(rest, "tokens", 2048), dtype)
+    lines = [
+        Line("token_bytes", "one token", need.token_bytes, bytes_text(need.token_bytes)),
+        Line("sequence_bytes", f"{need.tokens} tokens", need.sequence_bytes, _gb(need.sequence_bytes)),
+        Line("total_bytes", f"batch of {need.batch}", need.total_bytes, _gb(need.total_bytes)),
+        Line("common_rule_bytes", "2 x batch x tokens x layers x width", need.common_bytes, _gb(need.common_bytes)),
+        Line("times_less", "times less than that rule", need.saving, f"{need.saving:.2f}"),
+    ]
+    if "on" in rest:
+        one = lookup(rest["on"])
+        fit = sequences(spec, need.tokens, one.memory_bytes, dtype)
+        what = "beside the weights" if spec.vocab_size else "without weights"
+        lines.append(Line("sequences_that_fit", f"such sequences on {one.name}, {what}", fit, f"{fit:,}"))
+    return lines
+
+
+def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
+    """The model that was named, or one of the shape that was given."""
+    shaped = [name for name in _SHAPE if name in rest]
+    if not shaped:
+        return read_spec(read(given).model)
+    if "model" in given.flags:
+        raise ConfigError(
+            f"a model and --{shaped[0].replace('_', '-')} are given: name one or the other.", param="model"
+        )
+    layers, heads, head_dim = (_count(rest, name, None) for name in ("layers", "heads", "head_dim"))
+    return uniform(layers, heads, head_dim, kv_heads=_count(rest, "kv_heads", heads))
+
+
+# --- money and energy ---------------------------------------------------------------------------------------------------
+
+
+def cost(given: Given, rest: Mapping[str, Any]) -> list[Line]:
+    """What tokens and requests cost on hardware that is rented, or owned (--price)."""
+    usd_hour = _owned(rest).usd_hour(_share(rest, "utilization", 1.0)) if "price" in rest else _rent(rest)
+    tokens_s = _number(rest, "tokens_s", None)
+    found = Service(usd_hour, tokens_s, _number(rest, "prefills_min", 0.0), _number(rest, "output_tokens", 1.0))
+    lines = [
+        _usd("usd_hour", "an hour of the hardware", found.usd_hour),
+        _usd("usd_million_output_tokens", "1M output tokens", found.usd_million_tokens),
+    ]
+    if "output_tokens" in rest:
+        answers = f"answers of 1K requests, {found.output_tokens:g} tokens each"
+        lines.append(_usd("usd_thousand_answers", answers, found.decode_usd_thousand))
+    if "prefills_min" in rest:
+        lines.append(_usd("usd_thousand_prefills", "prompts of 1K requests", found.prefill_usd_thousand))
+    if "output_tokens" in rest:
+        lines.append(_usd("usd_thousand_requests", "1K requests together", found.usd_thousand_requests))
+    return lines
+
+
+def energy(given: Given, rest: Mapping[str, Any]) -> list[Line]:
+    """What a device burns, per year and per token, with cooling (PUE) and carbon as stated factors."""
+    factors = {
+        name: _number(rest, name, None) for name in ("tokens_s", "pue", "carbon_g_kwh", "usd_kwh") if name in rest
+    }
+    found = Energy(_watts(rest), **factors)
+    low, high = found.peak_watts
+    chip = yearly_kwh(found.watts)
+    lines = [
+        Line("watts", "power", found.watts, f"{found.watts:,.0f} W, for a moment {low:,.0f} to {high:,.0f} W"),
+        Line("chip_kwh_year", "a year at the chip", chip, f"{chip:,.0f} kWh"),
+        Line("site_kwh_year", f"with cooling (PUE {found.pue:g})", found.site_kwh_year, f"{found.site_kwh_year:,.0f} kWh"),
+        Line("carbon_kg_year", f"CO2 at {found.carbon_g_kwh:g} g/kWh", found.carbon_kg_year, f"{found.carbon_kg_year:,.0f} kg"),
+    ]  # fmt: skip
+    if found.tokens_s:
+        joules, kwh = found.joules_per_token, found.kwh_million_tokens
+        lines += [
+            Line("joules_per_token", "one output token, at the chip", joules, f"{joules:.3g} J"),
+            Line("kwh_million_tokens", "1M output tokens, with cooling", kwh, f"{kwh:.3g} kWh"),
+            _usd("usd_million_tokens", f"their electricity at ${found.usd_kwh:g}/kWh", found.usd_million_tokens),
+        ]
+    return lines
+
+
+def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
+    """From how many hours of use on an own device is cheaper than a rented one."""
+    owned, rent, used = _owned(rest), _rent(rest), _share(rest, "utilization", 1.0)
+    found = BreakEven(owned, rent)
+    months, saved = found.payback_months(used), found.saved_usd(used)
+    return [
+        _usd("rented_usd_hour", "rented, an hour of use", rent),
+        _usd("owned_usd_hour", f"owned, an hour of use at {used:.0%} of all hours", owned.usd_hour(used)),
+        Line(
+            "breakeven_utilization",
+            "owning is cheaper above",
+            found.utilization,
+            f"{found.utilization:.1%} of all hours",
+        ),
+        Line("payback_months", f"the price is back after (at {used:.0%})", months, f"{months:,.1f} months"),
+        _usd("saved_usd", f"saved in {owned.years:g} years", saved),
+    ]
+
+
+def _owned(rest: Mapping[str, Any]) -> Owned:
+    one = lookup(rest["on"]) if "on" in rest else None
+    price = rest.get("price", one.buy.usd if one is not None and one.buy is not None else None)
+    if price is None:
+        raise ConfigError("nothing says what the device costs: give --price.", param="price")
+    given = {name: rest[name] for name in _OWNED if name in rest}
+    if one is not None and one.watts and "watts" not in given:
+        given["watts"] = one.watts
+    owned = Owned(price, **given)
+    if owned.years <= 0:
+        raise ConfigError("--years must be above 0.", param="years")
+    return owned
+
+
+def _rent(rest: Mapping[str, Any]) -> float:
+    if "usd_hour" in rest:
+        return _number(rest, "usd_hour", None)
+    one = lookup(rest["on"]) if "on" in rest else None
+    if one is None or one.rent is None:
+        raise ConfigError("nothing says what an hour costs: give --usd-hour.", param="usd_hour")
+    return one.rent.usd
+
+
+def _watts(rest: Mapping[str, Any]) -> float:
+    one = lookup(rest["on"]) if "on" in rest else None
+    return _number(rest, "watts", one.watts or None if one is not None else None)
+
+
+# --- reading and showing ------------------------------------------------------------------------------------------------
+
+
+def _number(rest: Mapping[str, Any], name: str, untold: float | None) -> float:
+    """A number above 0 (or `untold`). Raises ConfigError naming the option."""
+    value = rest.get(name, untold)
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        raise ConfigError(f"{flag} is missing.", param=name)
+    if value <= 0 and name in rest:
+        raise ConfigError(f"{flag} {value:g} must be above 0.", param=name)
+    return float(value)
+
+
+def _count(rest: Mapping[str, Any], name: str, untold: int | None) -> int:
+    return int(_number(rest, name, untold))
+
+
+def _share(rest: Mapping[str, Any], name: str, untold: float) -> float:
+    value = _number(rest, name, untold)
+    if value > 1:
+        raise ConfigError(f"--{name.replace('_', '-')} {value:g} is above 1: it is a share.", param=name)
+    return value
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB ({bytes_text(count)})"
+
+
+def _usd(name: str, words: str, value: float) -> Line:
+    return Line(name, words, value, f"${value:,.3f}" if abs(value) < 1000 else f"${value:,.0f}")
+
+
+Option = tuple[Callable[[str], Any], str]
+_ON: dict[str, Option] = {"on": (str, "an accelerator of the table: its price, power or memory where none is given")}
+_LIFE: dict[str, Option] = {
+    "price": (float, "dollars of the device with its share of the server"),
+    "years": (float, "years it is used (default: 4)"),
+    "residual": (float, "share of the price it still brings then (default: 0)"),
+    "upkeep": (float, "share of the price per year for repair, room and staff (default: 0.05)"),
+    "watts": (float, "power while in use, the server's share included"),
+    "pue": (float, "power of the site per power of its machines (default: 1.2)"),
+    "usd_kwh": (float, "dollars per kWh (default: 0.12)"),
+    "utilization": (float, "share of all hours in use (default: 1)"),
+}
+KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any]], list[Line]]]] = {
+    "kv": (
+        "the key-value cache of a model or a shape",
+        {
+            "batch": (int, "sequences (default: 1)"),
+            "tokens": (int, "tokens of each (default: 2048)"),
+            "cache_dtype": (str, f"{', '.join(DTYPE_BYTES)} (default: the model's)"),
+            "layers": (int, "layers, instead of MODEL"),
+            "heads": (int, "query heads"),
+            "kv_heads": (int, "key-value heads (default: as many)"),
+            "head_dim": (int, "size of a head"),
+            **_ON,
+        },
+        kv,
+    ),
+    "cost": (
+        "dollars per token and per request, rented or owned",
+        {
+            "usd_hour": (float, "dollars of an hour of the hardware"),
+            "tokens_s": (float, "output tokens per second"),
+            "prefills_min": (float, "prompts read per minute, if they are counted apart"),
+            "output_tokens": (float, "tokens of a mean answer"),
+            **_LIFE,
+            **_ON,
+        },
+        cost,
+    ),
+    "energy": (
+        "joules per token, kWh and CO2 per year",
+        {
+            "watts": (float, "power of the device"),
+            "tokens_s": (float, "output tokens per second"),
+            "pue": _LIFE["pue"],
+            "carbon_g_kwh": (float, "grams of CO2 per kWh (default: 450)"),
+            "usd_kwh": _LIFE["usd_kwh"],
+            **_ON,
+        },
+        energy,
+    ),
+    "breakeven": (
+        "renting or owning",
+        {"usd_hour": (float, "dollars of a rented hour"), **_LIFE, **_ON},
+        breakeven,
+    ),
+}
+"""Calculator -> its help, its options (name -> type, help), and its function."""

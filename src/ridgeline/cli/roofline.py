@@ -1,0 +1,192 @@
+"""Where a model stands under the roof of an accelerator: each operation of prefill and decode, what binds it, how long it
+takes at least; and how long whole steps are predicted to take.
+
+Reads config.json alone. Floors are the accelerator's specification; predictions come from a calibration (`ridgeline
+calibrate`), and say so when there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.serve import read
+from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.cost import CostModel, step_work
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import ModelSpec
+from ridgeline.hardware.probe import probe
+from ridgeline.hardware.table import Accelerator, lookup
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+from ridgeline.planner.calibrate import load_calibration
+from ridgeline.planner.chart import HEAD, roofline_chart, roofline_page, rows
+from ridgeline.planner.cost import usd_per_unit
+from ridgeline.planner.roofline import Load, Phase, Roofline, matrix_dtype, roofline
+from ridgeline.planner.svg import document, si
+
+
+def parser() -> Parser:
+    found = parser_for("roofline", __doc__ or "", (ModelConfig,))
+    load = Load()
+    group = found.add_argument_group("what is looked at")
+    group.add_argument(
+        "--on", metavar="NAME", help="an accelerator of the table (H100, L4, mi300x, cpu); else this one"
+    )
+    group.add_argument("--batch", type=int, metavar="N", help=f"sequences that decode (default: {load.batch})")
+    group.add_argument("--context", type=int, metavar="N", help=f"tokens each holds (default: {load.context})")
+    group.add_argument("--prompt", type=int, metavar="N", help=f"tokens of the prefill (default: {load.prompt})")
+    group.add_argument("--calibration", metavar="FILE", help="what `ridgeline calibrate` wrote")
+    group = found.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    group.add_argument(
+        "--html", metavar="FILE", help="write a page with chart and tables, nothing fetched from outside"
+    )
+    group.add_argument("--svg", metavar="FILE", help="write the chart")
+    return found
+
+
+def run(given: Given) -> int:
+    spec = read_spec(read(given).model)
+    rest = vars(given.rest)
+    accelerator = _accelerator(rest.get("on"))
+    load = replace(Load(), **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
+    for name, value in asdict(load).items():
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is below 1.", param=name)
+    found = roofline(spec, accelerator, load)
+    cost = _cost(spec, accelerator, rest.get("calibration"))
+    steps = {one.name: cost.step_s(step_work(spec, shares(one.name, load))) for one in found.phases}
+    if "svg" in rest:
+        Path(rest["svg"]).write_text(document(roofline_chart(found, steps)), encoding="utf-8")
+    if "html" in rest:
+        Path(rest["html"]).write_text(roofline_page(found, steps, notes(found, cost, steps)), encoding="utf-8")
+    if "json" in rest:
+        print(json.dumps(facts(found, cost, steps), indent=2))
+    else:
+        _show(Console(), found, cost, steps)
+    return 0
+
+
+def read_spec(model: ModelConfig) -> ModelSpec:
+    """The spec a model would be served with, from its small files alone."""
+    folder = resolve_model(replace(model, load_format="dummy"))
+    return served_spec(read_model(folder)[0], model)
+
+
+def shares(phase: str, load: Load) -> list[tuple[int, int]]:
+    """(cached, new) tokens of the rows of a phase's step."""
+    return [(load.context, 1)] * load.batch if phase == "decode" else [(0, load.prompt)]
+
+
+def _accelerator(name: str | None) -> Accelerator:
+    if name is not None:
+        return lookup(name)
+    device = probe().device()
+    if device.accelerator is None:
+        raise ConfigError(f"{device.name} is not in the table: name an accelerator with --on.", param="on")
+    return device.accelerator
+
+
+def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str | None) -> CostModel:
+    if calibration is not None:
+        return load_calibration(Path(calibration), spec).cost
+    return CostModel(spec, accelerator.peak(matrix_dtype(spec)), accelerator.bandwidth)
+
+
+def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[str, ...]:
+    """What a reader should know beside the tables, in sentences."""
+    load, capacity = found.load, found.capacity
+    decode, prefill = found.phase("decode"), found.phase("prefill")
+    word = "calibrated" if cost.calibrated else "uncalibrated: a guess until `ridgeline calibrate` has run there"
+    lines = [
+        f"A decode step of {load.batch} x {load.context} tokens takes at least {si(decode.floor_s, 's')}, predicted "
+        f"{si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s ({word}).",
+        f"A prefill of {load.prompt} tokens takes at least {si(prefill.floor_s, 's')}, predicted "
+        f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s.",
+    ]
+    if capacity.fits:
+        free = capacity.memory_bytes - capacity.weight_bytes - capacity.kv_bytes
+        lines.append(f"Weights {bytes_text(capacity.weight_bytes)} and cache {bytes_text(capacity.kv_bytes)} fit: "
+                     f"{bytes_text(free)} are left.")  # fmt: skip
+    else:
+        lines.append(f"Does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would lie in the host's memory. "
+                     + _spilled(found))  # fmt: skip
+    rent = found.accelerator.rent
+    if rent is not None:
+        price = usd_per_unit(rent.usd, load.batch / steps["decode"]) * 1e6
+        lines.append(
+            f"Rented at ${rent.usd:.2f} an hour ({rent.date}): ${price:.3f} per million output tokens at this load."
+        )
+    if found.accelerator.unverified:
+        lines.append(f"Not verified in the table: {', '.join(found.accelerator.unverified)}.")
+    return tuple(lines)
+
+
+def _spilled(found: Roofline) -> str:
+    if math.isinf(found.capacity.spill_s):
+        return "This device has no link to read it over: take a smaller load or a larger device."
+    slower = found.decode_slowdown
+    if slower < 1.05:
+        return f"Its transfer, {si(found.capacity.spill_s, 's')} a step, can hide behind the rest of a decode step."
+    return f"Decoding gets {slower:.1f} times slower, because each step reads it over the link."
+
+
+def facts(found: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[str, Any]:
+    """The same as data: bytes, FLOPs and seconds."""
+    accelerator = found.accelerator
+    return {
+        "model": {"architecture": found.spec.architecture, "params": found.spec.params, "dtype": found.spec.dtype,
+                  "quantization": found.spec.quantization, "weight_bytes": found.spec.weight_bytes,
+                  "kv_bytes_per_token": found.spec.kv_bytes_per_token()},
+        "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(matrix_dtype(found.spec)),
+                        "bandwidth": accelerator.bandwidth, "memory_bytes": accelerator.memory_bytes,
+                        "ridge_flop_per_byte": found.ridge, "source": accelerator.source},
+        "load": asdict(found.load),
+        "fits": found.capacity.fits,
+        "spilled_bytes": found.capacity.spilled_bytes,
+        "calibrated": cost.calibrated,
+        "phases": {one.name: _phase_facts(one, steps[one.name]) for one in found.phases},
+    }  # fmt: skip
+
+
+def _phase_facts(found: Phase, predicted_s: float) -> dict[str, Any]:
+    operations = [
+        {"name": one.name, "count": one.count, "flops": one.flops, "bytes": one.bytes,
+         "activation_bytes": one.activation_bytes, "intensity": one.intensity, "bound": one.bound, "floor_s": one.seconds}
+        for one in found.points
+    ]  # fmt: skip
+    return {"tokens": found.tokens, "flops": found.flops, "bytes": found.bytes, "intensity": found.intensity,
+            "bound": found.bound, "floor_s": found.floor_s, "serial_floor_s": found.serial_s, "predicted_s": predicted_s,
+            "operations": operations}  # fmt: skip
+
+
+def _show(console: Console, found: Roofline, cost: CostModel, steps: dict[str, float]) -> None:
+    one = found.accelerator
+    peak = si(one.peak(matrix_dtype(found.spec)), "FLOP/s")
+    console.print(
+        f"[bold]{found.spec.architecture}[/bold], {count_text(found.spec.params)} parameters, {found.spec.dtype} on "
+        f"[bold]{one.name}[/bold]: {peak} dense, {si(one.bandwidth, 'B/s')}, ridge {found.ridge:.0f} FLOP/B",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for phase in found.phases:
+        title = f"{phase.name}: {phase.tokens} tokens, {phase.bound}-bound, {si(phase.intensity, 'FLOP/B')}"
+        table = Table(*HEAD, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows(phase):
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+    console.print()
+    for line in notes(found, cost, steps):
+        console.print(line, highlight=False, soft_wrap=True)

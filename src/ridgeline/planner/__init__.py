@@ -1,0 +1,1 @@
+"""What a deployment can reach, needs and costs: roofline, cache, money, energy, and what was measured beside it."""

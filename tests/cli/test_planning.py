@@ -1,0 +1,148 @@
+"""The planning commands end to end: tables, JSON, charts, and a calibration measured on this machine."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ridgeline.bench.steps import FIT, JUDGE, OUTPUTS, Bounds, Recorder, Shape, measure, shapes
+from ridgeline.cli.main import main
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine.local import LocalEngine
+
+LLAMA = str(Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "llama-3.1-8b")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_roofline_of_a_model_on_an_accelerator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, html = tmp_path / "r.svg", tmp_path / "r.html"
+    out = run(capsys, "roofline", LLAMA, "--on", "h200", "--batch", "8", "--svg", str(svg), "--html", str(html))
+    assert "ridge 206 FLOP/B" in out and "compute-bound" in out and "memory-bound" in out
+    assert "uncalibrated" in out and "gate+up" in out
+    ET.parse(svg)
+    assert html.read_text().count("<table>") == 2
+
+
+def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("roofline", LLAMA, "--on", "h200", "--context", "8192", "--prompt", "512", "-q", "fp8", "--json")
+    facts = json.loads(run(capsys, *words))
+    assert facts["accelerator"]["peak_flops"] == pytest.approx(1978.9e12) and facts["model"]["quantization"] == "fp8"
+    assert facts["load"] == {"batch": 1, "context": 8192, "prompt": 512} and facts["calibrated"] is False
+    decode = facts["phases"]["decode"]
+    assert decode["floor_s"] <= decode["serial_floor_s"] < decode["predicted_s"]
+    assert sum(one["flops"] for one in decode["operations"]) == decode["flops"]
+
+
+def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "roofline", LLAMA, "--on", "4090", "--batch", "64", "--context", "4096")
+    assert "capacity-bound" in out and "times slower" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("kv", "--layers", "40", "--heads", "40", "--head-dim", "128", "--batch", "32"), {"total_bytes": 53.687e9}),
+        (
+            ("kv", LLAMA, "--tokens", "1000", "--cache-dtype", "float8_e4m3"),
+            {"token_bytes": 65_536, "sequence_bytes": 65.536e6},
+        ),
+        (
+            ("cost", "--usd-hour", "2", "--tokens-s", "100", "--prefills-min", "100", "--output-tokens", "200"),
+            {"usd_million_output_tokens": 5.5556, "usd_thousand_requests": 1.4444},
+        ),
+        (("cost", "--price", "35040", "--upkeep", "0.000001", "--watts", "1", "--tokens-s", "1"), {"usd_hour": 1.0}),
+        (("cost", "--on", "h100", "--tokens-s", "1000"), {"usd_hour": 2.95}),
+        (("energy", "--on", "h100", "--tokens-s", "9806"), {"chip_kwh_year": 6132, "joules_per_token": 0.07138}),
+        (("breakeven", "--on", "h100", "--usd-hour", "3.75"), {"payback_months": 16.0}),
+    ],
+)
+def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: dict[str, float]) -> None:
+    kind, *rest = words
+    found = json.loads(run(capsys, "calc", kind, *rest, "--json"))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.005)
+    assert run(capsys, "calc", kind, *rest)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("calc", "kv", "--heads", "8"), "--layers is missing"),
+        (("calc", "kv", LLAMA, "--layers", "8"), "name one or the other"),
+        (("calc", "kv", LLAMA, "--cache-dtype", "int7"), "cache dtype 'int7' is unknown"),
+        (("calc", "cost", "--tokens-s", "100"), "give --usd-hour"),
+        (("calc", "cost", "--usd-hour", "2"), "--tokens-s is missing"),
+        (("calc", "cost", "--usd-hour", "-2", "--tokens-s", "1"), "must be above 0"),
+        (("calc", "breakeven", "--usd-hour", "2"), "give --price"),
+        (("calc", "breakeven", "--price", "9", "--usd-hour", "2", "--utilization", "1.5"), "it is a share"),
+        (("calc", "energy"), "--watts is missing"),
+        (("roofline", LLAMA, "--on", "abacus"), "there is no 'abacus'"),
+        (("roofline", LLAMA, "--on", "h200", "--batch", "0"), "--batch 0 is below 1"),
+        (("roofline", LLAMA, "--on", "h200", "--calibration", "/nowhere.json"), "is no calibration"),
+        (("calibrate", "--repeats", "0"), "--repeats 0 is below 1"),
+    ],
+)
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    words = (str(tiny), "--load-format", "dummy", "--device", "cpu", "--most-tokens", "700", "--repeats", "1")
+    out = run(capsys, "calibrate", *words, "--out", str(path))
+    assert "decode 1 x " in out and "prefill 0+8" in out and "on steps left out of the fit" in out
+    facts = json.loads(path.read_text())
+    assert facts["steps"] >= 10 and facts["leave_one_out_error"]["median"] > 0
+    found = json.loads(run(capsys, "roofline", str(tiny), "--on", "cpu", "--calibration", str(path), "--json"))
+    assert found["calibrated"] is True
+    assert main(["roofline", LLAMA, "--on", "h200", "--calibration", str(path)]) == 2
+    assert "measured with another model" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def local(tiny: Path) -> Iterator[LocalEngine]:
+    model = ModelConfig(model=str(tiny), load_format="dummy")
+    found = LocalEngine.start(model, EngineConfig(device="cpu", max_num_seqs=8, max_num_batched_tokens=64))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "decode", "chunks"),
+    [
+        (Shape(3, 20), 3, {()}),
+        (Shape(0, 0, 40), 0, {((0, 40),)}),
+        (Shape(0, 0, 150), 0, {((0, 64),), ((64, 64),), ((128, 22),)}),
+        (Shape(2, 10, 100), 2, {((0, 62),), ((62, 38),)}),
+    ],
+)
+def test_steps_hold_what_was_asked_for(
+    local: LocalEngine, shape: Shape, decode: int, chunks: set[tuple[tuple[int, int], ...]]
+) -> None:
+    plain = local.engine.loop.runner
+    found = measure(local, [shape], repeats=2)
+    assert local.engine.loop.runner is plain and not isinstance(plain, Recorder)
+    assert {one.chunks for one in found} == chunks
+    for one in found:
+        assert len(one.decode) == decode and one.seconds > 0
+        assert all(held >= shape.context for held in one.decode)
+        last = one.chunks and sum(one.chunks[-1]) == shape.prompt
+        assert one.logits == decode + bool(last)
+
+
+def test_ladders_keep_within_bounds_and_apart() -> None:
+    bounds = Bounds(rows=16, max_len=4096, tokens=20_000)
+    fit, judge = shapes(FIT, bounds), shapes(JUDGE, bounds)
+    for one in fit + judge:
+        assert one.rows + bool(one.prompt) <= 16 and one.tokens <= 20_000
+        assert max(one.context, one.prompt) + OUTPUTS < 4096
+    assert not {one for one in judge if one in fit}
+    assert {bool(one.rows) + 2 * bool(one.prompt) for one in fit} == {1, 2, 3}

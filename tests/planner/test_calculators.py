@@ -1,0 +1,158 @@
+"""The calculators give the figures of the mission and of the field; each test names its oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+from ridgeline.planner.breakeven import BreakEven
+from ridgeline.planner.cost import Owned, Service, tokens_saved, training_pays, usd_per_unit
+from ridgeline.planner.energy import DRAW_FACTORS, Energy, site_factor, yearly_kwh
+from ridgeline.planner.kv import kv_need, sequences, uniform
+
+ROPE = Rope()
+
+
+def mixed(*layers: LayerSpec) -> ModelSpec:
+    """A model of these layers, known only by its attention."""
+    return ModelSpec("attention", 0, layers[0].n_heads * layers[0].head_dim, layers, 1 << 20)
+
+
+# --- MISSION 6: the cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "batch", "tokens", "gigabytes"),
+    [
+        (40, 40, 32, 2048, 53.7),  # 13B, 40 layers, 5,120 wide
+        (32, 32, 1, 4096, 2.15),  # 7B, 32 layers, 4,096 wide
+        (32, 32, 32, 4096, 68.7),
+        (118, 48, 512, 2048, 3040),  # 540B, 118 layers, 48 heads of 128
+    ],
+)
+def test_mission_kv_sizes(layers: int, heads: int, batch: int, tokens: int, gigabytes: float) -> None:
+    need = kv_need(uniform(layers, heads, 128), batch, tokens)
+    assert need.total_bytes / 1e9 == pytest.approx(gigabytes, rel=0.005)
+    assert need.total_bytes == need.common_bytes == batch * tokens * need.token_bytes
+
+
+def test_mission_common_rule_is_wrong_where_heads_share_keys() -> None:
+    grouped = kv_need(uniform(32, 32, 128, kv_heads=8), 1, 4096)
+    assert grouped.saving == 4.0 and grouped.common_bytes == kv_need(uniform(32, 32, 128), 1, 4096).total_bytes
+
+
+def test_mission_a_window_of_1000_in_10000_tokens_is_10_times_less() -> None:
+    local = mixed(*[LayerSpec(32, 32, 128, 0, ROPE, window=1000)] * 4)
+    assert kv_need(local, 1, 10_000).saving == pytest.approx(10)
+
+
+def test_mission_three_layers_that_share_are_3_times_less() -> None:
+    own = LayerSpec(32, 32, 128, 0, ROPE)
+    shared = mixed(*[own if index % 3 == 0 else LayerSpec(32, 32, 128, 0, ROPE, share_from=index // 3 * 3)
+                     for index in range(12)])  # fmt: skip
+    assert kv_need(shared, 1, 4096).saving == pytest.approx(3)
+
+
+def test_mission_together_more_than_20_times_less() -> None:
+    """Grouped heads (8 for 32), windows in five of six layers, and pairs of each kind that share."""
+    layers = []
+    for index in range(24):
+        window = None if index % 6 == 0 else 1000
+        partner = {6: 0, 18: 12}.get(index) if window is None else index - 1 if index % 6 in (2, 4) else None
+        layers.append(LayerSpec(32, 8, 128, 0, ROPE, window=window, share_from=partner))
+    assert kv_need(mixed(*layers), 1, 10_000).saving > 20
+
+
+def test_a_cache_in_8_bits_is_half() -> None:
+    spec = uniform(32, 32, 128)
+    assert kv_need(spec, 1, 100, "float8_e4m3").total_bytes * 2 == kv_need(spec, 1, 100).total_bytes
+
+
+def test_sequences_that_fit_beside_the_weights() -> None:
+    """FIGURES 7: 953k tokens of cache beside bf16 weights of an 8B in 141e9 bytes."""
+    layer = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
+    spec = ModelSpec("LlamaForCausalLM", 128_256, 4096, (layer,) * 32, 131_072)
+    assert sequences(spec, 1000, 141e9) == pytest.approx(953, abs=1)
+    assert sequences(spec, 1000, 10e9) == 0
+
+
+# --- MISSION 2: money -------------------------------------------------------------------------------------------------
+
+
+def test_mission_two_dollars_an_hour() -> None:
+    service = Service(usd_hour=2, tokens_s=100, prefills_min=100, output_tokens=200)
+    assert service.usd_million_tokens == pytest.approx(5.556, abs=0.001)
+    assert service.decode_usd_thousand == pytest.approx(1.11, abs=0.005)
+    assert service.prefill_usd_thousand == pytest.approx(0.33, abs=0.005)
+    assert service.usd_thousand_requests == pytest.approx(1.44, abs=0.005)
+
+
+def test_without_prefills_only_answers_cost() -> None:
+    assert Service(2, 100, output_tokens=200).usd_thousand_requests == pytest.approx(1.111, abs=0.001)
+    assert usd_per_unit(3600, 1) == 1
+
+
+def test_mission_training_pays_when_t_is_at_most_p_times_n() -> None:
+    assert training_pays(1000, 0.01, 100_000)
+    assert not training_pays(1000.01, 0.01, 100_000)
+
+
+def test_mission_prompt_cache_saves_a_billion_tokens_a_day() -> None:
+    assert tokens_saved(1000, 1e6) == pytest.approx(1e9, rel=1e-5)
+    assert tokens_saved(1000, 1) == tokens_saved(1000, 0) == 0
+
+
+def test_owned_hardware_costs_its_life_its_upkeep_and_its_power() -> None:
+    owned = Owned(35_040, years=4, upkeep=0.0, watts=1000, pue=1.5, usd_kwh=0.10)
+    assert owned.usd_hour() == pytest.approx(1.00 + 0.15)
+    assert owned.usd_hour(0.5) == pytest.approx(2.00 + 0.15)
+    assert Owned(35_040, residual=0.5, upkeep=0, watts=0).usd_hour() == pytest.approx(0.5)
+
+
+# --- renting or owning ------------------------------------------------------------------------------------------------
+
+
+def test_an_h100_node_is_paid_back_in_14_to_18_months() -> None:
+    """Published: an eight-GPU node of 300,000 to 350,000 dollars and 10.2 kW, rented at 3.00 to 4.50 an hour and GPU."""
+    owned = Owned(325_000 / 8, watts=10_200 / 8, upkeep=0.05)
+    assert 14 < BreakEven(owned, 3.75).payback_months() < 18
+
+
+def test_break_even_is_where_both_cost_the_same() -> None:
+    found = BreakEven(Owned(30_000, years=3), rent_usd_hour=2.5)
+    assert 0 < found.utilization < 1
+    assert found.owned.usd_hour(found.utilization) == pytest.approx(2.5)
+    assert found.saved_usd(found.utilization) == pytest.approx(0, abs=1e-6)
+    assert found.saved_usd(1.0) > 0 > found.saved_usd(found.utilization / 2)
+    assert found.payback_months(0.5) > 2 * found.payback_months(1.0)
+
+
+def test_rent_below_the_price_of_power_never_breaks_even() -> None:
+    found = BreakEven(Owned(30_000, watts=10_000), rent_usd_hour=1.0)
+    assert found.utilization == math.inf and found.payback_hours() == math.inf
+
+
+# --- MISSION 2: energy ------------------------------------------------------------------------------------------------
+
+
+def test_mission_700_watts_for_a_year() -> None:
+    assert yearly_kwh(700) == pytest.approx(6132)
+    assert site_factor(7000, 700) == pytest.approx(1.14, abs=0.005)
+    assert Energy(700, pue=1.14).site_kwh_year == pytest.approx(7000, rel=0.002)
+
+
+def test_mission_draw_above_the_design_power() -> None:
+    assert DRAW_FACTORS == (1.1, 1.5)
+    assert Energy(700).peak_watts == (pytest.approx(770), pytest.approx(1050))
+
+
+def test_joules_per_token_of_the_field() -> None:
+    """FIGURES 6: 8B on an H100, batch 512: 688 W, 9,806 tokens/s, 0.070 J."""
+    found = Energy(688, 9806, pue=1.0, carbon_g_kwh=400, usd_kwh=0.10)
+    assert found.joules_per_token == pytest.approx(0.070, abs=0.0005)
+    assert found.kwh_million_tokens == pytest.approx(0.0195, rel=0.01)
+    assert found.usd_million_tokens == pytest.approx(0.00195, rel=0.01)
+    assert found.carbon_g_million_tokens == pytest.approx(7.8, rel=0.01)
+    assert Energy(688).joules_per_token == 0

@@ -1,0 +1,118 @@
+"""The fit finds the machine behind noisy steps, says how wrong it is, and is kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ridgeline.core.cost import CostModel, joined, step_work
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+from ridgeline.planner.calibrate import FACTORS, Errors, Measured, calibrate, errors, load_calibration
+from ridgeline.planner.nnls import nnls
+
+
+@pytest.fixture(scope="module")
+def guess() -> CostModel:
+    layer = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
+    spec = ModelSpec("LlamaForCausalLM", 128_256, 4096, (layer,) * 32, 131_072)
+    return CostModel(spec, 989.4e12, 4.8e12)
+
+
+def truth(guess: CostModel) -> CostModel:
+    return replace(
+        guess, compute_share=0.72, memory_share=0.86, overhead_s=2e-4, attention_share=0.35, kv_share=0.8, row_s=1e-6,
+        token_s=1e-7, launch_s=2.5e-3, overlap=2.4,
+    )  # fmt: skip
+
+
+def steps(machine: CostModel, rows: tuple[int, ...], prompts: tuple[int, ...], noise: float) -> list[Measured]:
+    """Decoding, prefills and both together, as `machine` would run them, off by a share of `noise`."""
+    chance = random.Random(7)
+    shapes = [((held,) * count, ()) for count in rows for held in (80, 900, 4000)]
+    shapes += [((), ((0, length),)) for length in prompts]
+    shapes += [((700,) * count, ((length, length),)) for count, length in zip(rows, prompts, strict=False)]
+    found = []
+    for decode, chunks in shapes:
+        one = Measured(decode, chunks, len(decode) + len(chunks), 1.0)
+        found.append(replace(one, seconds=machine.step_s(one.work(machine.spec)) * (1 + chance.gauss(0, noise))))
+    return found
+
+
+def test_a_fit_predicts_sizes_it_has_not_seen(guess: CostModel) -> None:
+    fit = steps(truth(guess), (1, 4, 16, 64, 256), (16, 64, 256, 1024, 4096), 0.03)
+    judge = steps(truth(guess), (2, 10, 40, 150), (30, 120, 500, 2000), 0.0)
+    found = calibrate(guess, fit, "machine", "2026-11-21")
+    assert found.cost.calibrated and not guess.calibrated
+    blind, seen = Errors.of(errors(guess, judge)), Errors.of(errors(found.cost, judge))
+    assert seen.median < 0.04 < 0.1 < blind.median
+    assert found.fitted.median <= found.unseen.median < 0.06
+    assert found.cost.kv_share == pytest.approx(0.8, rel=0.1) and found.steps == len(fit)
+
+
+def test_leaving_one_out_shows_what_a_fit_cannot_know(guess: CostModel) -> None:
+    """A step that is twice as slow as its likes spoils its own error alone."""
+    fit = steps(truth(guess), (1, 4, 16, 64), (16, 64, 256, 1024), 0.0)
+    odd = [replace(fit[3], seconds=2 * fit[3].seconds), *fit[:3], *fit[4:]]
+    found = calibrate(guess, odd, "machine", "2026-11-21")
+    missed = errors(found.cost, odd)
+    assert missed[0] < -0.4 and Errors.of(missed[1:]).median < 0.03
+
+
+def test_too_few_steps_are_refused(guess: CostModel) -> None:
+    with pytest.raises(ConfigError, match="9 measured steps are too few"):
+        calibrate(guess, steps(truth(guess), (1, 4, 16), (), 0.0), "machine", "2026-11-21")
+
+
+def test_kept_as_json(guess: CostModel, tmp_path: Path) -> None:
+    found = calibrate(guess, steps(truth(guess), (1, 8, 64), (64, 512, 4096), 0.01), "machine", "2026-11-21")
+    path = tmp_path / "calibration.json"
+    path.write_text(found.to_json())
+    again = load_calibration(path, guess.spec)
+    assert again == found
+    assert all(name in json.loads(path.read_text())["factors"] for name in FACTORS)
+    with pytest.raises(ConfigError, match="another model .*params"):
+        load_calibration(path, replace(guess.spec, vocab_size=32_000))
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no calibration"):
+        load_calibration(path, guess.spec)
+    with pytest.raises(ConfigError, match="is no calibration"):
+        load_calibration(tmp_path / "missing.json", guess.spec)
+
+
+def test_labels() -> None:
+    assert Measured((8, 9, 10), (), 3, 1.0).label == "decode 3 x 9"
+    assert Measured((), ((0, 512),), 1, 1.0).label == "prefill 0+512"
+    assert Measured((5,), ((512, 512),), 2, 1.0).label == "mixed 1 x 5, 512+512"
+
+
+def test_errors_are_medians_of_sizes() -> None:
+    assert Errors.of([0.1, -0.2, 0.0]) == Errors(0.1, 0.2)
+
+
+def test_a_step_with_chunks_waits_for_its_launch(guess: CostModel) -> None:
+    slow = replace(guess, launch_s=1.0, overhead_s=0.0)
+    chunk, decode = step_work(guess.spec, [(0, 64)]), step_work(guess.spec, [(64, 1)])
+    assert slow.step_s(chunk) > 1.0 > slow.step_s(decode)
+
+
+def test_overlap_lies_between_sum_and_maximum() -> None:
+    assert joined(1.0, 3.0, 4.0) == 7 and joined(2.0, 3.0, 4.0) == 5 and joined(float("inf"), 3.0, 4.0) == 4
+    assert joined(2.0, 0.0, 0.0) == 0
+
+
+def test_nnls_meets_its_conditions() -> None:
+    """Karush, Kuhn and Tucker: where a coefficient is above zero the slope is zero, elsewhere it points below zero."""
+    chance = np.random.default_rng(3)
+    for _ in range(50):
+        matrix, target = chance.normal(size=(12, 6)), chance.normal(size=12)
+        found = nnls(matrix, target)
+        slope = matrix.T @ (matrix @ found - target)
+        assert (found >= 0).all() and (slope >= -1e-8).all() and np.abs(slope[found > 0]).max(initial=0) < 1e-8
+    exact = np.array([0.0, 2.0, 0.5, 0.0, 1.0, 3.0])
+    assert nnls(matrix, matrix @ exact) == pytest.approx(exact, abs=1e-9)
