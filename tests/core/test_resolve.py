@@ -40,6 +40,8 @@ SAID = {
     "max_body_mb": "1.5",
     "keep_alive_s": "3",
     "drain_s": "4",
+    "slo": "ttft=200ms",
+    "price_per_hour": "2.5",
     "metrics_alias": "vllm",
 }
 

@@ -43,6 +43,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_body_mb": (0.001, 1 << 20),
     "keep_alive_s": (0.01, 1 << 20),
     "drain_s": (0.0, 1 << 20),
+    "price_per_hour": (0.0, 1 << 20),
 }
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
