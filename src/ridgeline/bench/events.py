@@ -1,0 +1,76 @@
+"""What a streamed answer says: OpenAI's chunks, for completions and for chat, as far as a measurement needs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Delta(msgspec.Struct, gc=False):
+    """News of a chat message."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(msgspec.Struct, gc=False):
+    """News of one choice: `text` of completions, `delta` of chat, `message` of an answer that did not stream."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: Details | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """One chunk, or one whole answer."""
+
+    id: str | None = None
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(Event)
+
+
+def read_event(data: bytes) -> Event:
+    """Decode one event's JSON. Raises msgspec.DecodeError."""
+    return _DECODER.decode(data)
+
+
+def said(choice: Choice) -> tuple[int, int]:
+    """(characters of the answer, characters before it): thoughts and arguments of tool calls are no answer yet, though
+    they are tokens."""
+    answer = len(choice.text) if choice.text else 0
+    hidden = 0
+    for delta in (choice.delta, choice.message):
+        if delta is not None:
+            answer += len(delta.content or "")
+            hidden += len(delta.reasoning_content or delta.reasoning or "")
+            hidden += sum(_arguments(call) for call in delta.tool_calls or ())
+    return answer, hidden
+
+
+def _arguments(call: Any) -> int:
+    function = call.get("function") if isinstance(call, dict) else None
+    return sum(len(str(function.get(name) or "")) for name in ("name", "arguments")) if function else 0
+
+
+def error_words(error: Any) -> str:
+    """The message of an error object, or whatever stands in its place."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or error)[:300]

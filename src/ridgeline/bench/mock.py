@@ -1,0 +1,236 @@
+"""A server of known speed that computes nothing: the load generator is checked against it, and it checks clients.
+
+Its first chunk comes `ttft_s` after the request's last byte, each further one `itl_s` after the one before, by a clock
+that does not drift: chunk k is due at ttft_s + k * itl_s, whenever the last one was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from ridgeline.bench.clock import Alarm
+from ridgeline.bench.load import raise_file_limit
+from ridgeline.core.errors import ConfigError
+
+CHAT_OVERHEAD = 7
+"""Tokens that its imaginary chat template adds."""
+VOCABULARY = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast the mock is. per_chunk: tokens a chunk brings. slots: requests served at once, the rest waits; None: all.
+
+    failing: share of requests answered with an error. context: longest prompt plus answer.
+    """
+
+    ttft_s: float = 0.2
+    itl_s: float = 0.05
+    per_chunk: int = 1
+    slots: int | None = None
+    failing: float = 0.0
+    context: int = 131_072
+
+
+class MockServer:
+    """Serves until its context ends. `url` is its address."""
+
+    def __init__(self, speed: Speed, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.speed = speed
+        self.running = 0
+        self.waiting: deque[_Answer] = deque()
+        self.chance = random.Random(0)
+        self._host, self._port = host, port
+
+    async def __aenter__(self) -> MockServer:
+        raise_file_limit()
+        self.alarm = Alarm()
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(partial(_Peer, self), self._host, self._port, backlog=4096)
+        except OSError as error:
+            self.alarm.__exit__()
+            where = f"{self._host}:{self._port}"
+            raise ConfigError(f"cannot listen on {where} ({error.strerror}): choose another --port.") from None
+        self.url = "http://{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.alarm.__exit__()
+
+    def admit(self, answer: _Answer) -> None:
+        """Serve a request now, or when one of those before it has ended."""
+        if self.speed.slots is not None and self.running >= self.speed.slots:
+            self.waiting.append(answer)
+            return
+        self.running += 1
+        answer.begin()
+
+    def release(self) -> None:
+        """A request has ended."""
+        self.running -= 1
+        while self.waiting and (self.speed.slots is None or self.running < self.speed.slots):
+            answer = self.waiting.popleft()
+            if not answer.gone:
+                self.running += 1
+                answer.begin()
+
+
+class _Peer(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, server: MockServer) -> None:
+        self._server = server
+        self._data = b""
+        self._answer: _Answer | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answer is not None:
+            self._answer.leave()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, found, rest = self._data.partition(b"\r\n\r\n")
+        if not found:
+            return
+        length = 0
+        for line in head.split(b"\r\n")[1:]:
+            name, _, value = line.partition(b":")
+            if name.strip().lower() == b"content-length":
+                length = int(value)
+        if len(rest) < length:
+            return
+        self._data = rest[length:]
+        method, path, *_ = head.split(b" ", 2)
+        self._handle(method.decode(), path.decode(), rest[:length])
+
+    def _handle(self, method: str, path: str, body: bytes) -> None:
+        try:
+            told = msgspec.json.decode(body, type=dict) if body else {}
+        except msgspec.DecodeError as error:
+            self._json(400, _error(f"The body is no JSON: {error}."))
+            return
+        if (method, path) == ("GET", "/v1/models"):
+            card = {"id": "mock", "object": "model", "owned_by": "mock", "max_model_len": self._server.speed.context}
+            self._json(200, {"object": "list", "data": [card]})
+        elif (method, path) == ("POST", "/tokenize"):
+            words = str(told.get("prompt", "")).split()
+            ids = [sum(word.encode()) % VOCABULARY for word in words]
+            self._json(200, {"count": len(ids), "tokens": ids})
+        elif method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
+            self._complete(told, chat="chat" in path)
+        else:
+            self._json(404, _error(f"There is no {path}."))
+
+    def _complete(self, told: dict[str, Any], *, chat: bool) -> None:
+        if self._server.chance.random() < self._server.speed.failing:
+            self._json(500, _error("Asked to fail."))
+            return
+        self._answer = _Answer(self._server, self._transport, told, chat)
+        self._server.admit(self._answer)
+
+    def _json(self, status: int, value: Any) -> None:
+        body = msgspec.json.encode(value)
+        head = f"HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+
+class _Answer:
+    """One streamed answer."""
+
+    def __init__(self, server: MockServer, transport: asyncio.Transport, told: dict[str, Any], chat: bool) -> None:
+        self._server = server
+        self._transport = transport
+        self._total = int(told.get("max_completion_tokens") or told.get("max_tokens") or 16)
+        options = told.get("stream_options") or {}
+        self._include_usage = bool(options.get("include_usage"))
+        self._each = bool(options.get("continuous_usage_stats"))
+        self._prompt = _prompt_tokens(told) + (CHAT_OVERHEAD if chat else 0)
+        self._chat = chat
+        self._sent = 0
+        self._chunks = 0
+        self.gone = False
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        self._transport.write(head + (_event(opening) if self._chat else b""))
+        self._next()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.gone = True
+
+    def _next(self) -> None:
+        speed = self._server.speed
+        self._server.alarm.at(self._started + speed.ttft_s + self._chunks * speed.itl_s, self._tell)
+
+    def _tell(self) -> None:
+        if self.gone:
+            self._server.release()
+            return
+        count = min(self._server.speed.per_chunk, self._total - self._sent)
+        self._sent += count
+        self._chunks += 1
+        text = " word" * count
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if self._sent >= self._total else None}
+        choice |= {"delta": {"content": text}} if self._chat else {"text": text}
+        event: dict[str, Any] = {"id": "mock", "object": "chunk", "model": "mock", "choices": [choice]}
+        if self._each:
+            event["usage"] = self._usage()
+        self._transport.write(_event(event))
+        if self._sent < self._total:
+            self._next()
+            return
+        last = _event({"choices": [], "usage": self._usage()}) if self._include_usage else b""
+        self._transport.write(last + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        self.gone = True
+        self._server.release()
+
+    def _usage(self) -> dict[str, int]:
+        total = self._prompt + self._sent
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._sent, "total_tokens": total}
+
+
+def _prompt_tokens(told: dict[str, Any]) -> int:
+    """Ids of a prompt, or words of a text."""
+    prompt = told.get("prompt", "")
+    if isinstance(prompt, list):
+        return len(prompt)
+    texts = [prompt, *(message.get("content") or "" for message in told.get("messages", ()))]
+    return sum(len(text.split()) for text in texts)
+
+
+def _event(value: Any) -> bytes:
+    return _chunk(b"data: " + msgspec.json.encode(value) + b"\n\n")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "mock", "param": None, "code": None}}
+
+
+async def serve_mock(speed: Speed, host: str, port: int, listening: Callable[[str], None]) -> None:
+    """Serve until cancelled."""
+    async with MockServer(speed, host, port) as server:
+        gc.freeze()  # what is there stays there; collections look at requests alone
+        listening(server.url)
+        await asyncio.Event().wait()

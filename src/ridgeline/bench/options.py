@@ -1,0 +1,169 @@
+"""What a user may say to `ridgeline bench`, as the other rooms' configurations: one flag per field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ridgeline.bench.target import Address, Dialect
+from ridgeline.bench.traces import read_trace
+from ridgeline.bench.workload import Ask, Workload, arrivals, synthetic
+from ridgeline.core.config import option
+from ridgeline.core.errors import ConfigError
+
+DEFAULT_REQUESTS = 200
+DEFAULT_CONCURRENCY = 8
+MOST_IN_A_CLOSED_LOOP = 20_000
+"""Requests drawn for a closed loop that ends by time."""
+BOUNDS = {
+    "max_requests": (1, 1 << 24),
+    "concurrency": (1, 1 << 16),
+    "prefix_len": (0, 1 << 24),
+    "warmup": (0, 1 << 16),
+    "timeout_s": (0.01, 1e6),
+    "time_scale": (0.0, 1e9),
+    "duration": (0.01, 1e7),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """Which server is asked, and how."""
+
+    url: str = option("http://127.0.0.1:8000", "address of an OpenAI-compatible server", "--base-url")
+    model: str = option("", "name of the model; empty takes the first one the server lists", "-m")
+    api_key: str | None = option(None, "key the server asks for")
+    endpoint: str = option("", "completions or chat; empty takes what the server has")
+    prompts: str = option("", "ids (token ids) or text; empty takes ids where the server understands them")
+    context: int | None = option(None, "longest prompt plus answer, where the server does not say", "--max-model-len")
+    ignore_eos: bool = option(True, "answers of the asked length, where the server understands it")
+    extra_body: str = option("", "JSON of further fields for every request, as in '{\"temperature\": 0}'")
+    timeout_s: float = option(600.0, "seconds after which a request counts as failed")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadConfig:
+    """What is asked: a trace, or lengths drawn at random."""
+
+    trace: str = option(
+        "", "file: Azure, BurstGPT or Vidur CSV, Mooncake or prompt JSONL, ShareGPT JSON", "--dataset-path"
+    )
+    input_len: str = option("512", "prompt tokens without a trace, as 512 or 100-1000", "--random-input-len")
+    output_len: str = option("128", "answer tokens without a trace, as 128 or 10-500", "--random-output-len")
+    prefix_len: int = option(0, "tokens all prompts begin with, without a trace", "--random-prefix-len")
+    max_requests: int | None = option(
+        None, f"requests at most (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
+    )
+    seed: int = option(0, "the same seed gives the same times and prompts")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """When it is asked: at a rate, so many at once, or at a trace's own times."""
+
+    rate: float | None = option(None, "requests per second; inf sends all at once", "--request-rate")
+    burstiness: float | None = option(
+        None, "1: Poisson; less: bursts; inf: constant. None with a trace keeps the trace's own, scaled to the rate"
+    )
+    concurrency: int | None = option(
+        None, f"most requests at once; without a rate each answer's end brings the next request "
+        f"(default without rate and trace: {DEFAULT_CONCURRENCY})", "--max-concurrency"
+    )  # fmt: skip
+    time_scale: float = option(1.0, "factor on a trace's times: 0.5 replays it twice as fast")
+    duration: float | None = option(None, "seconds in which requests are sent")
+    warmup: int = option(0, "requests before the run, sent together and not counted", "--num-warmups")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultConfig:
+    """How the outcome is judged, and where it is written."""
+
+    slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s", "--goodput")
+    out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
+    label: str = option("", "name of this run in tables and plots")
+    json: bool = option(False, "print run.json instead of a table")
+
+
+def check(configs: tuple[Any, ...]) -> None:
+    """Raise ConfigError for a value that cannot be meant."""
+    for config in configs:
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(config, name, None)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value:g}: give {low:g} to {high:g}.", param=name)
+
+
+def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
+    """(what is known of how to ask, whether ids are insisted on, whether chat is)."""
+    try:
+        extra = msgspec.json.decode(config.extra_body.encode(), type=dict) if config.extra_body else {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"extra_body is no JSON object ({error}).", param="extra_body") from None
+    endpoint = _choice("endpoint", config.endpoint, ("completions", "chat"))
+    prompts = _choice("prompts", config.prompts, ("ids", "text"))
+    if endpoint == "chat" and prompts == "ids":
+        raise ConfigError("chat takes no token ids: use --endpoint completions, or --prompts text.", param="prompts")
+    fields = {"ignore_eos": True, **extra} if config.ignore_eos else extra
+    known = Dialect(config.model, fields=fields)
+    return known, None if not prompts else prompts == "ids", None if not endpoint else endpoint == "chat"
+
+
+def address(config: TargetConfig, url: str | None = None) -> Address:
+    return Address(url or config.url, config.api_key)
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value and value not in allowed:
+        raise ConfigError(f"{name} is {value!r}: give {' or '.join(allowed)}.", param=name)
+    return value
+
+
+def source(config: WorkloadConfig, load: LoadConfig) -> Workload:
+    """The trace, or enough drawn requests for the load."""
+    if config.trace:
+        return read_trace(Path(config.trace))
+    count = config.max_requests or DEFAULT_REQUESTS
+    if load.duration is not None and config.max_requests is None:  # enough to fill the time, whatever the draw
+        open_loop = load.rate is not None and math.isfinite(load.rate)
+        count = math.ceil((load.rate or 0.0) * load.duration * 1.5) + 50 if open_loop else MOST_IN_A_CLOSED_LOOP
+    return synthetic(count, (config.input_len, config.output_len), config.prefix_len, config.seed)
+
+
+def timed(given: Workload, context: int | None, config: WorkloadConfig, load: LoadConfig) -> tuple[Workload, int]:
+    """(the requests to send, with their times; how many were dropped because they exceed the context).
+
+    With a rate a trace keeps its own burstiness, scaled to the rate, unless a burstiness is given; with a concurrency and
+    no rate only its lengths count.
+    """
+    replayed = given.timed and load.rate is None and load.concurrency is None
+    if replayed:
+        given = given.paced(load.time_scale)
+    limit, within = config.max_requests or len(given.asks), context or math.inf
+    kept: list[Ask] = []
+    dropped = 0
+    for ask in given.asks:
+        if len(kept) == limit or (replayed and load.duration is not None and ask.at_s > load.duration):
+            break
+        if ask.input + ask.output > within:
+            dropped += 1
+        else:
+            kept.append(ask)
+    if not kept:
+        what = f"all {dropped} requests exceed the model's context of {context} tokens"
+        raise ConfigError(f"{what}: take shorter ones (--input-len, --output-len, another --trace).", param="context")
+    closed = load.rate is None and load.concurrency is not None
+    found = Workload(given.name, tuple(kept), given.timed and not closed, given.skipped)
+    if load.rate is None:
+        return found, dropped
+    if load.rate <= 0:
+        raise ConfigError(f"rate is {load.rate:g}: give requests per second above 0, or inf.", param="rate")
+    if found.timed and load.burstiness is None:
+        found = found.at_rate(load.rate)
+    else:
+        burstiness = 1.0 if load.burstiness is None else load.burstiness
+        found = found.at(arrivals(len(kept), load.rate, burstiness, config.seed))
+    return found.first(seconds=load.duration), dropped

@@ -1,0 +1,316 @@
+"""One HTML page per outcome, with nothing fetched from outside: plots, figures with intervals, what was asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from ridgeline.bench.compare import Difference
+from ridgeline.bench.efficiency import Point
+from ridgeline.bench.figures import LATENCIES, digits, latency, spread, throughput, trouble
+from ridgeline.bench.record import Run
+from ridgeline.bench.sample import SHARES, Figure
+from ridgeline.planner.svg import COLORS, Axis, Chart, Guide, Line, Points, figure, page, table
+
+WIDTH, HEIGHT = 520.0, 360.0
+"""Of a plot in pixels: two fit beside each other on a laptop, and the letters stay readable on a phone."""
+_MOST_DOTS = 1500
+_STEPS = 200
+_STYLE = (
+    "body{max-width:72rem}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:1rem}"
+    ".plots svg{width:100%}.tiles{display:flex;flex-wrap:wrap;gap:.5rem 2rem;margin:1rem 0}.tiles div{min-width:7rem}"
+    ".tiles b{display:block;font-size:1.5rem;font-variant-numeric:tabular-nums}.tiles span{color:var(--muted)}"
+    ".bad{border-left:4px solid var(--s1);padding:.25rem .75rem}"
+)
+_WHAT = ("url", "model", "workload", "seed", "rate", "burstiness", "concurrency", "prompts", "context", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a page is about. runs: one, or several of which each is a line. differences: of the first two runs.
+    points: a curve over concurrency. note: the answer in a sentence. whys: the server's own words on slow requests."""
+
+    title: str
+    runs: Sequence[Run]
+    differences: Sequence[Difference] = ()
+    points: Sequence[Point] = ()
+    note: str = ""
+    whys: Sequence[Mapping[str, Any]] = ()
+
+
+def html(outcome: Outcome) -> str:
+    """The page."""
+    runs = outcome.runs
+    parts = [f"<p>{escape(outcome.note)}</p>" if outcome.note else ""]
+    parts += [
+        f'<p class="bad"><b>{escape(run.name)} is not valid:</b> {escape(why)}.</p>'
+        for run in runs
+        if (why := trouble(run))
+    ]
+    parts.append(tiles(runs[-1]) if len(runs) == 1 else _overview(runs))
+    parts.append('<div class="plots">' + "".join(figure(chart) for chart in charts(outcome)) + "</div>")
+    if outcome.differences:
+        parts += ["<h2>Differences</h2>", _differences(outcome.differences)]
+    if outcome.points:
+        parts += ["<h2>Efficiency</h2>", _points(outcome.points)]
+    for run in runs:
+        parts += [f"<h2>{escape(run.name)}</h2>", _latencies(run), _facts(run)]
+    if outcome.whys:
+        rows = [(str(one.get("id", "")), _words(one)) for one in outcome.whys]
+        parts += ["<h2>The slowest requests, by the server's own account</h2>", table(("request", "why"), rows)]
+    parts.append(
+        '<p class="note">Latencies count from the scheduled time of a request. Intervals are 95 % bootstrap intervals over '
+        "requests. Goodput counts requests that met every limit; errors and late ones are in the denominator.</p>"
+    )
+    return page(outcome.title, "\n".join(parts), _STYLE)
+
+
+def charts(outcome: Outcome) -> list[Chart]:
+    """Every plot the outcome has data for."""
+    runs = [run for run in outcome.runs if run.completed]
+    found = [_cdf(runs, name) for name in ("ttft", "tpot", "e2e") if any(len(latency(run.rows, name)) for run in runs)]
+    if runs:
+        found.append(_against_length(runs))
+    if len(runs) == 1:
+        found.append(_timeline(runs[0]))
+    if len(runs) > 1:
+        found.append(_throughput_latency(runs))
+        if all(math.isfinite(run.facts.get("rate") or math.nan) for run in runs):
+            found.append(_goodput(runs))
+    if len(outcome.points) > 1:
+        found += _curves(outcome.points)
+    return found
+
+
+def tiles(run: Run) -> str:
+    """The figures one looks for first."""
+    rates = throughput(run)
+    shown = [
+        (f"{rates['requests_per_s']:.3g}", "requests/s"),
+        (digits(rates["output_tokens_per_s"]), "output tokens/s"),
+        (digits(rates["input_tokens_per_s"]), "input tokens/s"),
+        (_ms(spread(run, "ttft").percentiles[50].value), "TTFT median"),
+        (_ms(spread(run, "ttft").percentiles[99].value), "TTFT p99"),
+        (_ms(spread(run, "tpot").percentiles[50].value), "TPOT median"),
+        (f"{rates['failed']:.0f}", "errors"),
+    ]
+    if run.slo:
+        shown.insert(
+            0, (f"{rates['goodput_requests_per_s']:.3g}", f"good requests/s ({run.attainment:.1%} of offered)")
+        )
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in shown)
+        + "</div>"
+    )
+
+
+# --- plots --------------------------------------------------------------------------------------------------------------
+
+
+def _chart(title: str, axes: tuple[Axis, Axis], marks: Sequence[Line | Points | Guide]) -> Chart:
+    return Chart(title, *axes, tuple(marks), WIDTH, HEIGHT)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Names for a legend; none where there is nothing to tell apart, or no room for all."""
+    names = [str(run.facts.get("label") or "")[:16] or run.name.rpartition(" ")[2] for run in runs]
+    room = sum(7 * len(name) + 30 for name in names) < WIDTH - 90
+    return names if len(runs) > 1 and room else [""] * len(runs)
+
+
+def _cdf(runs: Sequence[Run], name: str) -> Chart:
+    """Share of all offered requests that had this latency or less: errors never get there."""
+    marks: list[Line | Points | Guide] = []
+    seen: list[float] = []
+    for color, (run, label) in enumerate(zip(runs, _names(runs), strict=True)):
+        values = np.sort(latency(run.rows, name))
+        at = np.unique(np.linspace(0, max(0, len(values) - 1), _STEPS).astype(int))
+        points = tuple((float(values[index]), 100 * (index + 1) / len(run.rows)) for index in at if index < len(values))
+        seen += [x for x, _ in points]
+        marks.append(Line(label, points, color))
+    limit = runs[-1].slo.limits().get(name)
+    if limit is not None:
+        seen.append(limit)
+        marks.append(Guide(f"limit {_ms(limit)}", x=limit))
+    wide = bool(seen) and min(seen) > 0 and max(seen) > 8 * min(seen)
+    axes = (
+        Axis.around(seen, LATENCIES[name], log=wide, unit="s"),
+        Axis("share of offered requests", 0.0, 100.0, unit="%"),
+    )
+    return _chart(f"{name.upper()} of requests", axes, marks)
+
+
+def _against_length(runs: Sequence[Run]) -> Chart:
+    marks: list[Line | Points | Guide] = []
+    for color, (run, label) in enumerate(zip(runs, _names(runs), strict=True)):
+        rows = [row for row in run.completed if row.ttft_s is not None]
+        step = max(1, len(rows) * len(runs) // _MOST_DOTS)
+        points = tuple((float(row.input_tokens), row.ttft_s or 0.0, "") for row in rows[::step])
+        marks.append(Points(label, points, color))
+    flat = [one for mark in marks if isinstance(mark, Points) for one in mark.points]
+    if (limit := runs[-1].slo.ttft_s) is not None:
+        marks.append(Guide(f"limit {_ms(limit)}", y=limit))
+        flat.append((flat[0][0], limit, ""))
+    axes = Axis.around([x for x, _, _ in flat], "prompt tokens"), Axis.around([y for _, y, _ in flat], "TTFT", unit="s")
+    return _chart("TTFT against prompt length", axes, marks)
+
+
+def _timeline(run: Run) -> Chart:
+    """Latency over the run's time: what drifts, grows."""
+    rows = [row for row in run.completed if row.ttft_s is not None]
+    rows = rows[:: max(1, len(rows) // _MOST_DOTS)]
+    points = tuple((row.scheduled_s, row.ttft_s or 0.0, "") for row in rows)
+    axes = (
+        Axis.around([x for x, _, _ in points], "scheduled at", unit="s"),
+        Axis.around([y for _, y, _ in points], "TTFT", unit="s"),
+    )
+    return _chart("TTFT over the run", axes, [Points("", points)])
+
+
+def _throughput_latency(runs: Sequence[Run]) -> Chart:
+    marks: list[Line | Points | Guide] = []
+    for color, share in enumerate((50, 99)):
+        points = []
+        for run in runs:
+            value = spread(run, "ttft").percentiles[share].value
+            points.append((throughput(run)["output_tokens_per_s"], value, run.name[:24] if share == 50 else ""))
+        marks += [Line(f"TTFT p{share}", tuple((x, y) for x, y, _ in points), color), Points("", tuple(points), color)]
+    dots = [one for mark in marks if isinstance(mark, Points) for one in mark.points]
+    axes = (
+        Axis.around([x for x, _, _ in dots], "output tokens/s"),
+        Axis.around([y for _, y, _ in dots], "TTFT", log=True, unit="s"),
+    )
+    return _chart("Latency against throughput", axes, marks)
+
+
+def _goodput(runs: Sequence[Run]) -> Chart:
+    """Good and completed requests per second against what was offered; the dashed line is everything."""
+    ordered = sorted(runs, key=lambda run: float(run.facts["rate"]))
+    rates = [float(run.facts["rate"]) for run in ordered]
+    done = [throughput(run)["requests_per_s"] for run in ordered]
+    good = [throughput(run)["goodput_requests_per_s"] for run in ordered]
+    marks: list[Line | Points | Guide] = [
+        Line("offered", ((0.0, 0.0), (max(rates), max(rates))), 3, True),
+        Line("completed", tuple(zip(rates, done, strict=True)), 1),
+        Line("good", tuple(zip(rates, good, strict=True)), 2),
+        Points("", tuple((x, y, "") for x, y in zip(rates, good, strict=True)), 2),
+    ]
+    axes = Axis.around([0.0, *rates], "offered requests/s"), Axis.around([0.0, *rates], "requests/s")
+    return _chart("Goodput against offered rate", axes, marks)
+
+
+def _curves(points: Sequence[Point]) -> list[Chart]:
+    """Throughput, latency, and the shares of the hardware's limits, against concurrency."""
+    at = [float(point.concurrency) for point in points]
+    across = Axis.around(at, "requests at once", log=len(at) > 3)
+    speeds = [point.output_tokens_per_s for point in points]
+    waits = [point.tpot_s for point in points]
+    found = [
+        _chart("Throughput", (across, Axis.around(speeds, "output tokens/s")), [_line("", at, speeds, 0)]),
+        _chart("Latency", (across, Axis.around(waits, "TPOT median", unit="s")), [_line("", at, waits, 1)]),
+    ]
+    shares = [(name, [getattr(point, name.lower()) for point in points]) for name in ("MFU", "MBU")]
+    lines = [_line(name, at, values, color) for color, (name, values) in enumerate(shares) if None not in values]
+    if lines:
+        top = Axis.around([value for _, values in shares for value in values if value is not None], "share of the peak")
+        found.append(_chart("MFU and MBU", (across, top), lines))
+    return found
+
+
+def _line(name: str, xs: Sequence[float], ys: Sequence[float], color: int) -> Line:
+    return Line(name, tuple(zip(xs, ys, strict=True)), color % COLORS)
+
+
+# --- tables -------------------------------------------------------------------------------------------------------------
+
+
+def _overview(runs: Sequence[Run]) -> str:
+    head = (
+        "run",
+        "offered",
+        "good",
+        "req/s",
+        "goodput/s",
+        "in tok/s",
+        "out tok/s",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "errors",
+    )
+    rows = []
+    for run in runs:
+        rates, first, each = throughput(run), spread(run, "ttft"), spread(run, "tpot")
+        rows.append((
+            run.name, f"{len(run.rows)}", f"{run.attainment:.1%}" if run.slo else "-", f"{rates['requests_per_s']:.3g}",
+            f"{rates['goodput_requests_per_s']:.3g}" if run.slo else "-", digits(rates["input_tokens_per_s"]),
+            digits(rates["output_tokens_per_s"]), _ms(first.percentiles[50].value), _ms(first.percentiles[99].value),
+            _ms(each.percentiles[50].value), f"{rates['failed']:.0f}",
+        ))  # fmt: skip
+    return table(head, rows)
+
+
+def _latencies(run: Run) -> str:
+    rows = []
+    for name, words in LATENCIES.items():
+        one = spread(run, name)
+        shown = [_interval(one.percentiles[share]) for share in SHARES]
+        rows.append((f"{name.upper()}: {words}", _interval(one.mean), *shown))
+    return table(("latency, ms", "mean", *(f"p{share}" for share in SHARES)), rows)
+
+
+def _interval(one: Figure) -> str:
+    """ "12.3 (11.9 to 12.8)" in milliseconds."""
+    if math.isnan(one.value):
+        return "-"
+    value = digits(one.value * 1e3)
+    return value if math.isnan(one.low) else f"{value} ({digits(one.low * 1e3)} to {digits(one.high * 1e3)})"
+
+
+def _differences(found: Sequence[Difference]) -> str:
+    rows = []
+    for one in found:
+        change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
+        name = f"{one.measure.name} {one.measure.unit}".strip()
+        rows.append((name, f"{one.first:.4g}", f"{one.second:.4g}", change, one.verdict))
+    return table(("measure", "first", "second", "second - first, 95 %", "second is"), rows)
+
+
+def _points(points: Sequence[Point]) -> str:
+    rows = [
+        (
+            f"{one.concurrency}", digits(one.output_tokens_per_s), _ms(one.ttft_s), _ms(one.tpot_s),
+            _share(one.mfu), _share(one.mbu), one.note,
+        )
+        for one in points
+    ]  # fmt: skip
+    return table(("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", ""), rows)
+
+
+def _facts(run: Run) -> str:
+    rates = throughput(run)
+    rows = [(name, str(run.facts[name])) for name in _WHAT if run.facts.get(name) is not None]
+    rows += [("slo", str(run.slo) or "none"), ("dropped, too long for the context", f"{run.dropped}")]
+    rows += [("requests/minute", f"{rates['requests_per_minute']:.4g}"), ("seconds", f"{run.seconds:.2f}")]
+    return table(("asked", ""), rows)
+
+
+def _words(why: Mapping[str, Any]) -> str:
+    """Summary and reasons of a server's why."""
+    return " ".join([str(why.get("summary", "")), *map(str, why.get("reasons") or ())])
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None or math.isnan(seconds):
+        return "-"
+    return f"{digits(seconds * 1e3)} ms" if seconds < 10 else f"{seconds:.4g} s"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,157 @@
+"""Outcomes as tables for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline.bench.compare import Difference
+from ridgeline.bench.efficiency import Point
+from ridgeline.bench.figures import (
+    LATENCIES,
+    cpu_share,
+    digits,
+    errors,
+    lag_p99,
+    missed,
+    per_character,
+    spread,
+    throughput,
+    trouble,
+)
+from ridgeline.bench.record import Run
+from ridgeline.bench.sample import SHARES, Figure
+
+
+def run_table(run: Run) -> RenderableType:
+    """One run: latencies with intervals, throughput, what failed, and how the client did."""
+    latencies = _table("ms, 95 %", "mean", *(f"p{share}" for share in SHARES))
+    for name in LATENCIES:
+        one = spread(run, name)
+        shown = [one.mean, *(one.percentiles[share] for share in SHARES)]
+        latencies.add_row(name.upper() if name != "chunk" else "between chunks", *(_number(each) for each in shown))
+        latencies.add_row("", *(Text(_interval(each), style="dim") for each in shown))
+    rates, characters = throughput(run), per_character(run)
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    counts = f"{rates['offered']:.0f} offered, {rates['completed']:.0f} completed, {rates['failed']:.0f} failed"
+    facts.add_row("requests", f"{counts}, {run.dropped} dropped (too long for the context)")
+    if run.slo:
+        by = ", ".join(f"{name} {count}" for name, count in missed(run).items())
+        facts.add_row(
+            "goodput",
+            f"{rates['goodput_requests_per_s']:.4g} requests/s, {run.attainment:.1%} of offered met {run.slo}",
+        )
+        facts.add_row("missed", by or "nothing")
+    facts.add_row(
+        "completed",
+        f"{rates['requests_per_s']:.4g}/s, {rates['requests_per_minute']:.4g}/min, at most {rates['most_at_once']} at once",
+    )
+    facts.add_row(
+        "output",
+        f"{digits(rates['output_tokens_per_s'])} tokens/s, {rates['tokens_per_s_per_user']:.4g} per user (median)",
+    )
+    facts.add_row(
+        "input", f"{digits(rates['input_tokens_per_s'])} tokens/s, {rates['cached_input_share']:.1%} from the cache"
+    )
+    facts.add_row(
+        "characters",
+        f"{digits(rates['characters_per_s'])}/s, {characters['characters_per_s_per_user']:.4g}/s per user, "
+        f"{characters['e2e_ms_per_character']:.4g} ms each, {characters['characters_per_output_token']:.3g} per token",
+    )
+    facts.add_row("reader", f"{rates['late_for_reader']:.1%} of tokens came late for one who reads a token in 120 ms")
+    send, loop = lag_p99(run)
+    lag = (
+        f"requests left {send * 1e3:.2f} ms late, event loop {loop * 1e3:.2f} ms (p99), {cpu_share(run):.0%} of a core"
+    )
+    facts.add_row("client", lag)
+    parts: list[RenderableType] = [latencies, Text(), facts]
+    for words, count in sorted(errors(run).items(), key=lambda one: -one[1])[:5]:
+        facts.add_row("error", Text(f"{count} x {words}"))
+    if why := trouble(run):
+        parts.append(Text(f"\nNOT VALID: {why}.", style="bold red"))
+    return Group(*parts)
+
+
+def line(run: Run) -> str:
+    """A run in one line, for what makes many."""
+    rates = throughput(run)
+    good = f", good {run.attainment:.1%}" if run.slo else ""
+    ttft, tpot = (spread(run, name).percentiles for name in ("ttft", "tpot"))
+    return (
+        f"{run.name}: {rates['requests_per_s']:.3g} req/s, {digits(rates['output_tokens_per_s'])} tok/s out, "
+        f"TTFT p50 {_ms(ttft[50].value)} p99 {_ms(ttft[99].value)}, TPOT p50 {_ms(tpot[50].value)}{good}"
+    )
+
+
+def runs_table(runs: Sequence[Run]) -> RenderableType:
+    """Several runs, one row each."""
+    found = _table(
+        "run", "req/s", "out tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "e2e p50", "good", "goodput/s"
+    )
+    for run in runs:
+        rates = throughput(run)
+        ttft, tpot, e2e = (spread(run, name).percentiles for name in ("ttft", "tpot", "e2e"))
+        good = (f"{run.attainment:.1%}", f"{rates['goodput_requests_per_s']:.3g}") if run.slo else ("-", "-")
+        found.add_row(
+            run.name + (" (not valid)" if trouble(run) else ""),
+            f"{rates['requests_per_s']:.3g}",
+            f"{digits(rates['output_tokens_per_s'])}",
+            *(_ms(one.value) for one in (ttft[50], ttft[99], tpot[50], tpot[99], e2e[50])),
+            *good,
+        )
+    return found
+
+
+def differences_table(found: Sequence[Difference], names: tuple[str, str], *, pairs: bool) -> RenderableType:
+    """Every measure of two runs."""
+    rows = _table("", *names, "difference (95 %)", "second is")
+    styles = {"better": "green", "worse": "red", "same": "dim", "other": ""}
+    for one in found:
+        change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
+        name = f"{one.measure.name} {one.measure.unit}".strip()
+        verdict = Text(one.verdict, style=styles[one.verdict])
+        rows.add_row(name, f"{one.first:.5g}", f"{one.second:.5g}", change, verdict)
+    how = "The same requests were compared pair by pair." if pairs else "The two asked different requests: not paired."
+    return Group(rows, Text(how, style="dim"))
+
+
+def points_table(points: Sequence[Point]) -> RenderableType:
+    """A curve over concurrency."""
+    found = _table("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", "")
+    for one in points:
+        shares = ("-" if value is None else f"{value:.2%}" for value in (one.mfu, one.mbu))
+        found.add_row(
+            f"{one.concurrency}",
+            f"{digits(one.output_tokens_per_s)}",
+            _ms(one.ttft_s),
+            _ms(one.tpot_s),
+            *shares,
+            one.note,
+        )
+    return found
+
+
+def _table(first: str, *others: str) -> Table:
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    found.add_column(first)
+    for name in others:
+        found.add_column(name, justify="right")
+    return found
+
+
+def _number(one: Figure) -> str:
+    """In milliseconds."""
+    return digits(one.value * 1e3)
+
+
+def _interval(one: Figure) -> str:
+    """ "11.9-12.8", in milliseconds."""
+    return "" if math.isnan(one.low) else f"{digits(one.low * 1e3)}-{digits(one.high * 1e3)}"
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{digits(seconds * 1e3)} ms"

@@ -1,0 +1,179 @@
+"""The server under load: where it is, what it understands, and how a request to it reads as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ridgeline.bench.clock import settle
+from ridgeline.bench.stream import Connection, Reply
+from ridgeline.core.errors import ConfigError
+
+IDLE_S = 2.0
+"""A connection idle for longer is not used again: servers close theirs after some seconds, and a request that meets the
+closing would count as an error of the server's."""
+_MOST_IDLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server's address. url: "http://host:port", with or without /v1 or a path before it."""
+
+    url: str
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self._full)
+        try:
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url")
+
+    @property
+    def _full(self) -> str:
+        return self.url if "://" in self.url else f"http://{self.url}"
+
+    @property
+    def secure(self) -> bool:
+        return urlsplit(self._full).scheme == "https"
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self._full).hostname or ""
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self._full).port or (443 if self.secure else 80)
+
+    def request(self, path: str, body: bytes | None, name: str = "") -> bytes:
+        """A whole request: POST with `body`, GET without. name: its x-request-id."""
+        base = urlsplit(self._full).path.rstrip("/").removesuffix("/v1")
+        lines = [f"{'GET' if body is None else 'POST'} {base}{path} HTTP/1.1", f"host: {self.host}:{self.port}"]
+        if self.api_key:
+            lines.append(f"authorization: Bearer {self.api_key}")
+        if name:
+            lines.append(f"x-request-id: {name}")
+        if body is not None:
+            lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a server understands. chat: /v1/chat/completions instead of /v1/completions. ids: prompts as token ids.
+
+    fields: members of every body beyond prompt and length. usage: "each" chunk counts its tokens, only the "last", or "no".
+    context: longest prompt plus answer, None where it does not say.
+    """
+
+    model: str
+    chat: bool = False
+    ids: bool = True
+    usage: str = "each"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    context: int | None = None
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, prompt: str | Sequence[int] | msgspec.Raw, output: int) -> bytes:
+        """The JSON of one request for `output` tokens."""
+        told: dict[str, Any] = {"model": self.model, "max_tokens": output, "stream": True, **self.fields}
+        if self.usage != "no":
+            told["stream_options"] = {"include_usage": True}
+            if self.usage == "each":
+                told["stream_options"]["continuous_usage_stats"] = True
+        if self.chat:
+            told["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            told["prompt"] = prompt
+        return msgspec.json.encode(told)
+
+    def without(self, *names: str) -> Dialect:
+        """The same without these fields."""
+        return replace(self, fields={name: value for name, value in self.fields.items() if name not in names})
+
+
+class Client:
+    """Connections to one server. Requests are never repeated: what fails is a result."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._idle: deque[Connection] = deque(maxlen=_MOST_IDLE)
+        self._ip = ""
+        self._tls = ssl.create_default_context() if address.secure else None
+
+    async def open(self) -> None:
+        """Look the host up, once. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"{self.address.host} is not known ({error}): check the address.", param="url") from None
+        self._ip = str(found[0][4][0])
+
+    async def warm(self, count: int) -> None:
+        """Open connections ahead, so that a run that begins with many requests at once does not measure connecting."""
+        opened = await asyncio.gather(*(self._new() for _ in range(count)), return_exceptions=True)
+        now = asyncio.get_running_loop().time()
+        for connection in opened:
+            if isinstance(connection, Connection):
+                connection.idle_since = now
+                self._idle.append(connection)
+
+    async def send(self, data: bytes) -> Reply:
+        """Send a request and return its reply when that has ended; a failure is `reply.error`."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        reply = Reply(partial(settle, ended))
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            reply.sent = reply.ended = loop.time()
+            reply.error = f"no connection: {error.strerror or error}"
+            return reply
+        timer = loop.call_later(self._timeout_s, connection.abandon, f"no end within {self._timeout_s:g} s")
+        connection.send(data, reply)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
+        if not connection.closed:
+            self._idle.append(connection)
+        return reply
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed and loop.time() - connection.idle_since < IDLE_S:
+                return connection
+            connection.close()
+        return await self._new()
+
+    async def _new(self) -> Connection:
+        name = self.address.host if self._tls else None
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, self._ip, self.address.port, ssl=self._tls, server_hostname=name
+        )
+        return connection
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()

@@ -1,0 +1,345 @@
+"""Measure a server under load, ours or any other with OpenAI's API: latencies from the scheduled time, throughput, goodput.
+
+`ridgeline bench run URL --rate 4 --slo ttft=200ms,tpot=100ms` writes run.json, requests.jsonl and report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ridgeline.bench import show
+from ridgeline.bench.compare import compare, paired
+from ridgeline.bench.figures import run_json, trouble
+from ridgeline.bench.folder import REPORT_FILE, save, summary
+from ridgeline.bench.mock import Speed, serve_mock
+from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
+from ridgeline.bench.own import serving
+from ridgeline.bench.record import Run, read_run
+from ridgeline.bench.report import Outcome
+from ridgeline.bench.search import Found, doubling, saturated, search, sweep
+from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.traces import read_trace
+from ridgeline.bench.workload import describe
+from ridgeline.cli.flags import Given, Parser, add_options, parser_for
+from ridgeline.core.config import option
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import split_options
+
+CONFIGS = (TargetConfig, WorkloadConfig, LoadConfig, ResultConfig)
+SHIPPED = "shipped"
+SECONDS_PER_RUN = 30.0
+"""How long each run of a sweep, a search or a curve lasts when neither time nor number of requests is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepConfig:
+    """Which rates are tried."""
+
+    rates: str = option("", "requests per second of the runs, as 1,2,4; empty doubles from --rate (default: 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConfig:
+    """What counts as met, and how near to the limit the search goes."""
+
+    attain: float = option(0.9, "share of all offered requests that must meet the SLO")
+    precision: float = option(0.05, "width of the last bracket as a share of the rate")
+
+
+@dataclass(frozen=True, slots=True)
+class PoliciesConfig:
+    """Servers of our own, one per batching policy."""
+
+    policies: str = option("static:8 dynamic:8,100 continuous", "what `serve --batching` takes, separated by spaces")
+    serve: str = option("", "further options of `ridgeline serve`, in one text")
+
+
+@dataclass(frozen=True, slots=True)
+class CurveConfig:
+    """Which concurrencies are tried, and what the limits are."""
+
+    levels: str = option("1,2,4,8,16,32", "requests at once, one run each")
+    model_folder: str = option("", f"folder or hub name of the served model ({SHIPPED}: ours), for MFU and MBU")
+    on: str = option("", "the accelerator it runs on, for MFU and MBU (h200, l4, cpu, ...)")
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig:
+    """How fast the mock is."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    ttft_ms: float = option(200.0, "milliseconds from a request to its first chunk")
+    itl_ms: float = option(50.0, "milliseconds between chunks")
+    per_chunk: int = option(1, "tokens in a chunk")
+    slots: int | None = option(None, "requests served at once; the rest waits")
+    failing: float = option(0.0, "share of requests answered with an error")
+
+
+class Show:
+    """What a command prints on the way, to standard error."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=self.console, transient=True, disable=not self.console.is_terminal, auto_refresh=False,
+        )  # fmt: skip
+        self._task = self._progress.add_task("requests", total=None)
+        self._shown = -1
+
+    def __enter__(self) -> Show:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        # Drawing costs milliseconds of the client's time: once per hundredth of the run is enough.
+        if (part := done * 100 // max(1, total)) != self._shown:
+            self._shown = part
+            self._progress.update(self._task, completed=done, total=total, refresh=True)
+
+    def told(self, run: Run) -> None:
+        self.console.print(show.line(run), markup=False, soft_wrap=True)
+
+
+# --- the actions --------------------------------------------------------------------------------------------------------
+
+
+async def run_once(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """Measure a server once."""
+    async with Session(asked, rest.get("target"), told) as session:
+        found = await session.measure()
+        whys = await session.whys(found)
+    return Outcome(f"Benchmark of {found.name}", [found], whys=whys), show.run_table(found)
+
+
+async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """Raise the rate until the server is saturated."""
+    (config,) = split_options(_mine(rest, SweepConfig), SweepConfig)
+    told_rates = SweepConfig(**config).rates
+    rates = _numbers("rates", told_rates) if told_rates else doubling(asked.load.rate or 1.0)
+    async with Session(asked, rest.get("target"), told) as session:
+        runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, told.told)
+    last = runs[-1]
+    ended = (
+        f"the server was saturated at {last.facts['rate']:g} requests/s"
+        if saturated(last)
+        else "no saturation was seen"
+    )
+    return Outcome("Sweep over rates", runs, note=f"{ended.capitalize()}."), show.runs_table(runs)
+
+
+async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """Find the highest rate that meets the SLO."""
+    (values,) = split_options(_mine(rest, SearchConfig), SearchConfig)
+    config = SearchConfig(**values)
+    if not asked.result.slo:
+        raise ConfigError("a search needs to know what is good: give --slo ttft=200ms,tpot=100ms.", param="slo")
+    if not 0 < config.attain <= 1 or not 0 < config.precision < 1:
+        raise ConfigError("attain and precision are shares: give --attain 0.9 --precision 0.05.", param="attain")
+    async with Session(asked, rest.get("target"), told) as session:
+        start = asked.load.rate or 1.0
+        found = await search(
+            lambda rate: session.measure(_at(asked, rate)), start, config.attain, config.precision, told.told
+        )
+    told.console.print(f"\n{_answer(found, asked, config)}", markup=False, soft_wrap=True)
+    return Outcome("Highest rate within the SLO", found.runs, note=_answer(found, asked, config)), show.runs_table(
+        found.runs
+    )
+
+
+def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
+    goal = f"{config.attain:.0%} of all offered requests met {asked.result.slo}"
+    if found.best is None:
+        return f"At no rate that was tried {goal}; the lowest was {min(run.facts['rate'] for run in found.runs):g} requests/s."
+    good = len(found.best.good) / max(found.best.seconds, 1e-9)
+    edge = "" if found.bounded else ", and no rate was seen that missed it"
+    if found.stopped:
+        edge = f" (the search stopped: {found.stopped})"
+    return f"Up to {found.rate:.4g} requests/s {goal}{edge}: {good:.4g} good requests/s, {found.best.attainment:.1%} of offered."
+
+
+async def run_compare(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """Two runs, or two servers one after the other."""
+    runs = []
+    for name in (rest["first"], rest["second"]):
+        if Path(name).exists():
+            found = read_run(Path(name))
+        else:
+            async with Session(asked, name, told) as session:
+                found = await session.measure(label=name)
+            told.told(found)
+        runs.append(replace(found, facts={**found.facts, "label": found.facts.get("label") or name}))
+    changes = compare(*runs)
+    outcome = Outcome(f"{runs[0].name} and {runs[1].name}", runs, differences=changes)
+    return outcome, show.differences_table(changes, (runs[0].name, runs[1].name), pairs=paired(*runs))
+
+
+async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """The same load on servers of our own that batch in different ways."""
+    (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig)
+    config = PoliciesConfig(**values)
+    model = [rest["target"]] if "target" in rest else []
+    runs = []
+    for policy in config.policies.split():
+        async with (
+            serving([*model, *shlex.split(config.serve), "--batching", policy]) as url,
+            Session(asked, url, told) as session,
+        ):
+            runs.append(await session.measure(label=policy))
+        told.told(runs[-1])
+    return Outcome("Batching policies", runs, differences=compare(runs[0], runs[-1])), show.runs_table(runs)
+
+
+async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
+    """Describe a trace."""
+    figures = describe(read_trace(Path(rest["target"])))
+    if asked.result.json:
+        _print_json(figures)
+        return 0
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+    Console().print(table, highlight=False)
+    return 0
+
+
+async def run_mock(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
+    """Serve at a known speed until interrupted."""
+    (values,) = split_options(_mine(rest, MockConfig), MockConfig)
+    config = MockConfig(**values)
+    if config.per_chunk < 1 or (config.slots is not None and config.slots < 1) or not 0 <= config.failing <= 1:
+        raise ConfigError("per_chunk and slots must be at least 1, failing a share from 0 to 1.", param="per_chunk")
+    speed = Speed(config.ttft_ms / 1e3, config.itl_ms / 1e3, config.per_chunk, config.slots, config.failing)
+    await serve_mock(
+        speed,
+        config.host,
+        config.port,
+        lambda url: told.console.print(f"listening on {url}", markup=False, soft_wrap=True),
+    )
+    return 0
+
+
+def _at(asked: Asked, rate: float) -> LoadConfig:
+    return replace(asked.load, rate=rate)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ConfigError(f"{name} is {text!r}: give numbers above 0, as 1,2,4.", param=name)
+    return found
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
+
+Action = Callable[[Asked, Show, Mapping[str, Any]], Coroutine[Any, Any, tuple[Outcome, RenderableType]]]
+_SERVER = ("target", "URL", "address of the server (default: http://127.0.0.1:8000)")
+_MODEL = ("target", "MODEL", "folder or hub name to serve (default: the shipped model)")
+ACTIONS: Mapping[str, tuple[str, tuple[type, ...], tuple[tuple[str, str, str], ...]]] = {
+    "run": ("measure a server once", CONFIGS, (_SERVER,)),
+    "sweep": ("raise the rate until the server is saturated", (*CONFIGS, SweepConfig), (_SERVER,)),
+    "search": ("find the highest rate that meets an SLO", (*CONFIGS, SearchConfig), (_SERVER,)),
+    "compare": (
+        "two runs (folders), or two servers (addresses)",
+        CONFIGS,
+        (("first", "A", "folder of a run, or address"), ("second", "B", "folder of a run, or address")),
+    ),
+    "policies": ("static, dynamic and continuous batching on one load", (*CONFIGS, PoliciesConfig), (_MODEL,)),
+    "curve": ("throughput, latency, MFU and MBU against concurrency", (*CONFIGS, CurveConfig), (_SERVER,)),
+    "trace": ("describe a trace", (ResultConfig,), (("target", "FILE", "the trace"),)),
+    "mock": ("a server of known speed", (MockConfig,), ()),
+}
+"""Action -> its help, its options, its words (name, how it is shown, help)."""
+_OPTIONAL_WORDS = (_SERVER, _MODEL)
+_RUNS: Mapping[str, Action] = {
+    "run": run_once,
+    "sweep": run_sweep,
+    "search": run_search,
+    "compare": run_compare,
+    "policies": run_policies,
+}
+
+
+def parser() -> Parser:
+    found = parser_for("bench", __doc__ or "", (), model=False)
+    actions = found.add_subparsers(dest="action", metavar=f"{{{','.join(ACTIONS)}}}", required=True)
+    for name, (text, configs, words) in ACTIONS.items():
+        one = actions.add_parser(
+            name, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
+        )
+        for word in words:
+            one.add_argument(word[0], nargs="?" if word in _OPTIONAL_WORDS else None, metavar=word[1], help=word[2])
+        add_options(one, configs)
+    return found
+
+
+def run(given: Given) -> int:
+    rest = {**vars(given.rest), **given.flags}
+    action = str(rest["action"])
+    asked = read_asked(rest)
+    if action in ("sweep", "search", "curve") and asked.load.duration is None and asked.workload.max_requests is None:
+        asked = replace(asked, load=replace(asked.load, duration=SECONDS_PER_RUN))
+    with Show() as told:
+        if action in ("trace", "mock"):
+            return uvloop.run((run_mock if action == "mock" else run_trace)(asked, told, rest))
+        # By name, because a model's formulas bring torch, and a load generator should be light.
+        act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
+        outcome, table = uvloop.run(act(asked, told, rest))
+    return _end(asked, outcome, table)
+
+
+def read_asked(rest: Mapping[str, Any]) -> Asked:
+    """The four configurations from what was given; what an action does not take was not given."""
+    values = split_options({name: rest[name] for name in _names(CONFIGS) if name in rest}, *CONFIGS)
+    target, workload, load, result = values
+    return Asked(TargetConfig(**target), WorkloadConfig(**workload), LoadConfig(**load), ResultConfig(**result))
+
+
+def _end(asked: Asked, outcome: Outcome, table: RenderableType) -> int:
+    """Write, print, and say by the exit status whether the figures can be believed."""
+    folder = save(outcome, asked.result.out)
+    if asked.result.json:
+        _print_json(run_json(outcome.runs[0]) if len(outcome.runs) == 1 else summary(outcome))
+    else:
+        Console().print(table, highlight=False)
+    print(f"\nwritten: {folder / REPORT_FILE}", file=sys.stderr)
+    invalid = [why for one in outcome.runs if (why := trouble(one))]
+    for why in invalid:
+        print(f"ridgeline: not valid: {why}.", file=sys.stderr)
+    return 1 if invalid else 0
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+def _names(configs: Sequence[type]) -> list[str]:
+    return [name for config in configs for name in config.__dataclass_fields__]  # type: ignore[attr-defined]
+
+
+def _mine(rest: Mapping[str, Any], config: type) -> dict[str, Any]:
+    """The given options of one configuration."""
+    return {name: rest[name] for name in _names([config]) if name in rest}
+
+
+__all__ = ["ACTIONS", "CurveConfig", "parser", "run"]

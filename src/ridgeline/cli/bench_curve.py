@@ -1,0 +1,60 @@
+"""`ridgeline bench curve`: apart from the other actions because a model's formulas need the model's description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+
+from ridgeline.bench import show
+from ridgeline.bench.efficiency import STEPS, Limits, point
+from ridgeline.bench.report import Outcome
+from ridgeline.bench.session import Asked, Session
+from ridgeline.cli.bench import SHIPPED, CurveConfig, Show
+from ridgeline.cli.roofline import read_spec
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import split_options
+from ridgeline.hardware.probe import probe
+from ridgeline.hardware.table import lookup
+
+
+async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+    """Throughput, latency and efficiency against concurrency, in closed loops."""
+    names = CurveConfig.__dataclass_fields__
+    (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig)
+    config = CurveConfig(**values)
+    limits = _limits(config)
+    runs, points = [], []
+    async with Session(asked, rest.get("target"), told) as session:
+        for level in _levels(config.levels):
+            load = replace(asked.load, rate=None, concurrency=level)
+            before = await session.metric(STEPS)
+            runs.append(await session.measure(load, label=f"{level} at once"))
+            after = await session.metric(STEPS)
+            steps = None if before is None or after is None else after - before
+            points.append(point(runs[-1], limits, steps))
+            told.told(runs[-1])
+    return Outcome("Curve over concurrency", runs, points=points), show.points_table(points)
+
+
+def _levels(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"levels is {text!r}: give whole numbers above 0, as 1,2,4,8.", param="levels")
+    return [int(word) for word in words]
+
+
+def _limits(config: CurveConfig) -> Limits | None:
+    """The model and its device; None when neither is named. Raises ConfigError for half of it."""
+    if not config.model_folder and not config.on:
+        return None
+    if not config.model_folder:
+        raise ConfigError("--on names the device, but not the model: give --model-folder too.", param="model_folder")
+    device = lookup(config.on) if config.on else probe().device().accelerator
+    if device is None:
+        raise ConfigError("this machine's device is not in the table: name one with --on.", param="on")
+    model = "" if config.model_folder == SHIPPED else config.model_folder
+    return Limits(read_spec(ModelConfig(model=model)), device)

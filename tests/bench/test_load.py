@@ -1,0 +1,94 @@
+"""When requests leave, in virtual time, and what their latencies count from."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import cast
+
+import pytest
+
+from ridgeline.bench.load import LEAD_S, Plan, Sent, Writer, send_all
+from ridgeline.bench.workload import Ask, Workload, arrivals
+
+from .virtual import FakeServer, FakeWriter, LoopClock, run
+
+
+def asks(times: list[float], output: int = 5) -> Workload:
+    return Workload("w", tuple(Ask(at, 5, output) for at in times), timed=True)
+
+
+def send(plan: Plan, **server: float) -> tuple[Sent, FakeServer]:
+    async def work() -> tuple[Sent, FakeServer]:
+        fake = FakeServer(**server)  # type: ignore[arg-type]
+        return await send_all(plan, fake, cast(Writer, FakeWriter()), LoopClock()), fake
+
+    return run(work())
+
+
+def test_open_loop_sends_at_the_scheduled_times_whatever_the_server_does() -> None:
+    times = arrivals(200, 20.0, 1.0, 1)
+    sent, server = send(Plan(asks(times)), ttft=3.0)
+    assert [row.scheduled_s for row in sent.rows] == pytest.approx(times)
+    assert [row.sent_s for row in sent.rows] == pytest.approx(times)
+    assert all(row.ttft_s == pytest.approx(3.0) and row.tpot_s == pytest.approx(0.01) for row in sent.rows)
+    assert server.most > 40
+    assert max(row.lag_s for row in sent.rows) == pytest.approx(0.0, abs=1e-9)
+    assert [row.index for row in sent.rows] == list(range(200))
+
+
+def test_a_queue_at_the_server_counts() -> None:
+    sent, _ = send(Plan(asks([0.0, 0.0, 0.0])), ttft=1.0, itl=0.25, slots=1)
+    assert [row.ttft_s for row in sent.rows] == pytest.approx([1.0, 3.0, 5.0])
+    assert [row.e2e_s for row in sent.rows] == pytest.approx([2.0, 4.0, 6.0])
+
+
+def test_a_limit_on_concurrency_holds_back_and_the_wait_counts_but_is_no_lag() -> None:
+    sent, server = send(Plan(asks([0.0, 0.0, 0.5]), concurrency=1), ttft=1.0, itl=0.25)
+    assert server.most == 1
+    assert [row.ttft_s for row in sent.rows] == pytest.approx([1.0, 3.0, 4.5])
+    assert [row.held_s for row in sent.rows] == pytest.approx([0.0, 2.0, 3.5])
+    assert [row.lag_s for row in sent.rows] == pytest.approx([0.0, 0.0, 0.0])
+
+
+def test_closed_loop_keeps_so_many_under_way() -> None:
+    plan = Plan(Workload("w", tuple(Ask(0.0, 5, 5) for _ in range(10))), concurrency=3)
+    sent, server = send(plan, ttft=1.0, itl=0.25)
+    assert server.most == 3
+    assert sorted(row.scheduled_s for row in sent.rows) == pytest.approx([0, 0, 0, 2, 2, 2, 4, 4, 4, 6])
+    assert sent.seconds == pytest.approx(8.0)
+
+
+def test_closed_loop_ends_by_time() -> None:
+    plan = Plan(Workload("w", tuple(Ask(0.0, 5, 5) for _ in range(100))), concurrency=2, seconds=5.0)
+    sent, _ = send(plan, ttft=1.0, itl=0.25)
+    assert len(sent.rows) == 6
+    assert max(row.scheduled_s for row in sent.rows) <= 5.0
+
+
+def test_a_client_that_is_late_says_so() -> None:
+    class Late(LoopClock):
+        async def until(self, when: float) -> None:
+            await asyncio.sleep(max(0.0, when + 0.02 - self.now()))
+
+    async def work() -> Sent:
+        return await send_all(Plan(asks([0.0, 1.0, 2.0])), FakeServer(), cast(Writer, FakeWriter()), Late())
+
+    sent = run(work())
+    assert [row.lag_s for row in sent.rows] == pytest.approx([0.02, 0.02, 0.02], abs=1e-9)
+    assert sent.rows[2].ttft_s == pytest.approx(0.12)  # the client's lag is in the latency, not taken out of it
+    assert max(sent.loop_lag_s) == pytest.approx(0.02)
+
+
+def test_the_same_workload_twice_is_the_same_run() -> None:
+    plan = Plan(asks(arrivals(50, 30.0, 0.5, 4)))
+    assert send(plan)[0].rows == send(plan)[0].rows
+
+
+def test_gaps_lead_from_the_first_token_to_the_last() -> None:
+    (row,) = send(Plan(asks([0.0])), ttft=0.5, itl=0.1)[0].rows
+    assert row.first_s is not None and row.last_s is not None
+    assert sum(row.gaps_s) == pytest.approx(row.last_s - row.first_s)
+    assert sum(row.counts) == row.output_tokens == 5
+    assert LEAD_S > 0
+    assert all(later > 0 for later, _ in pairwise(row.gaps_s))

@@ -1,0 +1,281 @@
+"""Whole measurements over real sockets: against the mock, and against our own service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ridgeline.bench.folder import save
+from ridgeline.bench.mock import MockServer, Speed
+from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
+from ridgeline.bench.own import serving
+from ridgeline.bench.record import Run, read_run
+from ridgeline.bench.report import Outcome
+from ridgeline.bench.session import Asked, Session
+from ridgeline.cli.main import main
+from ridgeline.core.errors import ConfigError, RidgelineError
+
+from ..service.live import MODEL, behaviour, counts, live
+
+FAST = Speed(ttft_s=0.002, itl_s=0.001)
+SMALL = WorkloadConfig(input_len="5-20", output_len="1-6", max_requests=8)
+
+
+def measured(asked: Asked, url: str) -> Run:
+    async def work() -> Run:
+        async with Session(asked, url) as session:
+            return await session.measure()
+
+    return asyncio.run(work())
+
+
+async def against_mock(asked: Asked, speed: Speed = FAST) -> Run:
+    async with MockServer(speed) as server, Session(asked, server.url) as session:
+        return await session.measure()
+
+
+@contextmanager
+def mock(speed: Speed = FAST) -> Iterator[str]:
+    """A mock in a thread of its own, for what runs a loop itself."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = MockServer(speed)
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+    try:
+        yield server.url
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("load", [LoadConfig(rate=200.0), LoadConfig(concurrency=3, warmup=2)])
+def test_every_token_is_counted(endpoint: str, load: LoadConfig) -> None:
+    run = asyncio.run(against_mock(Asked(TargetConfig(endpoint=endpoint), SMALL, load)))
+    assert [row.error for row in run.rows] == [""] * 8
+    assert [row.output_tokens for row in run.rows] == [row.asked_output for row in run.rows]
+    assert [row.input_tokens for row in run.rows] == [row.asked_input for row in run.rows]  # a template's tokens too
+    assert [sum(row.counts) for row in run.rows] == [row.output_tokens for row in run.rows]
+    assert {row.counted for row in run.rows} == {"server"}
+    assert all(row.ttft_s is not None and row.ttft_s >= FAST.ttft_s for row in run.rows)
+    assert run.facts["model"] == "mock" and run.facts["chat"] == (endpoint == "chat")
+
+
+def test_several_tokens_per_chunk() -> None:
+    work = replace(SMALL, output_len="10")
+    run = asyncio.run(against_mock(Asked(workload=work), replace(FAST, per_chunk=4)))
+    assert {row.output_tokens for row in run.rows} == {10}
+    assert all(sum(row.counts) == 10 and row.counts[0] >= 4 for row in run.rows)
+
+
+def test_errors_are_counted_and_never_repeated() -> None:
+    async def work() -> Run:
+        async with MockServer(FAST) as server, Session(Asked(workload=SMALL), server.url) as session:
+            server.speed = replace(FAST, failing=1.0)
+            return await session.measure()
+
+    run = asyncio.run(work())
+    assert {row.error for row in run.rows} == {"HTTP 500: Asked to fail."}
+    assert len(run.rows) == 8 and run.attainment == 0.0
+
+
+def test_a_request_that_takes_too_long_ends() -> None:
+    asked = Asked(TargetConfig(timeout_s=0.3), replace(SMALL, output_len="2000", max_requests=2))
+    run = asyncio.run(against_mock(asked))
+    assert {row.error for row in run.rows} == {"no end within 0.3 s"}
+    assert all(row.first_s is not None for row in run.rows)
+
+
+def test_the_same_seed_sends_the_same_bytes() -> None:
+    def bodies(seed: int) -> list[bytes]:
+        heard: list[bytes] = []
+
+        async def work() -> None:
+            asked = Asked(workload=replace(SMALL, seed=seed))
+            async with MockServer(FAST) as server, Session(asked, server.url) as session:
+                send = session.client.send
+
+                async def listening(data: bytes) -> object:
+                    heard.append(data.partition(b"\r\n\r\n")[2])
+                    return await send(data)
+
+                session.client.send = listening  # type: ignore[assignment,method-assign]
+                await session.measure()
+
+        asyncio.run(work())
+        return heard
+
+    first = bodies(1)
+    assert len(first) == 8 and first == bodies(1) != bodies(2)
+
+
+def test_a_context_that_is_too_small_drops() -> None:
+    asked = Asked(workload=replace(SMALL, input_len="5-60", output_len="5", max_requests=40))
+    run = asyncio.run(against_mock(asked, replace(FAST, context=40)))
+    assert run.dropped > 0 and len(run.rows) + run.dropped == 40
+    assert max(row.asked_input for row in run.rows) <= 35
+
+
+@pytest.mark.parametrize(("endpoint", "prompts"), [("completions", "ids"), ("completions", "text"), ("chat", "text")])
+def test_our_own_server(endpoint: str, prompts: str) -> None:
+    asked = Asked(
+        TargetConfig(endpoint=endpoint, prompts=prompts),
+        WorkloadConfig(input_len="150-250", output_len="3-9", max_requests=6),
+        LoadConfig(rate=100.0),
+        ResultConfig(slo="ttft=30s"),
+    )
+    with live(behaviour(counts)) as server:
+        run = measured(asked, f"http://127.0.0.1:{server.port}")
+    assert [row.error for row in run.rows] == [""] * 6
+    assert [row.output_tokens for row in run.rows] == [row.asked_output for row in run.rows]
+    for row in run.rows:
+        assert (
+            row.input_tokens == row.asked_input
+            if prompts == "ids"
+            else abs(row.input_tokens / row.asked_input - 1) < 0.2
+        )
+    assert run.facts["model"] == MODEL and run.facts["context"] == 2048
+    assert run.attainment == 1.0
+
+
+def test_equal_blocks_hit_our_prefix_cache() -> None:
+    with live(behaviour(counts)) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        run = measured(
+            Asked(TargetConfig(), replace(SMALL, input_len="64", prefix_len=48), LoadConfig(concurrency=1)), url
+        )
+    assert sum(row.cached_tokens for row in run.rows) > 0
+
+
+def test_what_cannot_be_measured_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="is the server running"):
+        measured(Asked(workload=SMALL), "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="no address of a server"):
+        measured(Asked(workload=SMALL), "ftp://x")
+    with live(behaviour(counts), api_key="secret") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(ConfigError, match="--api-key"):
+            measured(Asked(workload=SMALL), url)
+        with pytest.raises(ConfigError, match="has no model 'other'"):
+            measured(Asked(TargetConfig(api_key="secret", model="other"), SMALL), url)
+        with pytest.raises(RidgelineError, match="temperature"):
+            measured(Asked(TargetConfig(api_key="secret", extra_body='{"temperature": -1}'), SMALL), url)
+        assert len(measured(Asked(TargetConfig(api_key="secret"), SMALL), url).completed) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TargetConfig(extra_body="[1]"), "extra_body"),
+        (TargetConfig(endpoint="x"), "endpoint is 'x': give completions or chat"),
+        (TargetConfig(endpoint="chat", prompts="ids"), "chat takes no token ids"),
+    ],
+)
+def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Session(Asked(config))
+    with pytest.raises(ConfigError, match="concurrency is 0"):
+        Asked(load=LoadConfig(concurrency=0))
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
+
+
+def test_run_writes_its_files_and_a_page_that_needs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    with mock() as url:
+        words = [
+            url,
+            "--rate",
+            "100",
+            "--num-prompts",
+            "12",
+            "--output-len",
+            "5",
+            "--slo",
+            "ttft=10s",
+            "--out",
+            str(out),
+        ]
+        main(["bench", "run", *words])
+    assert "12 offered, 12 completed" in " ".join(capsys.readouterr().out.split())
+    assert len(read_run(out).rows) == 12
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") >= 4 and "limit 10 s" in page
+    assert not any(word in page for word in ("src=", "href=", "@import", "url("))
+
+
+def test_sweep_search_and_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--num-prompts", "12", "--output-len", "5", "--slo", "ttft=10s", "--json"]
+    with mock() as url:
+        main(["bench", "sweep", url, "--rates", "100,200", *common, "--out", str(tmp_path / "sweep")])
+        swept = msgspec.json.decode(capsys.readouterr().out)
+        known = ["--on", "h200", "--model-folder", "shipped"]
+        main(["bench", "curve", url, "--levels", "1,2", *common, *known, "--out", str(tmp_path / "curve")])
+        curve = msgspec.json.decode(capsys.readouterr().out)
+        assert main(["bench", "search", url, "--num-prompts", "3"]) == 2
+    assert "--slo" in capsys.readouterr().err
+    assert [one["request_rate"] for one in swept["runs"]][:1] == [100.0]
+    assert (tmp_path / "sweep" / "01" / "requests.jsonl").is_file()
+    assert "Goodput against offered rate" in (tmp_path / "sweep" / "report.html").read_text()
+    assert [point["concurrency"] for point in curve["points"]] == [1, 2]
+    assert all(0 < point["mfu"] < 1 and 0 < point["mbu"] < 1 for point in curve["points"])
+
+
+def test_compare_two_servers_and_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--concurrency", "2", "--num-prompts", "8", "--output-len", "8", "--json"]
+    with mock() as url, mock(replace(FAST, ttft_s=0.2)) as slow:
+        main(["bench", "compare", url, slow, *load, "--out", str(tmp_path / "both")])
+    found = msgspec.json.decode(capsys.readouterr().out)
+    changes = {one["measure"]: one for one in found["differences"]}
+    assert changes["TTFT median"]["second_is"] == "worse"
+    assert changes["output tokens per request"]["second_is"] == "same"
+    folders = [str(tmp_path / "both" / number) for number in ("01", "02")]
+    main(["bench", "compare", *folders, "--out", str(tmp_path / "again")])
+    assert "pair by pair" in capsys.readouterr().out
+
+
+def test_trace_and_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[1] / "data" / "traces" / "mooncake.jsonl"
+    assert main(["bench", "trace", str(file)]) == 0
+    assert "endless cache tokens" in capsys.readouterr().out
+    assert main(["bench", "run", "--rat", "5"]) == 2
+    assert "did you mean --rate?" in capsys.readouterr().err
+    assert main(["bench", "--help=goodput"]) == 0
+    assert "--slo" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    run = asyncio.run(against_mock(Asked(workload=SMALL)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save(Outcome("x", [run]), str(tmp_path / "file"))
+
+
+def test_policies_start_a_server_for_each(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--rate", "50", "--num-prompts", "4", "--input-len", "20", "--output-len", "5", "--json"]
+    own = ["--policies", "dynamic:2,20 continuous", "--serve", "--load-format dummy --device cpu --threads 1"]
+    main(["bench", "policies", str(tiny), *own, *load, "--out", str(tmp_path / "policies")])
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert [(one["name"], one["completed"]) for one in found["runs"]] == [("dynamic:2,20", 4), ("continuous", 4)]
+
+
+def test_a_server_that_does_not_come_up_says_why() -> None:
+    async def work() -> None:
+        async with serving(["--batching", "nonsense"]):
+            raise AssertionError
+
+    with pytest.raises(RidgelineError, match="did not come up(.|\n)*give continuous"):
+        asyncio.run(work())

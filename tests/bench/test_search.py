@@ -1,0 +1,97 @@
+"""Sweep and search against a queue in virtual time, whose limit is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from ridgeline.bench.compare import compare, paired
+from ridgeline.bench.load import Plan, Writer, send_all
+from ridgeline.bench.record import Run
+from ridgeline.bench.search import doubling, saturated, search, sweep
+from ridgeline.bench.workload import Ask, Workload
+from ridgeline.core.slo import Slo
+
+from .rows import failed, make_run, row
+from .virtual import FakeServer, FakeWriter, LoopClock, run
+
+
+async def measure(rate: float) -> Run:
+    """Constant arrivals at a server of ten slots that needs half a second per request: 20 requests/s."""
+    workload = Workload("w", tuple(Ask(at / rate, 5, 41) for at in range(int(rate * 8))), timed=True)
+    server = FakeServer(ttft=0.1, itl=0.01, slots=10)
+    sent = await send_all(Plan(workload), server, cast(Writer, FakeWriter()), LoopClock())
+    facts = {"rate": rate, "model": "fake"}
+    return Run(facts, sent.rows, sent.seconds, 0, (), 0.0, Slo.parse("ttft=200ms"))
+
+
+def test_sweep_ends_with_the_rate_that_saturates() -> None:
+    runs = run(sweep(measure, doubling(5.0)))
+    assert [one.facts["rate"] for one in runs] == [5.0, 10.0, 20.0, 40.0]
+    assert [saturated(one) for one in runs] == [False, False, False, True]
+
+
+def test_search_finds_the_capacity() -> None:
+    found = run(search(measure, 3.0, 0.9, precision=0.05))
+    assert found.bounded and found.best is not None
+    assert found.rate == pytest.approx(20.0, rel=0.08)
+    assert found.best.attainment >= 0.9
+    # From above it comes down to the same.
+    assert run(search(measure, 60.0, 0.9, precision=0.05)).rate == pytest.approx(20.0, rel=0.08)
+
+
+def test_search_says_when_nothing_or_everything_meets_it() -> None:
+    async def always(rate: float) -> Run:
+        return make_run([row(at, at=at / rate) for at in range(50)], "ttft=200ms", rate=rate)
+
+    async def never(rate: float) -> Run:
+        return make_run([failed(at, at=at / rate) for at in range(50)], "ttft=200ms", rate=rate)
+
+    found = run(search(always, 1.0, 0.9, most=5))
+    assert (found.rate, found.bounded, len(found.runs)) == (16.0, False, 5)
+    found = run(search(never, 1.0, 0.9, most=5))
+    assert (found.rate, found.best, found.bounded) == (0.0, None, True)
+
+
+def test_search_stops_at_a_client_that_is_too_slow_twice() -> None:
+    calls = 0
+
+    async def late(rate: float) -> Run:
+        nonlocal calls
+        calls += 1
+        rows = [row(at, at=at / rate) for at in range(50)]
+        if calls in (2, 4, 5):
+            rows = [replace(one, issued_s=one.scheduled_s + 1.0) for one in rows]
+        return make_run(rows, "ttft=200ms", rate=rate)
+
+    found = run(search(late, 1.0, 0.9))
+    assert calls == 5 and found.rate == 2.0
+    assert "at 4 requests/s requests left 1000.0 ms late" in found.stopped
+
+
+def test_compare_finds_what_differs_and_only_that() -> None:
+    first = make_run([row(at, tpot=0.01 + 0.0001 * (at % 7)) for at in range(60)], "ttft=200ms")
+    second = make_run([row(at, tpot=0.02 + 0.0001 * (at % 7), characters=88) for at in range(60)], "ttft=200ms")
+    assert paired(first, second)
+    found = {one.measure.name: one for one in compare(first, second)}
+    assert found["TPOT median"].verdict == "worse"
+    assert found["TPOT median"].change.value == pytest.approx(10.0)
+    assert found["TTFT median"].verdict == "same"
+    assert found["tokens/s per user"].verdict == "worse"
+    # Half as many tokens per second, but twice as many characters in each: as fast for a reader.
+    assert found["characters/s per user"].change.value == pytest.approx(0.0, abs=15.0)
+    assert found["characters per request"].verdict == "other"
+    assert found["good requests"].verdict == "same"
+
+
+def test_compare_leaves_errors_out_of_latencies_but_not_of_good_ones() -> None:
+    first = make_run([row(at) for at in range(40)], "ttft=200ms")
+    second = make_run([row(at) if at % 2 else failed(at) for at in range(40)], "ttft=200ms", fingerprint="other")
+    assert not paired(first, second)
+    found = {one.measure.name: one for one in compare(first, second)}
+    assert found["TTFT median"].verdict == "same"
+    assert (found["good requests"].second, found["good requests"].verdict) == (50.0, "worse")
+    assert math.isnan(compare(first, make_run([failed(0)]))[0].second)

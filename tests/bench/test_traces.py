@@ -1,0 +1,89 @@
+"""Every trace format, from excerpts and from rows in their layout (tests/data/traces/SOURCES.md)."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from ridgeline.bench.traces import read_trace
+from ridgeline.core.errors import ConfigError
+
+DATA = Path(__file__).parents[1] / "data" / "traces"
+
+
+def test_azure() -> None:
+    found = read_trace(DATA / "azure.csv")
+    assert found.timed
+    assert [(ask.input, ask.output) for ask in found.asks] == [(374, 44), (396, 109), (879, 55), (91, 16), (91, 16)]
+    assert found.asks[1].at_s == pytest.approx(4.314579, abs=1e-6)  # seven fractional digits
+
+
+def test_azure_of_2024_has_zones(tmp_path: Path) -> None:
+    file = tmp_path / "week.csv"
+    rows = "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01Z,10,7\n"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert read_trace(file).asks[1].at_s == pytest.approx(0.99007)
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    found = read_trace(DATA / "mooncake.jsonl")
+    assert found.timed and found.asks[0].input == 6758 and found.asks[0].blocks[:3] == (0, 1, 2)
+    assert all(len(ask.blocks) == -(-ask.input // ask.block) for ask in found.asks)
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes()))
+    assert read_trace(packed).asks == found.asks
+
+
+def test_burstgpt_leaves_failures_out() -> None:
+    found = read_trace(DATA / "burstgpt.csv")
+    assert [(ask.at_s, ask.input, ask.output) for ask in found.asks] == [(0, 472, 18), (40, 1087, 230), (113, 417, 276)]
+    assert found.skipped == 1
+
+
+def test_sharegpt_takes_the_first_question_that_has_an_answer() -> None:
+    found = read_trace(DATA / "sharegpt.json")
+    assert [ask.text for ask in found.asks] == ["How deep is the sea?", "Name a tree."]
+    assert found.asks[0].output == 7
+    assert found.skipped == 1 and not found.timed
+
+
+def test_prompts() -> None:
+    found = read_trace(DATA / "prompts.jsonl")
+    assert [ask.text for ask in found.asks] == ["Tell me of the sea.", "Tell me of the wind."]
+    assert found.asks[0].output == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("vidur.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n2.5,10,20\n3.0,30,40\n"),
+        ("lens.json", '{"name": "w", "lens": [[10, 20], [30, 40]]}'),
+        ("lens-lines.json", '{\n "name": "w",\n "lens": [[10, 20], [30, 40]]\n}\n'),
+    ],
+)
+def test_plain_lengths(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert [(ask.input, ask.output) for ask in read_trace(file).asks] == [(10, 20), (30, 40)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\n", "none of the known sets of columns"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2"),
+        ('{"timestamp": 1, "input_length": 5}\n', "line 1: 'output_length' is missing"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 5}\nnonsense\n', "line 2"),
+        ("[]", "holds no request"),
+        ("", "none of the known"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "bad"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_trace(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "absent")

@@ -1,0 +1,99 @@
+"""Arrivals, lengths and prompts: rules and repeatability."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from ridgeline.bench.options import LoadConfig, WorkloadConfig, source, timed
+from ridgeline.bench.prompts import Prompts, Vocabulary
+from ridgeline.bench.workload import Ask, Workload, arrivals, describe, synthetic
+from ridgeline.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5), (math.inf, 0.0)])
+def test_gaps_have_the_rate_and_the_variation(burstiness: float, variation: float) -> None:
+    times = arrivals(20_001, 10.0, burstiness, seed=3)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert times[0] == 0.0
+    assert statistics.fmean(gaps) == pytest.approx(0.1, rel=0.05)
+    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(variation, abs=0.06)
+
+
+def test_the_same_seed_gives_the_same_times_and_lengths() -> None:
+    assert arrivals(50, 3.0, 1.0, 7) == arrivals(50, 3.0, 1.0, 7) != arrivals(50, 3.0, 1.0, 8)
+    first, again, other = (synthetic(20, ("10-90", "5-50"), 0, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert arrivals(3, math.inf, 1.0, 0) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("lengths", ["0", "-5", "9-3", "many", ""])
+def test_lengths_that_cannot_be_meant(lengths: str) -> None:
+    with pytest.raises(ConfigError, match="input_len"):
+        synthetic(1, (lengths, "5"), 0, 0)
+
+
+def test_what_exceeds_the_context_is_dropped_and_counted() -> None:
+    asks = tuple(Ask(float(at), size, 10) for at, size in enumerate([50, 95, 90, 200, 20]))
+    found, dropped = timed(Workload("w", asks, True), 100, WorkloadConfig(max_requests=2), LoadConfig(time_scale=0.5))
+    assert [ask.input for ask in found.asks] == [50, 90]
+    assert [ask.at_s for ask in found.asks] == [0.0, 1.0]
+    assert dropped == 1
+    with pytest.raises(ConfigError, match="all 5 requests exceed"):
+        timed(Workload("w", asks, True), 20, WorkloadConfig(), LoadConfig())
+
+
+def test_a_rate_scales_a_trace_and_keeps_its_burstiness() -> None:
+    asks = tuple(Ask(at, 5, 5) for at in (0.0, 0.0, 3.0, 3.0, 8.0))
+    found, _ = timed(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(rate=4.0))
+    assert [ask.at_s for ask in found.asks] == pytest.approx([0.0, 0.0, 0.375, 0.375, 1.0])
+    assert found.rate == pytest.approx(4.0)
+    poisson, _ = timed(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(rate=4.0, burstiness=1.0))
+    assert [ask.at_s for ask in poisson.asks] == arrivals(5, 4.0, 1.0, 0)
+    closed, _ = timed(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(concurrency=2))
+    assert not closed.timed
+
+
+def test_a_duration_draws_enough_requests() -> None:
+    config, load = WorkloadConfig(), LoadConfig(rate=50.0, duration=10.0)
+    found, _ = timed(source(config, load), None, config, load)
+    assert 400 < len(found.asks) < 600
+    assert found.asks[-1].at_s <= 10.0
+
+
+def test_equal_blocks_are_equal_tokens_and_the_rest_is_its_own() -> None:
+    words = Vocabulary(tuple(range(100, 200)))
+    prompts = Prompts(words, 1)
+    first, second, third = (
+        json.loads(msgspec.json.encode(prompts.make(Ask(0, size, 5, blocks, 8), index)))
+        for index, (size, blocks) in enumerate([(20, (1, 2, 3)), (16, (1, 2)), (20, (1, 5, 6))])
+    )
+    assert [len(first), len(second), len(third)] == [20, 16, 20]
+    assert first[:16] == second
+    assert first[:8] == third[:8] and first[8:] != third[8:]
+    assert set(first) <= set(words.ids)
+    assert json.loads(msgspec.json.encode(Prompts(words, 1).make(Ask(0, 20, 5, (1, 2, 3), 8), 0))) == first
+    own = [msgspec.json.encode(prompts.make(Ask(0, 20, 5), index)) for index in (0, 1)]
+    assert own[0] != own[1]
+
+
+def test_text_has_the_words_that_the_server_counts_as_the_wanted_tokens() -> None:
+    prompts = Prompts(Vocabulary((), tokens_per_word=1.25, overhead=10.0), 1)
+    text = prompts.make(Ask(0, 110, 5), 0)
+    assert isinstance(text, str) and len(text.split()) == 80
+    assert prompts.make(Ask(0, 110, 5, text="as it is"), 0) == "as it is"
+
+
+def test_describe_finds_what_an_endless_cache_would_hit() -> None:
+    asks = (Ask(0, 1000, 5, (0, 1)), Ask(1, 1100, 5, (0, 1, 2)), Ask(3, 600, 5, (0, 9)))
+    found = describe(Workload("w", asks, True))
+    assert found["endless_cache_blocks"] == pytest.approx(3 / 7)
+    assert found["endless_cache_tokens"] == pytest.approx((1024 + 512) / 2700)
+    assert found["rate"] == pytest.approx(2 / 3)
+    assert found["input_p50"] == 1000
