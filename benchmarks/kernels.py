@@ -9,19 +9,17 @@ cache of the chip. --sweep tries other launch configurations than the shipped on
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from common import provenance, write_rows
 
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton import attention, tuning
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.ops.triton.tuning import Tile
 
@@ -43,10 +41,6 @@ class Row:
     share: float
     microseconds: float
     tile: str
-    machine: str
-    date: str
-    commit: str
-    command: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ def make(rows: list[tuple[int, int]], order: str, layers: int = LAYERS) -> Batch
 
 def check() -> None:
     """Stop before timing anything that is wrong."""
-    for rows in ([(700, 1), (3, 1), (5000, 1)], [(900, 300), (70, 1), (130, 130)]):
+    for rows in ([(700, 1), (3, 1), (5000, 1)], [(900, 300), (70, 1), (130, 130)], [(3000, 2900), (1, 1), (4100, 513)]):
         batch = make(rows, "page", layers=2)
         out = batch.layer(1)
         want, _ = REFERENCE.attention(batch.q.double(), batch.k, batch.v, batch.views[1], batch.step)
@@ -143,10 +137,10 @@ def time_decode(rows: int, context: int, order: str) -> Timed:
     return timed
 
 
-def time_prefill(length: int, chunk: int, order: str) -> Timed:
-    """One row's chunk that ends at slot `length`: FLOPs."""
-    batch = make([(length, chunk)], order)
-    pairs = chunk * (length - chunk) + chunk * (chunk + 1) / 2
+def time_prefill(rows: list[tuple[int, int]], order: str) -> Timed:
+    """Rows of (slots held, query tokens): FLOPs."""
+    batch = make(rows, order)
+    pairs = sum(chunk * (length - chunk) + chunk * (chunk + 1) / 2 for length, chunk in rows)
 
     def timed() -> tuple[float, float]:
         fresh = replace(batch, step=replace(batch.step))
@@ -161,6 +155,8 @@ def time_prefill(length: int, chunk: int, order: str) -> Timed:
     return timed
 
 
+PREFILL = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 8192, 2048), (7, 1100, 1100))
+"""(rows, slots held, query tokens) of the chunks that are timed."""
 SPLIT_SWEEP = [
     (Tile(16, 64, 4, 7), 2),
     (Tile(16, 64, 4, 3), 4),
@@ -172,6 +168,7 @@ SPLIT_SWEEP = [
     (Tile(16, 128, 8, 5), 1),
 ]
 CHUNK_SWEEP = [
+    # Of the kernel for any GPU, which a sweep asks instead of Hopper's.
     Tile(128, 64, 8, 5),
     Tile(128, 128, 8, 3),
     Tile(128, 32, 8, 5),
@@ -182,29 +179,36 @@ CHUNK_SWEEP = [
 ]
 
 
+def _named(tile: Tile) -> str:
+    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+
+
 def variants(decode: bool, sweep: bool) -> Iterator[str]:
     """Set each configuration in turn and name it; the shipped one first, and again in the end."""
     shipped = (tuning.SPLIT_TILES[DIM], tuning.CHUNK_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR)
-    tile = shipped[0] if decode else shipped[1]
-    yield f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages} (shipped)"
+    yield f"{_named(shipped[0])} (shipped)" if decode else "shipped"
     if not sweep:
         return
+    versions = tuning.GLUON_VERSIONS
     try:
         if decode:
             for tile, programs in SPLIT_SWEEP:
                 tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = tile, programs
-                yield f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages} p{programs}"
+                yield f"{_named(tile)} p{programs}"
         else:
+            tuning.GLUON_VERSIONS = ()
+            attention._hopper.cache_clear()
             for tile in CHUNK_SWEEP:
                 tuning.CHUNK_TILES[DIM] = tile
-                yield f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+                yield _named(tile)
     finally:
+        tuning.GLUON_VERSIONS = versions
+        attention._hopper.cache_clear()
         tuning.SPLIT_TILES[DIM], tuning.CHUNK_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = shipped
 
 
 def measure(name: str, order: str, timed: Timed, decode: bool, sweep: bool) -> Iterator[Row]:
     """Time one workload under every configuration asked for."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     for tile in variants(decode, sweep):
         try:
             spent, work = timed()
@@ -217,9 +221,7 @@ def measure(name: str, order: str, timed: Timed, decode: bool, sweep: bool) -> I
         share = rate / (READ_TB_S if decode else GEMM_TFLOP_S)
         unit = "TB/s" if decode else "TFLOP/s"
         print(f"{name:24} {order:6} {tile:26} {spent:9.1f} us {rate:8.2f} {unit:8} {share:6.1%}", flush=True)
-        command = f"python benchmarks/kernels.py{' --sweep' if sweep else ''}"
-        machine, today = torch.cuda.get_device_name(), time.strftime("%Y-%m-%d")
-        yield Row(name, order, rate, unit, share, spent, tile, machine, today, commit, command)
+        yield Row(name, order, round(rate, 4), unit, round(share, 4), round(spent, 2), tile)
 
 
 def main() -> None:
@@ -237,12 +239,12 @@ def main() -> None:
                 rows += measure(f"decode-b{batch}-ctx{context}", order, time_decode(batch, context, order), True, sweep)
                 torch.cuda.empty_cache()
         if options.only != "decode":
-            for length, chunk in ((2048, 2048), (4096, 4096), (8192, 8192), (8192, 2048)):
-                name = f"prefill-{chunk}-of-{length}"
-                rows += measure(name, order, time_prefill(length, chunk, order), False, sweep)
+            for count, length, chunk in PREFILL:
+                name = f"prefill-{f'{count}x' * (count > 1)}{chunk}-of-{length}"
+                rows += measure(name, order, time_prefill([(length, chunk)] * count, order), False, sweep)
                 torch.cuda.empty_cache()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    where = provenance(torch.cuda.get_device_name())
+    write_rows(options.out, [asdict(row) | where for row in rows])
 
 
 if __name__ == "__main__":

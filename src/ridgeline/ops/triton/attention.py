@@ -1,27 +1,32 @@
-"""Paged attention for ragged batches: the launches, and what a step's layers share. The kernels: walk, plan.
+"""Paged attention for ragged batches: the launches, and what a step's layers share. The kernels: walk, plan, chunk, hopper.
 
 Two kernels serve one step. Rows whose query tokens, packed with the query heads of a KV group, fit a small tile
 (decoding, verification of drafts) are split along their keys and combined by log-sum-exp (flash decoding, Dao et al.
-2023); longer chunks are tiled over queries (FlashAttention-2, Dao 2023). Each kernel skips the other's rows on the
-device. Which program does what is written by a plan kernel from lengths on the device, once per step and group, so grids
-depend on shapes alone and everything may live in a CUDA graph.
+2023); longer chunks are tiled over queries (FlashAttention-2, Dao 2023; on Hopper FlashAttention-3, Shah et al. 2024).
+Each kernel skips the other's rows on the device. Which program does what is written by a plan kernel from lengths on the
+device, once per step and group, so grids depend on shapes alone and everything may live in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import TypeVar
 
 import torch
 import triton
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
-from ridgeline.ops.triton.plan import plan_kernel
+from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile
-from ridgeline.ops.triton.walk import chunk_kernel, combine_kernel, split_kernel
+from ridgeline.ops.triton.walk import combine_kernel, split_kernel
 
 
 @cache
@@ -30,12 +35,27 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The module of hopper_kernel where it runs. Its language may change from version to version of Triton."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if not triton.__version__.startswith(tuning.GLUON_VERSIONS):
+        return None
+    return import_module("ridgeline.ops.triton.hopper")
+
+
+Plan = TypeVar("Plan")
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Units of work on the device. units: int32 [3, n] (row, begin, end); rows: int32 [2, B] (first unit, units)."""
+    """The split kernel's plan on the device, see plan_kernel. units: int32 [UNIT_FIELDS, n]. rows: int32 [2, B].
+    arrivals: int32 [B, Hkv], zero between two layers."""
 
     units: torch.Tensor
     rows: torch.Tensor
+    arrivals: torch.Tensor
 
     @property
     def count(self) -> int:
@@ -63,64 +83,99 @@ class _Call:
     def width(self) -> int:
         return max(16, triton.next_power_of_2(self.q.shape[2]))
 
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the chunks are hopper_kernel's: plain causal attention, with heads and pages that its copies take."""
+        view, step, kv = self.view, self.step, self.view.kv
+        return (
+            _hopper(self.q.device) is not None
+            and self.q.dtype in (torch.bfloat16, torch.float16)
+            and kv.dtype == self.q.dtype
+            and self.q.shape[2] in tuning.HOPPER_HEAD_DIMS
+            and view.page_tokens % tuning.HOPPER_SMALLEST_BOX == 0
+            and not any(stride % self.q.shape[2] for stride in kv.stride()[:3])
+            and (view.window, view.softcap, step.ancestors, step.key_positions) == (None, None, None, None)
+            and step.max_query >= tuning.HOPPER_SHORTEST_CHUNK
+        )
+
+    @property
+    def wide(self) -> bool:
+        """Whether rows and heads make so few programs of the split kernel that each may have a processor for itself."""
+        programs = self.step.rows.shape[0] * self.view.kv.shape[2]
+        return programs < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
+
+    @property
+    def wave(self) -> int:
+        """Programs of the split kernel that run at a time."""
+        return _processors(self.q.device) * (1 if self.wide else tuning.SPLIT_PROGRAMS_PER_PROCESSOR)
+
+    @property
+    def one_wave(self) -> bool:
+        """Whether rows and heads do not fill the device even once: then all programs end together, and little is split."""
+        return self.step.rows.shape[0] * self.view.kv.shape[2] < self.wave
+
     def tile(self, split: bool) -> Tile:
         if self.q.dtype == torch.float32:
             return tuning.FLOAT32_SPLIT if split else tuning.FLOAT32_CHUNK
         if split:
-            return tuning.SPLIT_TILES[self.width]
+            return (tuning.WIDE_SPLIT_TILES if self.wide else tuning.SPLIT_TILES)[self.width]
+        if self.on_hopper:
+            return tuning.HOPPER_TILE
         short = self.step.max_query <= tuning.LONGEST_SHORT_CHUNK
         return (tuning.SHORT_CHUNK_TILES if short else tuning.CHUNK_TILES)[self.width]
 
 
-def _once(call: _Call, name: str, make: Callable[[], _Work]) -> _Work:
-    """`make()` once per step and group. A graph under capture must record its own plan, so it shares none from before."""
+def _key(call: _Call, name: str) -> Hashable:
+    """Of a plan in step.derived. A graph under capture must record its own plan, so it shares none from before."""
     capturing = call.q.is_cuda and torch.cuda.is_current_stream_capturing()
     shape = (call.q.shape[1], call.view.kv.shape[2], call.q.shape[2], call.q.dtype, call.view.window)
-    key = ("triton", name, shape, capturing)
+    return ("triton", name, shape, capturing)
+
+
+def _once(call: _Call, name: str, make: Callable[[], Plan]) -> Plan:
+    """`make()` once per step and group."""
+    key = _key(call, name)
     found = call.step.derived.get(key)
     if found is None:
         found = call.step.derived[key] = make()
     return found  # type: ignore[no-any-return]
 
 
-def _plan(call: _Call, split: bool) -> _Work:
-    """Write the units of the split kernel (runs of slots of a row) or of the chunk kernel (runs of packed queries)."""
-    step, device, tile = call.step, call.q.device, call.tile(split)
+def _plan(call: _Call) -> _Work:
+    """Write the units of the split kernel: runs of slots of a row."""
+    step, device, tile = call.step, call.q.device, call.tile(split=True)
     rows, kv_heads = step.rows.shape[0], call.view.kv.shape[2]
-    tokens = call.q.shape[0]
-    if split:
-        wave = _processors(device) * tuning.SPLIT_PROGRAMS_PER_PROCESSOR
-        waves = 1 if rows * kv_heads < wave else tuning.SPLIT_WAVES
-        spare = max(1, wave * waves // kv_heads)
-        if waves == 1:
-            spare = max(1, spare - rows)
-        count = rows + spare
+    if call.one_wave:
+        spare = max(1, call.wave // kv_heads - rows)
     else:
-        spare = triton.cdiv(tokens * call.group, tile.queries)
-        # Each row with so many tokens that it belongs here may end with a tile that is not full.
-        count = min(rows, tokens // (call.small // call.group + 1)) + spare
-    units = torch.empty((3, count), dtype=torch.int32, device=device)
+        spare = max(1, call.wave * tuning.SPLIT_WAVES // kv_heads)
+    count = rows + spare
+    units = torch.empty((UNIT_FIELDS, count), dtype=torch.int32, device=device)
     per_row = torch.empty((2, rows), dtype=torch.int32, device=device)
+    arrivals = torch.empty((rows, kv_heads), dtype=torch.int32, device=device)
     block = 32
     plan_kernel[(triton.cdiv(count, block),)](
+        step.rows,
         step.q_start,
         step.length,
         units,
         per_row,
+        arrivals,
         rows,
         count,
         spare,
         call.group,
         call.small,
+        kv_heads=kv_heads,
         window=0 if call.compacted else call.view.window or 0,
-        tile=tile.keys if split else tile.queries,
+        tile=tile.keys,
         smallest=tuning.SMALLEST_SPLIT if call.q.is_cuda else tile.keys,
-        SPLIT=split,
+        FINER=call.one_wave,
         ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,
         **overlap(device),
     )
-    return _Work(units, per_row)
+    return _Work(units, per_row, arrivals)
 
 
 def _class(value: int, classes: tuple[int, ...]) -> int:
@@ -136,9 +191,6 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
         "q_ptr": call.q,
         "kv_ptr": view.kv,
         "table_ptr": view.table,
-        "rows_ptr": step.rows,
-        "q_start_ptr": step.q_start,
-        "length_ptr": step.length,
         "position_ptr": step.position,
         "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
         "key_positions_ptr": absent if step.key_positions is None else step.key_positions,
@@ -151,7 +203,6 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
         "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
         "scale": view.scale,
         "cap": 0.0 if view.softcap is None else view.softcap,
-        "batch": step.rows.shape[0],
         "kv_heads": view.kv.shape[2],
         "group": call.group,
         "head_dim": call.q.shape[2],
@@ -170,54 +221,140 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
 
 
 def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Rows with few query tokens: parts of their keys in parallel, then the parts of a row together."""
-    work = _once(call, "split", lambda: _plan(call, split=True))
-    kv_heads, dim = call.view.kv.shape[2], call.q.shape[2]
+    """Rows with few query tokens: parts of their keys in parallel, then the parts of a row together.
+
+    Many rows hide the end of one program behind others, so the last program of a row puts its parts together; few rows
+    do not, and there a kernel of its own, ready when the last part is, takes half the time.
+    """
+    planned = _key(call, "split") in call.step.derived
+    work, tile = _once(call, "split", lambda: _plan(call)), call.tile(split=True)
+    rows, kv_heads, dim = call.step.rows.shape[0], call.view.kv.shape[2], call.q.shape[2]
     queries = call.small // call.group * call.group
+    packed = triton.next_power_of_2(queries)
+    plain = call.step.ancestors is None and not call.compacted
     part = torch.empty((work.count, kv_heads, queries, dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((work.count, kv_heads, queries), dtype=torch.float32, device=out.device)
     split_kernel[(work.count * kv_heads,)](
         units_ptr=work.units,
-        per_row_ptr=work.rows,
+        arrivals_ptr=work.arrivals,
         out_ptr=out,
         lse_ptr=lse,
         part_ptr=part,
         part_lse_ptr=part_lse,
         units=work.count,
+        planned=int(planned),
         part_queries=queries,
-        QUERIES=max(16, triton.next_power_of_2(queries)),
+        QUERIES=max(16, packed),
+        AHEAD=tile.stages * tile.keys if call.wide and plain else 0,
+        FUSED=not call.one_wave,
+        PACKED=packed,
+        PARTS=max(1, min(tuning.COMBINED_AT_ONCE, tuning.COMBINED_ELEMENTS // (packed * call.width))),
         **_shared(call, split=True),
     )
-    rows = call.step.rows.shape[0]
-    combine_kernel[(rows, call.q.shape[1])](
-        work.rows,
-        call.step.q_start,
-        part,
-        part_lse,
-        out,
-        lse,
+    if call.one_wave:
+        combine_kernel[(rows, call.q.shape[1])](
+            work.rows,
+            call.step.q_start,
+            part,
+            part_lse,
+            out,
+            lse,
+            rows,
+            part_queries=queries,
+            kv_heads=kv_heads,
+            group=call.group,
+            head_dim=dim,
+            PARTS=tuning.COMBINED_AT_ONCE,
+            WIDTH=call.width,
+            num_warps=2,
+            **overlap(out.device),
+        )
+
+
+def _plan_chunks(call: _Call) -> torch.Tensor:
+    """Units of the chunk kernels, see chunk_plan_kernel; int32 [3, n]."""
+    step, tile, rows = call.step, call.tile(split=False), call.step.rows.shape[0]
+    tokens = call.q.shape[0]
+    # Each row with so many tokens that it belongs here may end with a tile that is not full.
+    count = triton.cdiv(tokens * call.group, tile.queries) + min(rows, tokens // (call.small // call.group + 1))
+    units = torch.empty((3, count), dtype=torch.int32, device=call.q.device)
+    block = 16
+    chunk_plan_kernel[(triton.cdiv(count, block),)](
+        step.q_start,
+        step.length,
+        units,
         rows,
-        part_queries=queries,
-        kv_heads=kv_heads,
-        group=call.group,
-        head_dim=dim,
-        PARTS=tuning.COMBINED_AT_ONCE,
-        WIDTH=call.width,
-        num_warps=2,
-        **overlap(out.device),
+        count,
+        call.group,
+        call.small,
+        tile=tile.queries,
+        keys=tile.keys,
+        # One size for nearly all: a rehearsal has few rows, and others would compile while requests wait.
+        ROWS=_class(rows, tuning.PLAN_ROWS[-1:]),
+        BLOCK=block,
+        **overlap(call.q.device),
     )
+    return units
 
 
 def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Rows with many query tokens: one program per tile of packed queries and KV head."""
-    work = _once(call, "chunks", lambda: _plan(call, split=False))
-    chunk_kernel[(work.count * call.view.kv.shape[2],)](
-        units_ptr=work.units,
+    if call.on_hopper:
+        _chunks_on_hopper(call, out, lse)
+        return
+    units = _once(call, "chunks", lambda: _plan_chunks(call))
+    step = call.step
+    chunk_kernel[(units.shape[1] * call.view.kv.shape[2],)](
+        rows_ptr=step.rows,
+        q_start_ptr=step.q_start,
+        length_ptr=step.length,
+        batch=step.rows.shape[0],
+        units_ptr=units,
         out_ptr=out,
         lse_ptr=lse,
-        units=work.count,
+        units=units.shape[1],
         QUERIES=call.tile(split=False).queries,
         **_shared(call, split=False),
+    )
+
+
+def _chunks_on_hopper(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The same with one program per processor, each going through many tiles."""
+    units = _once(call, "hopper", lambda: _plan_chunks(call))
+    kv, dim, tile = call.view.kv, call.q.shape[2], call.tile(split=False)
+    kv_heads, box = kv.shape[2], math.gcd(call.view.page_tokens, tile.keys)
+    page_rows, kind_rows, head_rows = (stride // dim for stride in kv.stride()[:3])
+    hopper = _hopper(call.q.device)
+    assert hopper is not None
+    hopper.hopper_kernel[(min(units.shape[1] * kv_heads, _processors(call.q.device)),)](
+        call.q,
+        hopper.cache_rows(kv, box),
+        call.view.table,
+        call.step.rows,
+        call.step.q_start,
+        call.step.length,
+        units,
+        out,
+        lse,
+        call.q.stride(0),
+        call.q.stride(1),
+        page_rows,
+        kind_rows,
+        head_rows,
+        call.view.table.stride(0),
+        call.view.scale,
+        call.step.rows.shape[0],
+        units.shape[1],
+        kv_heads=kv_heads,
+        group=call.group,
+        page_tokens=call.view.page_tokens,
+        BOX=box,
+        KEYS=tile.keys,
+        DIM=dim,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        maxnreg=tuning.HOPPER_REGISTERS,
+        **overlap(call.q.device),
     )
 
 

@@ -27,8 +27,13 @@ def overlap(device: torch.device) -> dict[str, object]:
 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
-    """Wait for all that earlier kernels wrote, then let the next kernel come up. Each program of a kernel calls it before
-    it reads or writes anything but weights."""
+    """Let the next kernel come up, then wait for all that earlier kernels wrote. Each program of a kernel calls it before
+    it reads or writes anything but weights.
+
+    In this order the next kernel's start overlaps this one's wait too. It is safe because a wait ends when the kernel
+    before has completed, not when it lets others come up, and that one completed after its own wait (PTX ISA,
+    griddepcontrol): so each kernel sees all that came before it.
+    """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()

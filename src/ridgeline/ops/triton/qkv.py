@@ -11,23 +11,85 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import QkvShape
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
-BLOCK_HEADS = 4
+MANY_TOKENS = 512
+"""From here on tokens alone fill a GPU: a program takes all heads of one. Below, KV head by KV head."""
+LARGEST_TILE = 2048
+"""Elements of queries that a program of many tokens holds at a time."""
 
 
 @triton.jit
-def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, at, inside, Q: tl.constexpr, K: tl.constexpr, OFFSET: tl.constexpr):
-    """Weights [heads, width] of the norms of a tile of query and key heads, 1 where there is none."""
-    add = 1.0 if OFFSET else 0.0
-    q = tl.full((at.shape[0],), 1.0, tl.float32)
-    k = tl.full((at.shape[0],), 1.0, tl.float32)
-    if Q:
-        q = tl.load(q_norm_ptr + at, mask=inside, other=0.0).to(tl.float32) + add
-    if K:
-        k = tl.load(k_norm_ptr + at, mask=inside, other=0.0).to(tl.float32) + add
-    return tl.where(is_q[:, None], q[None, :], k[None, :])
+def _load(source, head, at, real, half: tl.constexpr, head_dim: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
+    """The two halves [heads, HALF] that turn into each other, and the rest [heads, REST] (REST 0: nothing) of a tile of
+    heads, in float32."""
+    lines = source + head[:, None] * head_dim
+    tile = real[:, None] & (at < half)[None, :]
+    first = tl.load(lines + at[None, :], mask=tile, other=0.0).to(tl.float32)
+    second = tl.load(lines + half + at[None, :], mask=tile, other=0.0).to(tl.float32)
+    rest = first
+    if REST:
+        behind = 2 * half + tl.arange(0, REST)
+        rest = tl.load(lines + behind[None, :], mask=real[:, None] & (behind < head_dim)[None, :], other=0.0)
+        rest = rest.to(tl.float32)
+    return first, second, rest
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit
+def _weights(norm_ptr, at, size, OFFSET: tl.constexpr):
+    return tl.load(norm_ptr + at, mask=at < size, other=0.0).to(tl.float32)[None, :] + (1.0 if OFFSET else 0.0)
+
+
+@triton.jit
+def _norm(
+    first,
+    second,
+    rest,
+    norm_ptr,
+    eps,
+    at,
+    half: tl.constexpr,
+    head_dim: tl.constexpr,
+    REST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    element: tl.constexpr,
+):
+    """RMS norm of each head, rounded to the model's dtype before it turns, as in the reference."""
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if REST:
+        squares += tl.sum(rest * rest, 1)
+    scale = tl.rsqrt(squares / head_dim + eps)[:, None]
+    first = first * scale * _weights(norm_ptr, at, half, OFFSET)
+    second = second * scale * _weights(norm_ptr + half, at, half, OFFSET)
+    if REST:
+        rest = rest * scale * _weights(norm_ptr + 2 * half, tl.arange(0, REST), head_dim - 2 * half, OFFSET)
+    return first.to(element).to(tl.float32), second.to(element).to(tl.float32), rest
+
+
+@triton.jit
+def _store(
+    target,
+    stride,
+    head,
+    at,
+    real,
+    first,
+    second,
+    rest,
+    half: tl.constexpr,
+    head_dim: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Write a tile of heads, `stride` elements from one to the next."""
+    element: tl.constexpr = target.dtype.element_ty
+    lines = target + head[:, None] * stride
+    tile = real[:, None] & (at < half)[None, :]
+    tl.store(lines + at[None, :], first.to(element), mask=tile)
+    tl.store(lines + half + at[None, :], second.to(element), mask=tile)
+    if REST:
+        behind = 2 * half + tl.arange(0, REST)
+        tl.store(lines + behind[None, :], rest.to(element), mask=real[:, None] & (behind < head_dim)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "position_ptr"])
 def _qkv_kernel(
     qkv_ptr,
     cos_sin_ptr,
@@ -49,77 +111,77 @@ def _qkv_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    KV_TILE: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, HEADS heads. Each head is two halves that turn into each other and, if REST, a rest that stays."""
+    """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS). Each head is two halves
+    that turn into each other and, if REST, a rest that stays. All is read before anything is written."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    turned: tl.constexpr = n_heads + n_kv_heads
-    real = head < turned + n_kv_heads
-    is_q = head < n_heads
-    is_v = head >= turned
+    group: tl.constexpr = n_heads // n_kv_heads
+    element: tl.constexpr = qkv_ptr.dtype.element_ty
+    kv_head = tl.program_id(1) * KV_HEADS + tl.arange(0, KV_TILE)
+    q_head = tl.program_id(1) * KV_HEADS * group + tl.arange(0, HEADS)
+    kv_real = tl.arange(0, KV_TILE) < KV_HEADS
+    q_real = tl.arange(0, HEADS) < KV_HEADS * group
     at = tl.arange(0, HALF)
-    inside = at < half
-    tile = real[:, None] & inside[None, :]
-    source = qkv_ptr + token * qkv_stride + head[:, None] * head_dim
-    first = tl.load(source + at[None, :], mask=tile, other=0.0).to(tl.float32)
-    second = tl.load(source + half + at[None, :], mask=tile, other=0.0).to(tl.float32)
-    behind = 2 * half + tl.arange(0, REST)
-    rest_tile = real[:, None] & (behind < head_dim)[None, :]
-    rest = tl.load(source + behind[None, :], mask=rest_tile, other=0.0).to(tl.float32)
-    if Q_NORM or K_NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / head_dim + eps)
-        normed = (is_q & Q_NORM) | ((head >= n_heads) & (head < turned) & K_NORM)
-        scale = tl.where(normed, scale, 1.0)[:, None]
-        plain = is_v[:, None]
-        weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, at, inside, Q_NORM, K_NORM, OFFSET)
-        first = first * scale * tl.where(plain, 1.0, weight)
-        weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, at + half, inside, Q_NORM, K_NORM, OFFSET)
-        second = second * scale * tl.where(plain, 1.0, weight)
-        weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, behind, behind < head_dim, Q_NORM, K_NORM, OFFSET)
-        rest = rest * scale * tl.where(plain, 1.0, weight)
-        # The norm's result is rounded to the model's dtype before it turns, as in the reference.
-        first = first.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-        second = second.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-    position = tl.load(position_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * (2 * half) + at, mask=inside, other=1.0)[None, :]
-    sin = tl.load(cos_sin_ptr + position * (2 * half) + half + at, mask=inside, other=0.0)[None, :]
-    cos = tl.where(is_v[:, None], 1.0, cos)
-    sin = tl.where(is_v[:, None], 0.0, sin)
-    turned_first = (first * cos - second * sin).to(qkv_ptr.dtype.element_ty)
-    turned_second = (second * cos + first * sin).to(qkv_ptr.dtype.element_ty)
-    stays = rest.to(qkv_ptr.dtype.element_ty)
-    fresh = tile & (is_v == 0)[:, None]
-    tl.store(source + at[None, :], turned_first, mask=fresh)
-    tl.store(source + half + at[None, :], turned_second, mask=fresh)
-    tl.store(source + behind[None, :], stays, mask=rest_tile & (is_v == 0)[:, None])
+    source = qkv_ptr + token * qkv_stride
+    k_source = source + n_heads * head_dim
     slot = tl.load(slots_ptr + token)
-    kind = tl.where(is_v, 1, 0)
-    kv_head = head - n_heads - kind * n_kv_heads
-    place = kind.to(tl.int64) * kind_stride + kv_head.to(tl.int64) * head_stride
-    target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim + place[:, None]
-    kept = (is_q == 0)[:, None]
-    element = kv_ptr.dtype.element_ty
-    tl.store(target + at[None, :], turned_first.to(element), mask=tile & kept)
-    tl.store(target + half + at[None, :], turned_second.to(element), mask=tile & kept)
-    tl.store(target + behind[None, :], stays.to(element), mask=rest_tile & kept)
+    position = tl.load(position_ptr + token).to(tl.int64)
+    q_first, q_second, q_rest = _load(source, q_head, at, q_real, half, head_dim, HALF, REST)
+    k_first, k_second, k_rest = _load(k_source, kv_head, at, kv_real, half, head_dim, HALF, REST)
+    v_first, v_second, v_rest = _load(
+        k_source + n_kv_heads * head_dim, kv_head, at, kv_real, half, head_dim, HALF, REST
+    )
+    cos_sin = cos_sin_ptr + position * (2 * half) + at
+    cos = tl.load(cos_sin, mask=at < half, other=1.0)[None, :]
+    sin = tl.load(cos_sin + half, mask=at < half, other=0.0)[None, :]
+    if Q_NORM:
+        q_first, q_second, q_rest = _norm(
+            q_first, q_second, q_rest, q_norm_ptr, eps, at, half, head_dim, REST, OFFSET, element
+        )
+    if K_NORM:
+        k_first, k_second, k_rest = _norm(
+            k_first, k_second, k_rest, k_norm_ptr, eps, at, half, head_dim, REST, OFFSET, element
+        )
+    q_turned = (q_first * cos - q_second * sin).to(element)
+    q_second = (q_second * cos + q_first * sin).to(element)
+    _store(source, head_dim, q_head, at, q_real, q_turned, q_second, q_rest, half, head_dim, REST)
+    k_turned = (k_first * cos - k_second * sin).to(element)
+    k_second = (k_second * cos + k_first * sin).to(element)
+    k_rest = k_rest.to(element)
+    _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_rest, half, head_dim, REST)
+    target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
+    _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_rest, half, head_dim, REST)
+    _store(target + kind_stride, head_stride, kv_head, at, kv_real, v_first, v_second, v_rest, half, head_dim, REST)
+
+
+def _kv_heads(tokens: int, shape: QkvShape) -> int:
+    """KV heads of a program, a divisor of all."""
+    if tokens < MANY_TOKENS:
+        return 1
+    most = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
+    return max(one for one in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % one == 0 and one <= most)
 
 
 def qkv_write(
-    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
+    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs, kv_heads: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See Ops. Works in place: q, k and v are views of qkv, which is overwritten."""
+    """See Ops. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads of a program, 0 to
+    choose by the number of tokens."""
     tokens, dim = qkv.shape[0], shape.head_dim
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     half = shape.cos_sin.shape[2]
     rest = dim - 2 * half
     if tokens:
-        _qkv_kernel[(tokens, triton.cdiv(sum(sizes), BLOCK_HEADS))](
+        kv_heads = kv_heads or _kv_heads(tokens, shape)
+        heads = triton.next_power_of_2(kv_heads * (shape.n_heads // shape.n_kv_heads))
+        _qkv_kernel[(tokens, shape.n_kv_heads // kv_heads)](
             qkv,
             shape.cos_sin,
             step.position,
@@ -140,10 +202,12 @@ def qkv_write(
             Q_NORM=shape.q_norm is not None,
             K_NORM=shape.k_norm is not None,
             OFFSET=shape.norm_offset,
-            HEADS=BLOCK_HEADS,
+            KV_HEADS=kv_heads,
+            HEADS=heads,
+            KV_TILE=triton.next_power_of_2(kv_heads),
             HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(max(rest, 1)),
-            num_warps=1 if dim <= 128 else 2,
+            REST=triton.next_power_of_2(rest) if rest else 0,
+            num_warps=max(1, min(4, heads * dim // 1024)),
             **overlap(qkv.device),
         )
     q, k, v = qkv.view(tokens, sum(sizes), dim).split(sizes, 1)

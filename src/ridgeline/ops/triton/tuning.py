@@ -17,14 +17,22 @@ class Tile:
 
 
 # Padded head size -> tile. Rows with few query tokens are bound by reading keys: small tiles, several programs per
-# processor, deep pipelines. A key's address needs its page number first, and that load takes every other stage: 5 stages
-# keep two tiles of keys and values in flight. Chunks are bound by arithmetic: as many queries as registers hold.
+# processor, so that one reads while another ends. Chunks are bound by arithmetic: as many queries as registers hold.
 SPLIT_TILES = {
-    16: Tile(16, 128, 4, 5),
-    32: Tile(16, 128, 4, 5),
-    64: Tile(16, 128, 4, 5),
-    128: Tile(16, 64, 4, 5),
-    256: Tile(16, 32, 4, 5),
+    16: Tile(16, 128, 4, 3),
+    32: Tile(16, 128, 4, 3),
+    64: Tile(16, 128, 4, 3),
+    128: Tile(16, 64, 4, 3),
+    256: Tile(16, 32, 4, 3),
+}
+# Where all rows together make less than one program per processor: a program fills one, and a row has few parts. Only
+# the tile of 128 has been measured.
+WIDE_SPLIT_TILES = {
+    16: Tile(16, 128, 8, 4),
+    32: Tile(16, 128, 8, 4),
+    64: Tile(16, 128, 8, 4),
+    128: Tile(16, 128, 8, 3),
+    256: Tile(16, 64, 8, 3),
 }
 CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
@@ -42,6 +50,17 @@ SHORT_CHUNK_TILES = {
     256: Tile(64, 32, 8, 2),
 }
 LONGEST_SHORT_CHUNK = 1024
+HOPPER_TILE = Tile(128, 128, 4, 2)
+"""Of hopper_kernel: warps of one of its two groups."""
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_REGISTERS = 168
+"""Per thread at launch, for 3 groups of 4 warps; the kernel hands them from the fetching group to the other two."""
+HOPPER_SMALLEST_BOX = 16
+"""Slots of a copy below which copies are too many; a page must be a multiple."""
+HOPPER_SHORTEST_CHUNK = 256
+"""Tokens below which more and smaller programs are faster."""
+GLUON_VERSIONS: tuple[str, ...] = ("3.6.",)
+"""Versions of Triton that hopper_kernel was measured with."""
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)
 
@@ -59,3 +78,5 @@ SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
 COMBINED_AT_ONCE = 16
 """Parts of a row that a program holds at a time while it puts them together."""
+COMBINED_ELEMENTS = 8192
+"""Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group."""

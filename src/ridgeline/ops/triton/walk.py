@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.ops.triton.launch import await_inputs
+from ridgeline.ops.triton.plan import load_unit
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -107,19 +108,97 @@ def _finish(best, weight, out):
     return out / tl.where(some, weight, 1.0)[:, None], lse
 
 
-@triton.jit(do_not_specialize=STEP_SIZES)
+@triton.jit
+def _combine(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    first_unit,
+    count,
+    first_query,
+    n,
+    kv_head,
+    packed,
+    part_queries: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Put the parts of packed queries [PACKED] together, weighted by exp(their log-sum-exp), PARTS at a time in order."""
+    real = packed < n * group
+    at = tl.arange(0, WIDTH)
+    best = tl.full(packed.shape, float("-inf"), tl.float32)
+    weight = tl.zeros_like(best)
+    out = tl.zeros((packed.shape[0], WIDTH), tl.float32)
+    for done in range(0, count, PARTS):
+        part = done + tl.arange(0, PARTS)
+        line = ((first_unit + part).to(tl.int64) * kv_heads + kv_head)[:, None] * part_queries + packed[None, :]
+        inside = (part < count)[:, None] & real[None, :]
+        # Written while this program may have been running: not from its processor's own cache.
+        lse = tl.load(part_lse_ptr + line, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        tile = inside[:, :, None] & (at < head_dim)[None, None, :]
+        values = tl.load(part_ptr + line[:, :, None] * head_dim + at, mask=tile, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(best, tl.max(lse, 0))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        shrink = tl.exp(best - safe)
+        p = tl.exp(lse - safe[None, :])
+        weight = weight * shrink + tl.sum(p, 0)
+        out = out * shrink[:, None] + tl.sum(values * p[:, :, None], 0)
+        best = top
+    out, lse = _finish(best * LOG2E, weight, out)
+    line = (first_query + packed // group).to(tl.int64) * (kv_heads * group) + kv_head * group + packed % group
+    tile = real[:, None] & (at < head_dim)[None, :]
+    tl.store(out_ptr + line[:, None] * head_dim + at[None, :], out.to(out_ptr.dtype.element_ty), mask=tile)
+    tl.store(lse_ptr + line, lse, mask=real)
+
+
+@triton.jit
+def _pages(pages_ptr, first, end, page_tokens: tl.constexpr, KEYS: tl.constexpr):
+    """Page numbers of the slots first .. first + KEYS - 1: one, if they lie in one page, else [KEYS]."""
+    if page_tokens % KEYS == 0:
+        return tl.load(pages_ptr + first // page_tokens, mask=first < end, other=0, cache_modifier=".cg")
+    else:
+        slot = first + tl.arange(0, KEYS)
+        return tl.load(pages_ptr + slot // page_tokens, mask=slot < end, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.constexpr):
+    """A program's unit, and the wait for earlier kernels: here, or left to the caller where the unit's first AHEAD slots
+    were written by earlier steps.
+
+    planned: whether an earlier kernel of this step waited for the plan before it let others begin. The first one to use a
+    plan does, so all after it may read it, and what was written before it, without waiting. They read it from L2 (.cg):
+    only the wait is sure to empty a processor's own cache.
+    """
+    if PDL:
+        if planned == 0:
+            gdc_wait()
+        gdc_launch_dependents()
+    work = load_unit(units_ptr, units, unit)
+    row, begin, end, _, n, length, _, _, _ = work
+    if PDL:
+        if AHEAD > 0:
+            if (row < 0) | (tl.minimum(begin + AHEAD, end) > length - n):
+                gdc_wait()
+        else:
+            gdc_wait()
+    return work
+
+
+@triton.jit(do_not_specialize=[*STEP_SIZES, "planned"])
 def split_kernel(
     q_ptr,
     kv_ptr,
     table_ptr,
-    rows_ptr,
-    q_start_ptr,
-    length_ptr,
     position_ptr,
     ancestors_ptr,
     key_positions_ptr,
     units_ptr,
-    per_row_ptr,
+    arrivals_ptr,
     out_ptr,
     lse_ptr,
     part_ptr,
@@ -133,8 +212,8 @@ def split_kernel(
     key_positions_stride,
     scale,
     cap,
-    batch,
     units,
+    planned,
     part_queries: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -149,20 +228,22 @@ def split_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FUSED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """All query tokens of a row, one KV head, one run of its slots."""
-    await_inputs(PDL)
-    unit = tl.program_id(0) // kv_heads
+    """All query tokens of a row, one KV head, one run of its slots.
+
+    planned, AHEAD: see _await_unit; with AHEAD, no wait comes before the loop's first loads. FUSED: the last program of a
+    row and head puts its parts together; else combine_kernel does.
+    """
     head = tl.program_id(0) % kv_heads
-    index = tl.load(units_ptr + unit)
-    if index >= batch:
+    unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
+    row, begin, end, first_query, n, length, first_unit, count, index = unit
+    start = length - n
+    if row < 0:
         return
-    begin = tl.load(units_ptr + units + unit)
-    end = tl.load(units_ptr + 2 * units + unit)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    first_query = tl.load(q_start_ptr + index)
-    n = tl.load(q_start_ptr + index + 1) - first_query
-    start = tl.load(length_ptr + index) - n
     packed = tl.arange(0, QUERIES)
     place = packed // group
     real = place < n
@@ -170,29 +251,39 @@ def split_kernel(
     tile = real[:, None] & (at < head_dim)[None, :]
     token = (first_query + place).to(tl.int64)
     query_head = head * group + packed % group
-    q = tl.load(
-        q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + at[None, :],
-        mask=tile,
-        other=0.0,
-    )
-    own_position = tl.load(position_ptr + token, mask=real, other=0)
+    q_tile = q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + at[None, :]
+    pages_ptr = table_ptr + row.to(tl.int64) * table_stride
+    head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    page = _pages(pages_ptr, begin, end, page_tokens, KEYS)
+    own_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
     own_ancestors = token
     if TREE:
         own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
-    pages_ptr = table_ptr + row * table_stride
-    head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    if AHEAD > 0:
+        q = tl.zeros((QUERIES, WIDTH), q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_tile, mask=tile, other=0.0)
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, WIDTH), tl.float32)
     for first in range(begin, end, KEYS):
         slot = first + tl.arange(0, KEYS)
-        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
+        offset = page.to(tl.int64) * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
+        # A turn ahead: loads whose address another load brings would leave half of the pipeline's depth.
+        page = _pages(pages_ptr, first + KEYS, end, page_tokens, KEYS)
         inside = (slot < end)[:, None]
         if head_dim != WIDTH:
             inside = inside & (at < head_dim)[None, :]
         pointer = head_ptr + offset[:, None] + at[None, :]
         keys = tl.load(pointer, mask=inside, other=0.0)
         values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
+        if AHEAD > 0:
+            # The loop's first loads are under way by now; what the kernel before writes is needed only here.
+            waiting = first == begin
+            if waiting:
+                if PDL:
+                    gdc_wait()
+                q = tl.load(q_tile, mask=tile, other=0.0)
         seen = _seen(
             slot,
             place,
@@ -200,7 +291,7 @@ def split_kernel(
             end,
             own_position,
             own_ancestors,
-            key_positions_ptr + row * key_positions_stride,
+            key_positions_ptr + row.to(tl.int64) * key_positions_stride,
             position_ptr + first_query,
             n,
             window,
@@ -209,14 +300,39 @@ def split_kernel(
         )
         best, weight, out = _step(q, keys, values, seen, best, weight, out, scale, cap, True, CAPPED, PRECISION)
     out, lse = _finish(best, weight, out)
-    if tl.load(per_row_ptr + batch + index) == 1:
-        target = (token[:, None] * (kv_heads * group) + query_head[:, None]) * head_dim + at[None, :]
+    heads: tl.constexpr = kv_heads * group
+    if count == 1:
+        target = (token[:, None] * heads + query_head[:, None]) * head_dim + at[None, :]
         tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=tile)
-        tl.store(lse_ptr + token * (kv_heads * group) + query_head, lse, mask=real)
+        tl.store(lse_ptr + token * heads + query_head, lse, mask=real)
     else:
         line = tl.program_id(0).to(tl.int64) * part_queries + packed
         tl.store(part_ptr + line[:, None] * head_dim + at[None, :], out, mask=tile)
         tl.store(part_lse_ptr + line, lse, mask=real)
+        if FUSED:
+            # Every thread's part must be out before the one thread that counts says so.
+            tl.debug_barrier()
+            counter = arrivals_ptr + index * kv_heads + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                _combine(
+                    part_ptr,
+                    part_lse_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    first_unit,
+                    count,
+                    first_query,
+                    n,
+                    head,
+                    tl.arange(0, PACKED),
+                    part_queries,
+                    kv_heads,
+                    group,
+                    head_dim,
+                    PARTS,
+                    WIDTH,
+                )
+                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=STEP_SIZES)
@@ -237,165 +353,35 @@ def combine_kernel(
     WIDTH: tl.constexpr,
 ):
     """One head of a row that was split: its parts weighted by exp(their log-sum-exp), one query token after the other."""
-    await_inputs(PDL)
+    if PDL:
+        gdc_launch_dependents()
+    # The plan was written before the split kernel let this one begin (.cg: see there).
     index = tl.program_id(0)
     head = tl.program_id(1)
-    count = tl.load(per_row_ptr + batch + index)
+    count = tl.load(per_row_ptr + batch + index, cache_modifier=".cg")
+    first_unit = tl.load(per_row_ptr + index, cache_modifier=".cg")
+    first_query = tl.load(q_start_ptr + index, cache_modifier=".cg")
+    n = tl.load(q_start_ptr + index + 1, cache_modifier=".cg") - first_query
+    if PDL:
+        gdc_wait()
     if count <= 1:
         return
-    first_query = tl.load(q_start_ptr + index)
-    n = tl.load(q_start_ptr + index + 1) - first_query
-    first = tl.load(per_row_ptr + index)
-    at = tl.arange(0, WIDTH)
     for place in range(n):
-        packed = place * group + head % group
-        best = tl.full((1,), float("-inf"), tl.float32)
-        weight = tl.zeros((1,), tl.float32)
-        out = tl.zeros((WIDTH,), tl.float32)
-        for done in range(0, count, PARTS):
-            part = done + tl.arange(0, PARTS)
-            inside = part < count
-            line = ((first + part).to(tl.int64) * kv_heads + head // group) * part_queries + packed
-            lse = tl.load(part_lse_ptr + line, mask=inside, other=float("-inf"))
-            tile = inside[:, None] & (at < head_dim)[None, :]
-            values = tl.load(part_ptr + line[:, None] * head_dim + at[None, :], mask=tile, other=0.0)
-            top = tl.maximum(best, tl.max(lse, 0))
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            shrink = tl.exp(best - safe)
-            p = tl.exp(lse - safe)
-            weight = weight * shrink + tl.sum(p, 0)
-            out = out * shrink + tl.sum(values * p[:, None], 0)
-            best = top
-        some = weight > 0.0
-        line = (first_query + place).to(tl.int64) * (kv_heads * group) + head
-        out = out / tl.where(some, weight, 1.0)
-        tl.store(out_ptr + line * head_dim + at, out.to(out_ptr.dtype.element_ty), mask=at < head_dim)
-        lse = tl.where(some, best + tl.log(tl.where(some, weight, 1.0)), float("-inf"))
-        tl.store(lse_ptr + line + tl.arange(0, 1), lse)
-
-
-@triton.jit(do_not_specialize=STEP_SIZES)
-def chunk_kernel(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    rows_ptr,
-    q_start_ptr,
-    length_ptr,
-    position_ptr,
-    ancestors_ptr,
-    key_positions_ptr,
-    units_ptr,
-    out_ptr,
-    lse_ptr,
-    q_token_stride,
-    q_head_stride,
-    page_stride,
-    kind_stride,
-    head_stride,
-    table_stride,
-    key_positions_stride,
-    scale,
-    cap,
-    batch,
-    units,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_tokens: tl.constexpr,
-    window: tl.constexpr,
-    TREE: tl.constexpr,
-    COMPACTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """One tile of a row's packed queries and one KV head; first the slots that all of them see, then the others."""
-    await_inputs(PDL)
-    # Later tiles see more slots: they start first, so that the short ones fill the end.
-    unit = units - 1 - tl.program_id(0) // kv_heads
-    head = tl.program_id(0) % kv_heads
-    index = tl.load(units_ptr + unit)
-    if index >= batch:
-        return
-    first_packed = tl.load(units_ptr + units + unit)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    first_query = tl.load(q_start_ptr + index)
-    n = tl.load(q_start_ptr + index + 1) - first_query
-    start = tl.load(length_ptr + index) - n
-    packed = first_packed + tl.arange(0, QUERIES)
-    place = packed // group
-    real = place < n
-    at = tl.arange(0, WIDTH)
-    tile = real[:, None] & (at < head_dim)[None, :]
-    token = (first_query + place).to(tl.int64)
-    query_head = head * group + packed % group
-    q = tl.load(
-        q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + at[None, :],
-        mask=tile,
-        other=0.0,
-    )
-    own_position = tl.load(position_ptr + token, mask=real, other=0)
-    own_ancestors = token
-    if TREE:
-        own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
-    pages_ptr = table_ptr + row * table_stride
-    head_ptr = kv_ptr + head.to(tl.int64) * head_stride
-    best = tl.full((QUERIES,), float("-inf"), tl.float32)
-    weight = tl.zeros((QUERIES,), tl.float32)
-    out = tl.zeros((QUERIES, WIDTH), tl.float32)
-    # Slots [low, common) are seen by the whole tile, none at or after end by any of it.
-    end = start + tl.minimum((first_packed + QUERIES - 1) // group, n - 1) + 1
-    low = 0
-    if TREE:
-        common = start // KEYS * KEYS
-    else:
-        common = (start + first_packed // group + 1) // KEYS * KEYS
-    if window > 0:
-        if COMPACTED == 0:
-            # A draft tree's tokens may have been said right after the root, whatever their slot.
-            reach = start if TREE else start + first_packed // group
-            low = tl.maximum(reach - window + 1, 0) // KEYS * KEYS
-        common = low
-    for first in range(low, common, KEYS):
-        slot = first + tl.arange(0, KEYS)
-        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
-        pointer = head_ptr + offset[:, None] + at[None, :]
-        if head_dim != WIDTH:
-            keys = tl.load(pointer, mask=(at < head_dim)[None, :], other=0.0)
-            values = tl.load(pointer + kind_stride, mask=(at < head_dim)[None, :], other=0.0)
-        else:
-            keys = tl.load(pointer)
-            values = tl.load(pointer + kind_stride)
-        best, weight, out = _step(q, keys, values, None, best, weight, out, scale, cap, False, CAPPED, PRECISION)
-    for first in range(common, end, KEYS):
-        slot = first + tl.arange(0, KEYS)
-        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
-        inside = (slot < end)[:, None]
-        if head_dim != WIDTH:
-            inside = inside & (at < head_dim)[None, :]
-        pointer = head_ptr + offset[:, None] + at[None, :]
-        keys = tl.load(pointer, mask=inside, other=0.0)
-        values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
-        seen = _seen(
-            slot,
-            place,
-            start,
-            end,
-            own_position,
-            own_ancestors,
-            key_positions_ptr + row * key_positions_stride,
-            position_ptr + first_query,
+        _combine(
+            part_ptr,
+            part_lse_ptr,
+            out_ptr,
+            lse_ptr,
+            first_unit,
+            count,
+            first_query,
             n,
-            window,
-            TREE,
-            COMPACTED,
+            head // group,
+            place * group + head % group + tl.arange(0, 1),
+            part_queries,
+            kv_heads,
+            group,
+            head_dim,
+            PARTS,
+            WIDTH,
         )
-        best, weight, out = _step(q, keys, values, seen, best, weight, out, scale, cap, True, CAPPED, PRECISION)
-    out, lse = _finish(best, weight, out)
-    target = (token[:, None] * (kv_heads * group) + query_head[:, None]) * head_dim + at[None, :]
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=tile)
-    tl.store(lse_ptr + token * (kv_heads * group) + query_head, lse, mask=real)

@@ -1,0 +1,196 @@
+"""Attention of chunks on any GPU: programs tiled over a row's packed queries (FlashAttention-2, Dao 2023; see walk), and
+the kernel that says which programs compute what."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ridgeline.ops.triton.launch import await_inputs
+from ridgeline.ops.triton.walk import STEP_SIZES, _finish, _seen, _step, _tile_offsets
+
+
+@triton.jit
+def _units_beyond(tiles, count, n, start, group, tile: tl.constexpr, keys: tl.constexpr):
+    """How many of a row's `count` units see more than `tiles` tiles of keys: those whose last query's slot is behind."""
+    slot = tiles * keys - start
+    return tl.where(count == 0, 0, tl.where(slot <= 0, count, tl.where(slot >= n, 0, count - slot * group // tile)))
+
+
+@triton.jit(do_not_specialize=["rows", "units", "group", "small"])
+def chunk_plan_kernel(
+    q_start_ptr,
+    length_ptr,
+    units_ptr,
+    rows,
+    units,
+    group,
+    small,
+    tile: tl.constexpr,
+    keys: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """units [3, units]: row (rows or more: nothing to do), begin, end of each run of `tile` packed queries of the rows with
+    more than `small`. The later, the more tiles of `keys` slots a unit sees; those with nothing to do are first. `units`
+    must be enough for all.
+    """
+    await_inputs(PDL)
+    row = tl.arange(0, ROWS)
+    real = row < rows
+    first_query = tl.load(q_start_ptr + row, mask=real, other=0)
+    n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
+    length = tl.load(length_ptr + row, mask=real, other=0)
+    start = length - n
+    count = tl.where((n * group > small) & (start >= 0), (n * group + tile - 1) // tile, 0)
+    stop = tl.cumsum(count, 0)
+    unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = stop[None, :] <= unit[:, None]
+    owner = tl.sum(before.to(tl.int32), 1)
+    number = unit - tl.sum(tl.where(before, count[None, :], 0), 1)
+    owned = owner < rows
+    own_n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - tl.load(q_start_ptr + owner, mask=owned, other=0)
+    own_start = tl.load(length_ptr + owner, mask=owned, other=0) - own_n
+    begin = number * tile
+    end = tl.minimum(begin + tile, own_n * group)
+    tiles = (own_start + (end - 1) // group + keys) // keys
+    # Rank by tiles, then by row, then by place in the row, counted row by row.
+    beyond = _units_beyond(tiles[:, None], count[None, :], n[None, :], start[None, :], group, tile, keys)
+    least = _units_beyond(tiles[:, None] - 1, count[None, :], n[None, :], start[None, :], group, tile, keys)
+    ahead = beyond + tl.where(row[None, :] < owner[:, None], least - beyond, 0)
+    shorter = tl.where(row[None, :] == owner[:, None], count[None, :] - least, 0)
+    rank = tl.where(owned, tl.sum(ahead, 1) + number - tl.sum(shorter, 1), unit)
+    inside = unit < units
+    target = units_ptr + units - 1 - rank
+    tl.store(target, owner, mask=inside)
+    tl.store(target + units, begin, mask=inside)
+    tl.store(target + 2 * units, end, mask=inside)
+
+
+@triton.jit(do_not_specialize=STEP_SIZES)
+def chunk_kernel(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    rows_ptr,
+    q_start_ptr,
+    length_ptr,
+    position_ptr,
+    ancestors_ptr,
+    key_positions_ptr,
+    units_ptr,
+    out_ptr,
+    lse_ptr,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    kind_stride,
+    head_stride,
+    table_stride,
+    key_positions_stride,
+    scale,
+    cap,
+    batch,
+    units,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_tokens: tl.constexpr,
+    window: tl.constexpr,
+    TREE: tl.constexpr,
+    COMPACTED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One tile of a row's packed queries and one KV head; first the slots that all of them see, then the others."""
+    await_inputs(PDL)
+    # What sees most slots starts first, so that the short ones fill the end.
+    unit = units - 1 - tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % kv_heads
+    index = tl.load(units_ptr + unit)
+    if index >= batch:
+        return
+    first_packed = tl.load(units_ptr + units + unit)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    first_query = tl.load(q_start_ptr + index)
+    n = tl.load(q_start_ptr + index + 1) - first_query
+    start = tl.load(length_ptr + index) - n
+    packed = first_packed + tl.arange(0, QUERIES)
+    place = packed // group
+    real = place < n
+    at = tl.arange(0, WIDTH)
+    tile = real[:, None] & (at < head_dim)[None, :]
+    token = (first_query + place).to(tl.int64)
+    query_head = head * group + packed % group
+    q = tl.load(
+        q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + at[None, :],
+        mask=tile,
+        other=0.0,
+    )
+    own_position = tl.load(position_ptr + token, mask=real, other=0)
+    own_ancestors = token
+    if TREE:
+        own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+    pages_ptr = table_ptr + row * table_stride
+    head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    best = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    out = tl.zeros((QUERIES, WIDTH), tl.float32)
+    # Slots [low, common) are seen by the whole tile, none at or after end by any of it.
+    end = start + tl.minimum((first_packed + QUERIES - 1) // group, n - 1) + 1
+    low = 0
+    if TREE:
+        common = start // KEYS * KEYS
+    else:
+        common = (start + first_packed // group + 1) // KEYS * KEYS
+    if window > 0:
+        if COMPACTED == 0:
+            # A draft tree's tokens may have been said right after the root, whatever their slot.
+            reach = start if TREE else start + first_packed // group
+            low = tl.maximum(reach - window + 1, 0) // KEYS * KEYS
+        common = low
+    for first in range(low, common, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
+        pointer = head_ptr + offset[:, None] + at[None, :]
+        if head_dim != WIDTH:
+            keys = tl.load(pointer, mask=(at < head_dim)[None, :], other=0.0)
+            values = tl.load(pointer + kind_stride, mask=(at < head_dim)[None, :], other=0.0)
+        else:
+            keys = tl.load(pointer)
+            values = tl.load(pointer + kind_stride)
+        best, weight, out = _step(q, keys, values, None, best, weight, out, scale, cap, False, CAPPED, PRECISION)
+    for first in range(common, end, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
+        inside = (slot < end)[:, None]
+        if head_dim != WIDTH:
+            inside = inside & (at < head_dim)[None, :]
+        pointer = head_ptr + offset[:, None] + at[None, :]
+        keys = tl.load(pointer, mask=inside, other=0.0)
+        values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
+        seen = _seen(
+            slot,
+            place,
+            start,
+            end,
+            own_position,
+            own_ancestors,
+            key_positions_ptr + row * key_positions_stride,
+            position_ptr + first_query,
+            n,
+            window,
+            TREE,
+            COMPACTED,
+        )
+        best, weight, out = _step(q, keys, values, seen, best, weight, out, scale, cap, True, CAPPED, PRECISION)
+    out, lse = _finish(best, weight, out)
+    target = (token[:, None] * (kv_heads * group) + query_head[:, None]) * head_dim + at[None, :]
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=tile)
+    tl.store(lse_ptr + token * (kv_heads * group) + query_head, lse, mask=real)
