@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.core.cost import CostModel, step_work
+from ridgeline.core.cost import CostModel, WorkMeter, step_work
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
 
@@ -47,3 +47,13 @@ def test_factors_and_overhead(model: CostModel, spec: ModelSpec) -> None:
     assert slow.decode_s([128]) == pytest.approx(2 * model.decode_s([128]) + 0.001)
     assert not slow.calibrated
     assert step_work(spec, []).bytes == 0
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 64), (64, 64, 512)])
+def test_a_meter_counts_every_step_as_step_work_does(spec: ModelSpec, windows: tuple[int | None, ...]) -> None:
+    layers = tuple(replace(spec.layers[0], window=windows[index % len(windows)]) for index in range(6))
+    model = replace(spec, layers=layers)
+    meter = WorkMeter(model)
+    for shares in ([(128, 1)] * 3, [(0, 100), (40, 1), (700, 33)], [(63, 1), (64, 1), (511, 1)], [(0, 1)], []):
+        ends = [start + count for start, count in shares]
+        assert meter.work(ends, [count for _, count in shares], len(shares)) == step_work(model, shares)

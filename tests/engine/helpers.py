@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +75,7 @@ class Bench:
             request = Request(
                 id=name,
                 choice=choice,
-                tokens=list(prompt),
+                tokens=array("i", prompt),
                 prompt_len=len(prompt),
                 sampling=sampling,
                 limit=len(prompt) + sampling.max_tokens,
@@ -88,7 +90,7 @@ class Bench:
             self.scheduler.add(request)
 
     def turn(self) -> None:
-        for update in self.loop.turn():
+        for update in self.loop.turn().each():
             key = update.id, update.choice
             assert key not in self.finish, f"news of {key} after its end"
             self.tokens[key].extend(update.tokens)
@@ -108,6 +110,17 @@ class Bench:
             self.turn()
         assert self.scheduler.idle, "requests hang"
         assert self.leases.pool.used == 0
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts of mixed lengths, half of which share a beginning."""
+    chance = random.Random(seed)
+    common = [chance.randrange(VOCAB) for _ in range(13)]
+    made = []
+    for index in range(count):
+        own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 25))]
+        made.append(common + own if index % 2 else own)
+    return made
 
 
 def oracle(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -105,7 +106,7 @@ class DeviceBench:
                 Request(
                     id=name,
                     choice=choice,
-                    tokens=list(prompt),
+                    tokens=array("i", prompt),
                     prompt_len=len(prompt),
                     sampling=sampling,
                     limit=min(MAX_LEN, len(prompt) + sampling.max_tokens),
@@ -120,7 +121,7 @@ class DeviceBench:
             )
 
     def turn(self) -> None:
-        for update in self.loop.turn():
+        for update in self.loop.turn().each():
             key = update.id, update.choice
             self.tokens[key].extend(update.tokens)
             self.logprobs[key].extend(update.logprobs or [])
@@ -159,5 +160,4 @@ def theirs_greedy(family: str, prompt: Sequence[int], n: int) -> list[int]:
 
 def run_plan(runner: Runner, plan: object) -> StepResult:
     runner.launch(plan)  # type: ignore[arg-type]
-    assert runner.ready()
     return runner.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import threading
 from collections.abc import Sequence
@@ -123,7 +124,7 @@ def test_a_stop_string_found_by_the_service_ends_the_choice_silently() -> None:
         engine.turn()
     engine.handle(Finish("a", 0, "stop", 2))
     engine.handle(Finish("a", 0, "stop", 2))
-    later = [delta for _ in range(200) if (frame := engine.turn()) for delta in frame.deltas]
+    later = [delta for _ in range(200) if (frame := engine.turn()) for delta in frame.each()]
     assert engine.idle
     assert {delta.choice for delta in later} == {1}
 
@@ -189,6 +190,8 @@ def test_step_records_add_up() -> None:
     assert sum(one.output_tokens for one in stats) == 20
     assert sum(one.prompt_tokens for one in stats) + sum(one.prefix_hits for one in stats) == 10 + 11 + 12 + 13
     assert all(0 <= one.waste_inside < 1 for one in stats)
+    assert all(one.host_s == one.plan_s + one.commit_s + one.reply_s > 0 for one in stats)
+    assert all(one.plan_s > 0 and one.commit_s > 0 for one in stats) and all(one.reply_s > 0 for one in stats[1:])
 
 
 @pytest.mark.parametrize("end", ["cancel", "finish"])
@@ -211,7 +214,47 @@ def test_who_waits_for_a_batch_is_counted_before_it_opens() -> None:
     engine.handle(submit("a", [1, 2], max_tokens=2))
     frame = engine.turn()
     assert frame is not None and frame.stats is not None and (frame.stats.waiting, frame.stats.steps) == (1, 0)
-    assert engine.turn() is None and engine.stalled
+    assert engine.turn() is None and 9 < engine.loop.rest() < 10
+
+
+def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(batching="dynamic:2,2500")
+    clock = engine.loop._clock
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now += seconds  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("ridgeline.engine.local.time.sleep", sleep)
+    news = list(LocalEngine(engine).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
+    assert news[-1].finish == "length"
+    assert len(slept) <= 2 and 2.4 < sum(slept) < 2.5
+    assert engine.loop.rest() == math.inf
+
+
+def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats go out while the loop is held up in one step, and tell that it does not turn."""
+    monkeypatch.setattr("ridgeline.engine.process.BEAT_S", 0.005)
+    ours, theirs = socket.socketpair()
+    engine = make()
+    launch, go = engine.loop.runner.launch, threading.Event()
+    engine.loop.runner.launch = lambda plan: (go.wait(20), launch(plan))[1]  # type: ignore[method-assign]
+    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs)), daemon=True)
+    thread.start()
+    ours.settimeout(20)
+    ours.sendall(encode(submit("a", [1, 2, 3], max_tokens=1, ignore_eos=True)))
+    buffer, decoder = FrameBuffer(), down_decoder()
+    turns: list[int] = []
+    while turns.count(engine.loop.turns) < 3 or not engine.loop.scheduler.steps_in_flight:
+        buffer.feed(ours.recv(1 << 16))
+        messages = [decoder.decode(body) for body in buffer.take()]
+        assert not any(isinstance(message, Deltas) and message.deltas for message in messages)
+        turns += [message.turn for message in messages if isinstance(message, Beat)]
+    go.set()
+    ours.sendall(encode(Control("x", "stop")))
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -270,7 +313,7 @@ def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:
             message = decoder.decode(body)
             beats += isinstance(message, Beat)
             if isinstance(message, Deltas):
-                tokens += [token for delta in message.deltas for token in delta.tokens]
+                tokens += [token for delta in message.each() for token in delta.tokens]
     assert tokens == oracle([1, 2, 3], 4)
     ours.sendall(encode(Cancel("unknown")) + encode(Control("x", "stop")))
     thread.join(20)

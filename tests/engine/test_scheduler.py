@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.core.errors import BadGrammar
-from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvGroup, KvLayout
-from ridgeline.engine.fake import FakeRunner
 from ridgeline.engine.request import Request
-from tests.engine.helpers import PLAIN, VOCAB, WINDOWED, Bench, oracle
+from tests.engine.helpers import PLAIN, VOCAB, WINDOWED, Bench, oracle, prompts
 
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, WINDOWED], ids=["plain", "windowed"])
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 3])
@@ -37,17 +33,6 @@ class Guesser:
         count = min(room, self._random.randint(0, self._most))
         right = oracle(request.tokens, count, seed=request.seed, choice=request.choice)
         return [token if self._random.random() < self._chance else (token + 1) % VOCAB for token in right]
-
-
-def prompts(seed: int, count: int) -> list[list[int]]:
-    """Prompts of mixed lengths, half of which share a beginning."""
-    chance = random.Random(seed)
-    common = [chance.randrange(VOCAB) for _ in range(13)]
-    made = []
-    for index in range(count):
-        own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 25))]
-        made.append(common + own if index % 2 else own)
-    return made
 
 
 @LAYOUTS
@@ -250,99 +235,6 @@ def test_urgent_requests_go_first() -> None:
     assert bench.tokens["slow", 0] == oracle([1, 2, 3], 30)
 
 
-def test_a_failed_step_ends_its_requests_with_a_reason_and_not_the_engine() -> None:
-    bench = Bench(fail_at=[3])
-    bench.submit("doomed", [1, 2, 3], max_tokens=9)
-    bench.run()
-    assert bench.finish["doomed", 0] == "error"
-    bench.submit("next", [1, 2, 3], max_tokens=9)
-    bench.run()
-    assert bench.tokens["next", 0] == oracle([1, 2, 3], 9)
-
-
-class Forgetful(FakeRunner):
-    """As a runner whose uploads fail at `lost`: rows and pages of those plans never reach it, and a step with a row that
-    it does not know fails."""
-
-    lost: frozenset[int] = frozenset()
-
-    def launch(self, plan: StepPlan) -> None:
-        known = {join.row: join.generation for join in plan.joins}
-        known = {row: held.join.generation for row, held in self._rows.items() if row not in plan.leaves} | known
-        whole = all(known.get(row) == held for row, held in zip(plan.rows, plan.generations, strict=True))
-        if whole and plan.step not in self.lost:
-            super().launch(plan)
-            return
-        none = array("i", bytes(4 * len(plan.rows)))
-        if plan.step in self.lost:
-            for row in (*plan.leaves, *(join.row for join in plan.joins), *plan.pages[::4]):
-                self._rows.pop(row, None)
-        else:
-            self._apply(plan)
-        self._results.append(
-            StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, error="lost")
-        )
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
-    """Whatever fails and when, every request ends, every block and row returns, and no token is wrong."""
-    bench = Bench(
-        layout=data.draw(st.sampled_from([PLAIN, WINDOWED])),
-        depth=data.draw(st.integers(0, 2)),
-        blocks=data.draw(st.integers(26, 60)),
-        rows=data.draw(st.integers(1, 6)),
-        step_tokens=data.draw(st.integers(1, 20)),
-    )
-    bench.runner.__class__ = Forgetful
-    failing = data.draw(st.frozensets(st.integers(1, 40), max_size=3))
-    if data.draw(st.booleans()):
-        bench.runner.lost = failing  # type: ignore[attr-defined]
-    else:
-        bench.runner._fail_at = failing
-    wanted = prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 6)))
-    for index, prompt in enumerate(wanted):
-        bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=data.draw(st.integers(0, 2)))
-        if data.draw(st.booleans()):
-            for request in bench.scheduler._by_id[f"r{index}"].values():
-                request.constraint = Fragile(data.draw(st.integers(0, 9)))
-        for _ in range(data.draw(st.integers(0, 4))):
-            bench.turn()
-    bench.run()
-    assert sorted(bench.scheduler._free_rows) == list(range(1, bench.scheduler.limits.rows + 1))
-    for (name, choice), finish in bench.finish.items():
-        right, got = oracle(wanted[int(name[1:])], 9, choice=choice), bench.tokens[name, choice]
-        assert got == right if finish == "length" else got == right[: len(got)]
-
-
-class Fragile:
-    """A grammar that allows everything and breaks after so many tokens (9: never)."""
-
-    finished = False
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-
-    def mask(self) -> bytes:
-        if self._left == 0:
-            raise BadGrammar("outgrown")
-        return b"\xff" * 16
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self._left -= len(tokens)
-
-
-def test_who_leaves_before_its_join_went_out_is_never_heard_of() -> None:
-    """A grammar that breaks at once, in the plan in which its request enters: its row can be used again."""
-    bench = Bench(rows=1, depth=1)
-    bench.submit("broken", [1, 2, 3], max_tokens=3)
-    bench.scheduler.waiting[0].constraint = Fragile(0)
-    bench.submit("whole", [4, 5, 6], max_tokens=3)
-    bench.run()
-    assert bench.finish == {("broken", 0): "refused", ("whole", 0): "length"}
-
-
 @DEPTHS
 def test_what_fits_alone_never_waits_for_its_own_past(depth: int) -> None:
     """In a cache of exactly the pages that `fits` asks for, a window is left behind in time."""
@@ -434,3 +326,63 @@ def test_running_rows_are_planned_alike_while_they_decode() -> None:
     bench.turn()
     first = bench.scheduler.plan(1.0)
     assert first is not None and list(first.n_query) == [1, 1, 1, 1] and not first.joins
+    bench.runner.launch(first)
+    bench.scheduler.commit(bench.runner.collect(), 1.0)
+    second = bench.scheduler.plan(1.0)
+    assert second is not None and second.repeats(first) and second.rows is first.rows
+    assert (first.bound, second.bound) == (5, 6)
+
+
+def test_who_enters_again_in_the_place_he_left_is_stated_anew() -> None:
+    """The same requests in the same order, but with other rows: the last plan's arrays must not be taken."""
+    bench = Bench(step_tokens=64)
+    for name in ("a", "b"):
+        bench.submit(name, list(range(9)), max_tokens=9)
+    bench.turn()
+    bench.turn()
+    assert bench.scheduler._preempt(bench.scheduler.running[-1])
+    bench.run()
+    assert bench.tokens["b", 0] == bench.tokens["a", 0] == oracle(range(9), 9)
+
+
+def test_choices_that_wait_for_their_prompt_are_queued() -> None:
+    bench = Bench(step_tokens=4)
+    bench.submit("r", list(range(10)), n=3, max_tokens=2)
+    bench.submit("s", [1, 2], max_tokens=2)
+    seen = []
+    while not bench.scheduler.idle:
+        seen.append((len(bench.scheduler.running), bench.scheduler.queued))
+        bench.turn()
+    assert seen[:3] == [(0, 4), (1, 3), (1, 3)] and seen[-1][1] == 0
+    assert all(running + queued <= 4 for running, queued in seen)
+
+
+@pytest.mark.parametrize(("layout", "free"), [(PLAIN, 2), (WINDOWED, 12)])
+def test_blocks_that_somebody_holds_need_not_be_free(layout: KvLayout, free: int) -> None:
+    """A request whose prompt somebody has computed shares nine blocks of ten, and one is kept for who runs. Behind a window
+    it would give them up and need others, so there they count."""
+    prompt = list(range(40))
+    bench = Bench(layout=layout, blocks=60, step_tokens=64)
+    bench.submit("first", prompt, max_tokens=12)
+    bench.turn()
+    bench.submit("second", prompt, max_tokens=5)
+    pool, (second,) = bench.leases.pool, bench.scheduler.waiting
+    taken = [pool.take() for _ in range(pool.free - free)]
+    assert bench.leases.admits(second, 1, [], 64)
+    taken.append(pool.take())
+    assert not bench.leases.admits(second, 1, [], 64)
+    for block in taken:
+        pool.release(block, keep=False)
+    bench.run()
+    assert bench.tokens["second", 0] == oracle(prompt, 5)
+
+
+def test_tokens_behind_an_end_are_counted_as_dropped() -> None:
+    bench = Bench(depth=1)
+    bench.submit("r", [1, 2, 3], max_tokens=20)
+    for _ in range(6):
+        bench.turn()
+    assert len(bench.tokens["r", 0]) == 5
+    bench.scheduler.end_choice("r", 0, "stop", 3)
+    bench.run()
+    assert bench.loop.take_counts().dropped == 3, "two beyond the three that count, and the one in flight"

@@ -1,5 +1,7 @@
 """Prefix chains and hits, with groups whose windows differ."""
 
+from array import array
+
 from ridgeline.core.spec import KvGroup
 from ridgeline.kv.prefix import PrefixIndex, chain_root, extend_chain
 
@@ -10,7 +12,7 @@ SIZE = 4
 
 def chain_of(tokens: list[int], salt: str = "") -> list[bytes]:
     chain: list[bytes] = []
-    extend_chain(chain, tokens, SIZE, chain_root(salt, "model"))
+    extend_chain(chain, array("i", tokens), SIZE, chain_root(salt, "model"))
     return chain
 
 
@@ -20,7 +22,7 @@ def test_a_chain_covers_full_blocks_and_every_token_before_them() -> None:
     assert chain_of([99, *range(1, 11)])[1] != chain[1]
     assert chain_of(list(range(8)) + [5, 6])[:2] == chain
     grown = chain[:1]
-    extend_chain(grown, list(range(11)), SIZE, chain_root("", "model"))
+    extend_chain(grown, array("i", range(11)), SIZE, chain_root("", "model"))
     assert grown == chain
 
 
@@ -28,7 +30,7 @@ def test_salt_and_fingerprint_separate_tenants_and_models() -> None:
     tokens = list(range(8))
     assert chain_of(tokens, "a") != chain_of(tokens, "b")
     other: list[bytes] = []
-    extend_chain(other, tokens, SIZE, chain_root("a", "other model"))
+    extend_chain(other, array("i", tokens), SIZE, chain_root("a", "other model"))
     assert other != chain_of(tokens, "a")
 
 

@@ -15,7 +15,7 @@ from ridgeline.wire.messages import StepStats
 STEP = StepStats(
     step=1, running=3, waiting=2, prompt_tokens=100, output_tokens=3, drafted=8, accepted=5, preempted=1,
     prefix_queries=64, prefix_hits=48, blocks_used=25, blocks_cached=50, blocks_total=100, waste_inside=0.125,
-    waste_between=0.0625, host_s=0.0004, device_s=0.02,
+    waste_between=0.0625, host_s=0.0004, device_s=0.02, plan_s=0.0002, commit_s=0.000125, reply_s=0.000075, dropped=4,
 )  # fmt: skip
 REQUEST = RequestRecord(
     id="cmpl-1", arrived_at=1000.0, prompt_tokens=70, cached_tokens=48, output_tokens=22,
@@ -57,6 +57,11 @@ def test_step() -> None:
     assert seen["ridgeline:iteration_tokens_total_bucket[le=64.0]"] == 0
     assert seen["ridgeline:iteration_tokens_total_bucket[le=128.0]"] == 2
     assert seen["ridgeline:scheduler_host_seconds_count"] == 2
+    parts = {
+        part: seen[f"ridgeline:scheduler_host_part_seconds_total[part={part}]"] for part in ("plan", "commit", "reply")
+    }
+    assert parts == {"plan": 0.0004, "commit": 0.00025, "reply": 0.00015}
+    assert seen["ridgeline:generation_tokens_dropped_total"] == 8
 
 
 def test_a_record_without_a_step_moves_the_gauges_alone() -> None:

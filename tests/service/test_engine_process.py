@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
-from ridgeline.core.errors import EngineFailed
+from ridgeline.core.errors import UnsupportedModel
 from ridgeline.metrics import Metrics
 from ridgeline.service.launch import launch
 from ridgeline.service.server import Server
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path):
     async def start() -> None:
         process = await launch(model_of(tmp_path), EngineConfig(device="cpu"))
         try:
-            with pytest.raises(EngineFailed, match="Mamba"):
+            with pytest.raises(UnsupportedModel, match="Mamba"):
                 await process.client.wait_ready()
         finally:
             await process.stop()

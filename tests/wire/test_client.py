@@ -8,9 +8,9 @@ import socket
 import pytest
 from msgspec.structs import replace
 
-from ridgeline.core.errors import EngineFailed
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.wire.client import FAILURES, STALL_S, EngineClient
+from ridgeline.wire.client import FAILURES, SILENCE_S, STALL_S, EngineClient
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Beat,
@@ -90,7 +90,7 @@ async def test_deltas_reach_their_request_in_order(peer):
     assert await peer.hear() == request("b", n=2)
     assert peer.client.open_choices == 3
     peer.send(
-        Deltas(1, [Delta("a", 0, [1]), Delta("b", 1, [5]), Delta("nobody", 0, [9])]),
+        Deltas(1, [Delta("b", 1, [5])], None, ["a", "nobody"], [0, 0], [1, 9]),
         Deltas(2, [Delta("a", 0, [2], "stop"), Delta("b", 0, [6], "length"), Delta("b", 1, [7], "stop")], STATS),
     )
     assert [delta.tokens for delta in await take_all(one)] == [[1], [2]]
@@ -115,7 +115,6 @@ async def test_close_cancels_once_and_only_what_runs(peer):
     await subscription.take()
     subscription.close()
     subscription.close()
-    peer.client.cancel("b")
     peer.client.send(Control("end", "stats"))
     assert await peer.hear() == Cancel("b")
     assert await peer.hear() == Control("end", "stats")
@@ -177,6 +176,23 @@ async def test_every_end_of_the_engine_reaches_every_request(peer, end):
         await peer.client.wait_ready()
 
 
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("ConfigError", ConfigError),
+        ("DoesNotFit", DoesNotFit),
+        ("EngineFailed", EngineFailed),
+        ("KeyError", EngineFailed),
+    ],
+)
+async def test_a_mistake_of_the_users_is_told_from_a_failure(peer, kind: str, error: type[RidgelineError]):
+    """The command line ends with 2 for the one and with 1 for the other."""
+    peer.send(Failed("give another model.", kind))
+    with pytest.raises(RidgelineError, match="another model") as caught:
+        await peer.client.wait_ready()
+    assert type(caught.value) is error
+
+
 async def test_last_words_say_why_the_process_ended():
     async def last_words() -> str:
         return "it was killed"
@@ -227,29 +243,30 @@ async def test_steps_that_only_fail_are_no_progress(peer):
     assert peer.client.trouble is None
 
 
-async def test_trouble_tells_idle_from_stuck(peer):
-    peer.send(Ready({}), Beat(1, False))
+async def test_trouble_tells_slow_from_stuck(peer):
+    """A request that waits for its batch, or in a long step, is no trouble while the engine's heart beats."""
+    peer.send(Ready({}))
     await peer.client.wait_ready()
-    while peer.client.last_step != 1:
-        await asyncio.sleep(0)
-    assert peer.client.trouble is None
-    peer.now += STALL_S + 1
+    peer.now += SILENCE_S + 1
     assert "silent" in peer.client.trouble
-    subscription = peer.client.submit(request())
-    await peer.hear()
 
-    async def beat(step: int) -> None:
-        heard = peer.client.last_heard
-        peer.send(Beat(step, True))
-        while peer.client.last_heard == heard:
-            await asyncio.sleep(0)
+    async def beats(turns, every: float = SILENCE_S - 1) -> None:
+        for turn in turns:
+            peer.now += every
+            heard = peer.client.last_heard
+            peer.send(Beat(turn, True))
+            while peer.client.last_heard == heard:
+                await asyncio.sleep(0)
 
-    await beat(1)
-    assert peer.client.trouble is None  # the request has only just come
+    await beats([1])
     peer.now += STALL_S + 1
-    await beat(1)
-    assert "no step" in peer.client.trouble
-    peer.now += 1
-    await beat(2)
-    assert peer.client.trouble is None
+    subscription = peer.client.submit(request())
+    await beats([1, 1, 1])
+    assert peer.client.trouble is None  # one long step, so far
+    await beats([1] * int(STALL_S / (SILENCE_S - 1)))
+    assert "at one step" in peer.client.trouble
+    await beats(range(2, 40))
+    assert peer.client.trouble is None  # no step, but the heart turns
+    peer.now += SILENCE_S + 1
+    assert "silent" in peer.client.trouble
     subscription.close()

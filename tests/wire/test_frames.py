@@ -47,6 +47,7 @@ DOWN = [
         [Delta("a", 0, [5], "stop", 5, 16, "", SCORES, SCORES, (0.1, 0.2, 0.3, 0)), Delta("b", 1)],
         StepStats(*range(13), 0.5, 0.25, 0.1, 0.2),
     ),
+    Deltas(2, [], None, ["a", "b"], [0, 3], [17, 128_000]),
     Ready({"max_len": 5, "nested": {"a": [1.5]}}),
     Loading("weights", 1, 2),
     Beat(5, True),

@@ -8,10 +8,10 @@ behind a 429 read this one value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, causal_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,45 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
     linear = spec.linear_flops(tokens, wanted)
     weights = spec.step_weight_bytes if tokens else 0
     return StepWork(tokens, linear + attention, weights + kv, attention, kv, wanted, longest > 1)
+
+
+class WorkMeter:
+    """`step_work` for every step of a running engine: what layers have in common is added up once."""
+
+    __slots__ = ("_head", "_kinds", "_linear", "_written", "_weights")
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._linear, self._head = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
+        self._weights, self._written = spec.step_weight_bytes, spec.kv_bytes_per_token()
+        kinds: dict[int | None, tuple[int, int]] = {}
+        for layer in spec.layers:
+            flops, read = kinds.get(layer.window, (0, 0))
+            pair, key = layer.attention_flops(0, 1), layer.kv_seen(0, 1) * DTYPE_BYTES[spec.dtype]
+            kinds[layer.window] = flops + pair, read + key
+        self._kinds = [(window, flops, read) for window, (flops, read) in kinds.items()]
+
+    def work(self, ends: Sequence[int], counts: Sequence[int], logits: int) -> StepWork:
+        """Of a step after which rows hold `ends` tokens, `counts` of them new; logits: query tokens that need logits."""
+        tokens = sum(counts)
+        if not tokens:
+            return StepWork(0, 0, 0)
+        chunks = (
+            [(end, count) for end, count in zip(ends, counts, strict=True) if count != 1]
+            if tokens != len(counts)
+            else []
+        )
+        # Rows of one query token, by far the most, in sums alone; chunks one by one.
+        ones = sum(ends) - sum(end for end, _ in chunks)
+        attention = kv = 0
+        for window, flops, read in self._kinds:
+            seen = ones
+            if window is not None:
+                seen = sum(min(end, window) for end, count in zip(ends, counts, strict=True) if count == 1)
+            attention += flops * (seen + sum(causal_pairs(end - count, count, window) for end, count in chunks))
+            kv += read * (seen + sum(end if window is None else min(end, window - 1 + count) for end, count in chunks))
+        kv += tokens * self._written
+        linear = tokens * self._linear + logits * self._head
+        return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != len(counts))
 
 
 @dataclass(frozen=True, slots=True)

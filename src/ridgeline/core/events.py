@@ -1,8 +1,9 @@
-"""What the scheduler tells the world after a step: one `Update` per choice with news, and the step's counts."""
+"""What the scheduler tells the world after a step: the news of its choices, and the step's counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ridgeline.core.plan import TokenLogprobs
 
@@ -20,7 +21,27 @@ class Update:
     error: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    times: tuple[float, float, float, int] | None = None
+    times: tuple[float, ...] | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """All news of one step. Most choices gain one token and nothing else: these stand in three parallel lists, request id,
+    choice and token, and `updates` has the others."""
+
+    updates: list[Update] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.updates)
+
+    def each(self) -> Iterator[Update]:
+        """One update per choice."""
+        for request, choice, token in zip(self.ids, self.choices, self.tokens, strict=True):
+            yield Update(request, choice, [token])
+        yield from self.updates
 
 
 @dataclass(slots=True)
@@ -31,6 +52,8 @@ class StepCounts:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    dropped: int = 0
+    """Tokens drawn for choices that had ended: behind a stop string, or after a cancel."""
     preempted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -68,7 +68,7 @@ class StepPlan:
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows.
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none), the token *after* each query.
-    bound: per scheduled row an upper bound of tokens it holds after this step, to choose launch shapes.
+    bound: an upper bound of the tokens that any scheduled row holds after this step, to choose launch shapes.
     """
 
     step: int
@@ -80,7 +80,7 @@ class StepPlan:
     n_draft: array[int] = field(default_factory=lambda: array("i"))
     logits: array[int] = field(default_factory=lambda: array("b"))
     samples: array[int] = field(default_factory=lambda: array("b"))
-    bound: array[int] = field(default_factory=lambda: array("i"))
+    bound: int = 0
     drafts: array[int] = field(default_factory=lambda: array("i"))
     tree: array[int] = field(default_factory=lambda: array("i"))
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -91,6 +91,21 @@ class StepPlan:
     @property
     def n_tokens(self) -> int:
         return sum(self.n_query)
+
+    def repeats(self, other: StepPlan) -> bool:
+        """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages."""
+        if any((self.masks, self.drafts, self.score_ids, other.masks, other.drafts, other.score_ids)):
+            return False
+        return all(
+            mine is theirs or mine == theirs
+            for mine, theirs in (
+                (self.rows, other.rows),
+                (self.generations, other.generations),
+                (self.n_query, other.n_query),
+                (self.n_draft, other.n_draft),
+                (self.samples, other.samples),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +130,9 @@ class StepResult:
 
     counts: tokens each row gained (0 for a chunk, 1 + accepted drafts when it sampled). tokens: those tokens, flat.
     accepted: drafts kept. flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
-    scores: index in the step -> one entry per scored query token. device_s: seconds on the device.
+    scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
+    between the end of the step before and its begin.
+    lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
     error: the step failed; its rows end with this reason and nothing of it may be used.
     """
 
@@ -129,4 +146,6 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     device_s: float = 0.0
+    gap_s: float = 0.0
+    lost: Sequence[int] = ()
     error: str | None = None

@@ -67,7 +67,7 @@ class LayerSpec:
 
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, the window respected."""
-        return 4 * _causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
+        return 4 * causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
 
     def kv_seen(self, start: int, tokens: int) -> int:
         """Elements of keys and values that `tokens` queries after `start` positions see, each once."""
@@ -218,7 +218,7 @@ class ModelSpec:
         return sum(one.kv_seen(start, tokens) for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
 
 
-def _causal_pairs(start: int, tokens: int, window: int | None) -> int:
+def causal_pairs(start: int, tokens: int, window: int | None) -> int:
     """Number of (query, key) pairs of `tokens` causal queries at positions start.., each seeing at most `window` keys."""
     end = start + tokens
     if window is None or end <= window:

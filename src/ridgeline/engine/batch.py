@@ -148,7 +148,7 @@ class BatchBuilder:
     """Reads a plan, fills a packet, and makes the Batch once the packet was sent.
 
     residents: what sits in each row once the plan's joins are applied. Raises EngineFailed for a plan that this runner
-    cannot run or whose rows hold something else.
+    cannot run.
     """
 
     def __init__(self, plan: StepPlan, residents: Residents, packet: Packet) -> None:
@@ -156,7 +156,7 @@ class BatchBuilder:
         self._rows = np.frombuffer(plan.rows, dtype=np.int32)
         self._n_query = np.frombuffer(plan.n_query, dtype=np.int32)
         self._n_draft = np.frombuffer(plan.n_draft, dtype=np.int32)
-        self._check(residents)
+        self._check()
         samples = np.frombuffer(plan.samples, dtype=np.int8).astype(bool)
         self._where = np.flatnonzero(samples)
         self.shape = self._shape(residents)
@@ -169,7 +169,7 @@ class BatchBuilder:
         self._score_counts: dict[int, int] = {}
         self._room = self.room()
 
-    def _check(self, residents: Residents) -> None:
+    def _check(self) -> None:
         plan, most = self._plan, int(self._n_draft.max())
         if len(plan.tree):
             raise EngineFailed("Draft trees arrive with speculation; this runner verifies chains only.")
@@ -177,12 +177,6 @@ class BatchBuilder:
             raise EngineFailed(f"A row has {most} drafts; at most {MAX_DRAFT} can be verified at once.")
         if int(self._n_draft.sum()) != len(plan.drafts):
             raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {self._n_draft.sum()} drafts.")
-        known = (self._rows > 0) & (self._rows < len(residents.generation))
-        held = residents.generation[np.where(known, self._rows, 0)]
-        wrong = np.flatnonzero(~known | (held != np.frombuffer(plan.generations, dtype=np.int32)))
-        if len(wrong):
-            row, generation = plan.rows[wrong[0]], plan.generations[wrong[0]]
-            raise EngineFailed(f"Row {row} does not hold generation {generation}: its join was lost.")
         if plan.masks and most:
             for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
                 if n_draft and row in plan.masks:
@@ -237,6 +231,7 @@ class BatchBuilder:
         part["n_query"][:n_rows] = n_query
         advance = n_query - n_draft
         advance[where] -= 1
+        advance[self._rows == 0] = 0  # the scratch row stands in for one that was lost, and never moves
         part["advance"][:n_rows] = advance
         part["n_draft"][:n_draws] = n_draft[where]
         # Logits of a row start at its last known token; a row with fewer drafts than others repeats its last query.

@@ -1,14 +1,17 @@
-"""The engine as the service sees it: messages in, messages out, around the loop. No clock, no socket, no process."""
+"""The engine as the service sees it: messages in, messages out, around the loop. No socket, no process."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import time
+from array import array
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ridgeline.core.errors import RequestError, RidgelineError
-from ridgeline.core.events import Update
+from ridgeline.core.events import News, Update
 from ridgeline.core.sampling import MAX_STOP_IDS, Grammar
+from ridgeline.engine.account import Account, Accounted, NoAccount
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Constraint, Request
 from ridgeline.kv.prefix import chain_root
@@ -39,6 +42,7 @@ class Setup:
     seed: int
     facts: dict[str, Any]
     grammars: Grammars | None = None
+    account: Account = field(default_factory=NoAccount)
 
 
 class Engine:
@@ -54,17 +58,14 @@ class Engine:
         self._waste_inside = 0.0
         self._told = (0, 0)
         """Running and waiting requests as the last record had them."""
+        self.reply_s = 0.0
+        """Host seconds of telling the last news; whoever sends a frame adds what that took."""
         self._draining = False
         self.stopped = False
 
     @property
     def idle(self) -> bool:
         return self._scheduler.idle
-
-    @property
-    def stalled(self) -> bool:
-        """Nothing is on the device. If a turn has brought nothing either, requests wait for a batch to open."""
-        return self._scheduler.steps_in_flight == 0
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class Engine:
         if isinstance(message, Cancel):
             self._scheduler.cancel(message.id, message.reason)
         elif isinstance(message, Finish):
-            self._scheduler.end_choice(message.id, message.choice, message.reason)
+            self._scheduler.end_choice(message.id, message.choice, message.reason, message.kept)
         else:
             return [Reply(message.id, self._control(message))]
         return []
@@ -85,10 +86,9 @@ class Engine:
             for request in self._requests(message):
                 self._scheduler.add(request)
         except RidgelineError as error:
-            refused = [
-                Delta(message.id, choice, finish="refused", error=error.message) for choice in range(message.sampling.n)
-            ]
-            return [self._frame(refused, None)]
+            choices = range(message.sampling.n)
+            refused = [Update(message.id, choice, [], finish="refused", error=error.message) for choice in choices]
+            return [self._frame(News(refused), None)]
         return []
 
     def _requests(self, message: Submit) -> list[Request]:
@@ -99,7 +99,7 @@ class Engine:
             raise RequestError("The engine is shutting down: send the request to another replica.")
         if not 1 <= length < setup.max_len:
             raise RequestError(f"The prompt has {length} tokens: give 1 to {setup.max_len - 1}.", param="prompt")
-        if not all(0 <= token < setup.vocab_size for token in message.tokens):
+        if min(message.tokens) < 0 or max(message.tokens) >= setup.vocab_size:
             raise RequestError(f"The prompt has a token id outside 0..{setup.vocab_size - 1}.", param="prompt")
         if not all(0 <= token < setup.vocab_size for token in sampling.stop_token_ids):
             raise RequestError(f"A stop token id is outside 0..{setup.vocab_size - 1}.", param="stop_token_ids")
@@ -112,6 +112,7 @@ class Engine:
         limit = min(setup.max_len, length + (sampling.max_tokens or setup.max_len))
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         root = chain_root(message.salt, setup.fingerprint)
+        tokens = array("i", message.tokens)
         requests = []
         for choice in range(sampling.n):
             self._arrivals += 1
@@ -119,7 +120,7 @@ class Engine:
                 Request(
                     id=message.id,
                     choice=choice,
-                    tokens=list(message.tokens),
+                    tokens=tokens[:],
                     prompt_len=length,
                     sampling=sampling,
                     limit=limit,
@@ -158,7 +159,7 @@ class Engine:
                 "total": pool.total,
                 "cached": pool.cached,
                 "running": len(self._scheduler.running),
-                "waiting": len(self._scheduler.waiting),
+                "waiting": self._scheduler.queued,
                 "step": self._scheduler.last_step,
             }
         if message.order == "reset_prefix_cache":
@@ -176,25 +177,30 @@ class Engine:
     def turn(self) -> Deltas | None:
         """One turn of the heart; None when there is nothing to tell."""
         scheduler, before = self._scheduler, self._scheduler.last_step
-        updates = self.loop.turn()
+        news = self.loop.turn()
         steps = int(scheduler.last_step != before)
         # With nothing on the device no step will tell who came or went.
-        moved = scheduler.steps_in_flight == 0 and self._told != (len(scheduler.running), len(scheduler.waiting))
-        if not (updates or steps or moved):
+        moved = scheduler.steps_in_flight == 0 and self._told != (len(scheduler.running), scheduler.queued)
+        if not (news or steps or moved):
             return None
-        return self._frame([_delta(update) for update in updates], self._stats(steps) if steps or moved else None)
+        started = time.perf_counter()
+        frame = self._frame(news, self._stats(steps) if steps or moved else None)
+        self.reply_s = time.perf_counter() - started
+        return frame
 
-    def _frame(self, deltas: list[Delta], stats: StepStats | None) -> Deltas:
+    def _frame(self, news: News, stats: StepStats | None) -> Deltas:
         self._sequence += 1
-        return Deltas(self._sequence, deltas, stats)
+        deltas = [_delta(update) for update in news.updates]
+        return Deltas(self._sequence, deltas, stats, news.ids, news.choices, news.tokens)
 
     def _stats(self, steps: int) -> StepStats:
-        scheduler, counts = self._scheduler, self.loop.take_counts()
+        scheduler, loop, counts = self._scheduler, self.loop, self.loop.take_counts()
         pool = scheduler.leases.pool
         step = scheduler.last_step
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
-        self._told = running, waiting = len(scheduler.running), len(scheduler.waiting)
+        self._told = running, waiting = len(scheduler.running), scheduler.queued
+        account = self.setup.account.step(*scheduler.committed, loop.device_s) if steps else Accounted()
         return StepStats(
             step=step,
             running=running,
@@ -211,10 +217,19 @@ class Engine:
             blocks_total=pool.total,
             waste_inside=self._waste_inside,
             waste_between=scheduler.layout.padding,
-            host_s=self.loop.host_s,
-            device_s=self.loop.device_s,
+            host_s=loop.plan_s + loop.commit_s + self.reply_s,
+            device_s=loop.device_s,
             steps=steps,
             failed=counts.failed,
+            plan_s=loop.plan_s,
+            commit_s=loop.commit_s,
+            reply_s=self.reply_s,
+            dropped=counts.dropped,
+            flops=account.flops,
+            bytes=account.bytes,
+            predicted_s=account.predicted_s,
+            idle_s=loop.idle_s if steps else 0.0,
+            joules=account.joules,
         )
 
 

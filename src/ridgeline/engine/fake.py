@@ -36,7 +36,7 @@ class _Row:
 
 
 class FakeRunner:
-    """launch / ready / collect / close, as the real runner; `fail_at`: steps that fail with an error."""
+    """launch / collect / close, as the real runner; `fail_at`: steps that fail with an error."""
 
     def __init__(self, layout: KvLayout, pages: int, *, vocab: int = 97, fail_at: frozenset[int] = frozenset()) -> None:
         self._layout = layout
@@ -50,9 +50,8 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> None:
         """Run the step at once. Its result waits for `collect`, as one in flight would."""
         self._apply(plan)
-        result = StepResult(
-            plan.step, plan.rows, plan.generations, array("i"), array("i"), array("i"), array("b"), device_s=1e-3
-        )
+        none = array("i", bytes(4 * len(plan.rows)))
+        result = StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, device_s=1e-3)
         if plan.step in self._fail_at:
             result.error = "asked to fail"
             self._results.append(result)
@@ -70,9 +69,6 @@ class FakeRunner:
             flags.append(flag)
         result.counts, result.tokens, result.accepted, result.flags = counts, tokens, accepted, flags
         self._results.append(result)
-
-    def ready(self) -> bool:
-        return bool(self._results)
 
     def collect(self) -> StepResult:
         return self._results.popleft()

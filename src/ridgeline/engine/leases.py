@@ -33,29 +33,27 @@ class Leases:
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
-    def admits(self, request: Request, running: Sequence[Request], chunk: int) -> bool:
-        """Whether all tokens the request knows will find blocks, after what those already running still lack for
-        theirs. A block for each running request's next tokens is kept back, so that entering does not preempt at once."""
-        need = self.layout.pages_for(len(request.tokens), chunk) + len(running)
-        for other in running:
-            if other.planned < len(other.tokens) - 1:
+    def admits(self, request: Request, running: int, filling: Sequence[Request], chunk: int) -> bool:
+        """Whether all tokens the request knows will find blocks, after what those of `running` that are still `filling` lack
+        for theirs. A block for each running request's next tokens is kept back, so that entering does not preempt at once.
+        Blocks that it can share with somebody need not be found."""
+        if not running:
+            return True
+        missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.free
+        for other in filling:
+            if other.state is State.RUNNING:
                 held = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
-                need += max(0, self.layout.pages_for(len(other.tokens), chunk) - held)
-        return need <= self.pool.free or not running
+                missing += max(0, self.layout.pages_for(len(other.tokens), chunk) - held)
+        return missing <= 0 or missing <= self._shareable(request)
 
     def open(self, request: Request, plan: StepPlan) -> int:
         """Fill the tables with whatever is computed already; returns how many tokens that covers."""
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)
         request.writable = 0
-        leader = request.leader
-        if leader is not None and self._forkable(leader):
-            covered = request.prompt_len - 1
-            leader.writable = 0
-            blocks = -(-covered // self._size)
-            tables = [table[:blocks] for table in leader.tables]
-        else:
-            covered, tables = self._hit(request)
+        if request.leader is not None and self._forkable(request.leader):
+            request.leader.writable = 0
+        covered, tables = self._found(request)
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
                 if block:
@@ -66,6 +64,23 @@ class Leases:
             request.tables[group] = list(table)
         request.published = covered // self._size
         return covered
+
+    def _found(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
+        """How many tokens are computed already, and each group's blocks that hold them: its leader's, or a prefix hit."""
+        leader = request.leader
+        if leader is not None and self._forkable(leader):
+            covered = request.prompt_len - 1
+            return covered, [table[: -(-covered // self._size)] for table in leader.tables]
+        return self._hit(request)
+
+    def _shareable(self, request: Request) -> int:
+        """Full blocks that others hold and that the request would share. Only in groups that keep their whole past: behind
+        a window a shared block is given up, and a block of its own must be found."""
+        covered, tables = self._found(request)
+        whole = (
+            table[: covered // self._size] for table, window in zip(tables, self._windows, strict=True) if not window
+        )
+        return sum(self.pool.refs(block) > 0 for table in whole for block in table)
 
     def _forkable(self, leader: Request) -> bool:
         """The leader still holds every block that the last prompt token can see."""
@@ -126,13 +141,17 @@ class Leases:
 
     # --- after a commit ---------------------------------------------------------------------------------------------
 
-    def committed(self, request: Request) -> None:
-        """Publish blocks that became full, and free those that no later token can see."""
-        if request.computed < (request.published + 1) * self._size:
-            return
-        self._publish(request, request.computed // self._size)
-        if self._windowed:
-            self._free_behind(request)
+    def committed(self, request: Request) -> int:
+        """Publish blocks that became full, and free those that no later token can see. Returns how many tokens must be
+        computed before there is more to do."""
+        if not (self._windowed or (self._prefix_cache and request.cache)):
+            return request.limit
+        full = request.computed // self._size
+        if full > request.published:
+            self._publish(request, full)
+            if self._windowed:
+                self._free_behind(request)
+        return (full + 1) * self._size
 
     def _publish(self, request: Request, full: int) -> None:
         if self._prefix_cache and request.cache:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
+from ridgeline.engine.loop import freeze
 from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepStats, Submit
 
 
@@ -30,7 +32,9 @@ class LocalEngine:
         progress: Callable[[str, int, int], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
     ) -> LocalEngine:
-        return cls(assemble(model, config, progress or (lambda stage, done, total: None)), on_step)
+        engine = assemble(model, config, progress or (lambda stage, done, total: None))
+        freeze()
+        return cls(engine, on_step)
 
     def submit(self, request: Submit) -> None:
         """Queue a request; nothing runs before `news` is iterated."""
@@ -48,7 +52,11 @@ class LocalEngine:
         try:
             while self._open or self._refused:
                 deltas, self._refused = self._refused, []
-                if not deltas and (frame := self.engine.turn()) is not None:
+                if not deltas:
+                    frame = self.engine.turn()
+                    if frame is None:
+                        time.sleep(self.engine.loop.rest())
+                        continue
                     deltas = self._deltas(frame)
                 for delta in deltas:
                     if delta.finish:
@@ -82,4 +90,4 @@ class LocalEngine:
             return []
         if frame.stats is not None and self._on_step is not None:
             self._on_step(frame.stats)
-        return frame.deltas
+        return list(frame.each())

@@ -5,11 +5,12 @@ Nothing here knows a feature. Requests come in through `submit`, `cancel` and `e
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ridgeline.core.events import StepCounts, Update
+from ridgeline.core.events import News, StepCounts
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.engine.scheduler import Scheduler
 
@@ -20,13 +21,17 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one step; never waits for the device."""
 
-    def ready(self) -> bool:
-        """The oldest launched step has finished."""
-
     def collect(self) -> StepResult:
         """The result of the oldest launched step; waits for it."""
 
     def close(self) -> None: ...
+
+
+def freeze() -> None:
+    """What an engine is made of lives as long as it does: keep the garbage collector from walking over it in the middle of
+    a step (a full collection over torch's objects takes a tenth of a second)."""
+    gc.collect()
+    gc.freeze()
 
 
 class Loop:
@@ -42,28 +47,42 @@ class Loop:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.host_s = 0.0
-        """Host time of the last turn: planning and committing."""
-        self.device_s = 0.0
+        self.plan_s = self.commit_s = 0.0
+        """Host time of the last turn, in seconds."""
+        self.turns = 0
+        self.device_s = self.idle_s = 0.0
+        """Of the last step committed: seconds on the device, and seconds that it waited for the step with work to do."""
+        self._fresh = 0
+        """The step that found the device idle for want of work."""
+        self._drained = True
         self._depth = steps_in_flight
         self._clock = clock
 
-    def turn(self) -> list[Update]:
+    def turn(self) -> News:
         """One turn of the heart. Launches a step if one can be planned, commits the oldest when the device has enough."""
         scheduler = self.scheduler
+        self.turns += 1
         started = time.perf_counter()
         plan = scheduler.plan(self._clock())
-        self.host_s = time.perf_counter() - started
+        self.plan_s, self.commit_s = time.perf_counter() - started, 0.0
         if plan is not None:
+            if self._drained:
+                self._fresh, self._drained = plan.step, False
             self.runner.launch(plan)
         if scheduler.steps_in_flight > (self._depth if plan is not None else 0):
             result = self.runner.collect()
             started = time.perf_counter()
-            updates = scheduler.commit(result, self._clock())
-            self.host_s += time.perf_counter() - started
+            news = scheduler.commit(result, self._clock())
+            self.commit_s = time.perf_counter() - started
             self.device_s = result.device_s
-            return updates
-        return scheduler.take_updates()
+            self.idle_s = 0.0 if result.step == self._fresh else result.gap_s
+            self._drained = not (scheduler.running or scheduler.waiting or scheduler.steps_in_flight)
+            return news
+        return News(scheduler.take_updates())
+
+    def rest(self) -> float:
+        """Seconds in which turning brings nothing unless something arrives; 0 while there is work, infinite when idle."""
+        return self.scheduler.rest(self._clock())
 
     def take_counts(self) -> StepCounts:
         """Counts since the last call."""

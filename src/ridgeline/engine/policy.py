@@ -30,10 +30,16 @@ class Admission(Protocol):
     def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
         """How many may enter now, counted from the head of `waiting` (which is in the order of entering)."""
 
+    def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
+        """Seconds until somebody may enter an engine in which nobody runs and nobody arrives."""
+
 
 class Continuous:
     def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
         return len(waiting)
+
+    def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
+        return 0.0
 
 
 class Batched:
@@ -54,7 +60,7 @@ class Batched:
     def _open(self, waiting: Sequence[Waiting], now: float) -> set[str]:
         """Members of the next batch; nobody while it is neither full nor overdue."""
         choices = sum(1 + len(request.followers) for request in waiting)
-        if choices < self.size and not (waiting and now - min(one.arrival for one in waiting) >= self.window_s):
+        if choices < self.size and (not waiting or self.opens_in(waiting, now) > 0):
             return set()
         members: set[str] = set()
         taken = 0
@@ -64,6 +70,9 @@ class Batched:
             members.add(request.id)
             taken += 1 + len(request.followers)
         return members
+
+    def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
+        return max(0.0, min(one.arrival for one in waiting) + self.window_s - now)
 
 
 def admission(batching: str) -> Admission:

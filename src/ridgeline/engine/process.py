@@ -6,24 +6,24 @@ service says stop or has gone.
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 import socket
 import sys
+import threading
 import time
 
 from ridgeline.core.errors import RidgelineError
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
+from ridgeline.engine.loop import freeze
+from ridgeline.hardware.probe import process_age_s
 from ridgeline.wire.config import receive_config
 from ridgeline.wire.inbox import Inbox
 from ridgeline.wire.messages import Beat, Failed, Loading, Ready
 
 BEAT_S = 0.5
-"""Longest silence while idle: /health reads the beats."""
-STALL_S = 0.002
-"""Pause while requests wait for a batch to open."""
+"""Longest silence: /health reads the beats."""
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,13 @@ def main(fd: int) -> int:
     inbox = Inbox(sock)
     try:
         engine = assemble(
-            config.model, config.engine, lambda stage, done, total: inbox.send(Loading(stage, done, total))
+            config.model,
+            config.engine,
+            lambda stage, done, total: inbox.send(Loading(stage, done, total)),
+            process_age_s(),
         )
         inbox.send(Ready(engine.setup.facts))
-        gc.collect()
-        gc.freeze()
+        freeze()
         serve(engine, inbox)
     except RidgelineError as error:
         inbox.send(Failed(error.message, type(error).__name__))
@@ -56,21 +58,32 @@ def main(fd: int) -> int:
 
 
 def serve(engine: Engine, inbox: Inbox) -> None:
-    """Turn the heart while there is work, beat while there is none."""
-    last_beat = 0.0
-    while not (engine.stopped or inbox.gone):
-        for message in inbox.drain():
-            for answer in engine.handle(message):
-                inbox.send(answer)
-        news = engine.turn()
-        if news is not None:
-            inbox.send(news)
-        elif engine.idle or engine.stalled:
-            if time.monotonic() - last_beat >= BEAT_S:
-                last_beat = time.monotonic()
-                inbox.send(Beat(engine.loop.scheduler.last_step, not engine.idle))
-            inbox.wait(BEAT_S if engine.idle else STALL_S)
+    """Turn the heart while there is work, sleep while there is none, and beat all the time."""
+    ended = threading.Event()
+    pulse = threading.Thread(target=_beat, args=(engine, inbox, ended), daemon=True)
+    pulse.start()
+    try:
+        while not (engine.stopped or inbox.gone):
+            for message in inbox.drain():
+                for answer in engine.handle(message):
+                    inbox.send(answer)
+            news = engine.turn()
+            if news is not None:
+                started = time.perf_counter()
+                inbox.send(news)
+                engine.reply_s += time.perf_counter() - started
+            elif (rest := engine.loop.rest()) > 0:
+                inbox.wait(min(rest, BEAT_S))
+    finally:
+        ended.set()
+        pulse.join()
     engine.loop.runner.close()
+
+
+def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
+    """Say every BEAT_S that the process lives and how far the loop is, also while a long step holds it up."""
+    while not ended.wait(BEAT_S):
+        inbox.send(Beat(engine.loop.turns, not engine.idle))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +43,7 @@ class Request:
 
     id: str
     choice: int
-    tokens: list[int]
+    tokens: array[int]
     prompt_len: int
     sampling: SamplingParams
     limit: int
@@ -71,6 +72,8 @@ class Request:
     """Per group: leading blocks already returned because they lie behind the window."""
     writable: int = 0
     """Slots that may be written without asking the leases again (they are leased and nobody shares them)."""
+    watch: int = 0
+    """Tokens computed from which a commit must look closer; below, a drawn token is appended and that is all."""
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
     """Blocks already offered to the prefix index."""
@@ -82,11 +85,31 @@ class Request:
     preempted: int = 0
     first_planned: float = -1.0
     first_token: float = -1.0
+    device_s: float = 0.0
+    """Its part of the device's time, by query tokens, up to the moment when a query token's price stood at `paid`."""
+    paid: float = -1.0
+    drafted: int = 0
+    accepted: int = 0
 
-    def times(self, now: float) -> tuple[float, float, float, int]:
-        """Seconds (queued, prefill, decode) and preemptions, once the first token is there."""
+    def pay(self, before: float, after: float, n_query: int) -> None:
+        """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in
+        seconds, without this step and with it; since the last payment it had one token in each."""
+        if self.paid >= 0:
+            self.device_s += before - self.paid
+        self.device_s += n_query * (after - before)
+        self.paid = after
+
+    def settle(self, price: float) -> None:
+        """It leaves the device: pay for the tokens since the last payment."""
+        if self.paid >= 0:
+            self.device_s += price - self.paid
+        self.paid = -1.0
+
+    def times(self, now: float) -> tuple[float, ...]:
+        """In the order of metrics.records.Spent, once the first token is there."""
         prefill = self.first_token - self.first_planned
-        return self.first_planned - self.arrival, prefill, now - self.first_token, self.preempted
+        waits = self.first_planned - self.arrival, prefill, now - self.first_token
+        return *waits, self.preempted, self.device_s, self.drafted, self.accepted
 
     @property
     def needs_scores(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,20 @@ class Residents:
         """The plan's changes never reached the device: nobody sits where they were for."""
         for row in (*(join.row for join in plan.joins), *plan.pages[::4]):
             self._leave(row)
+
+    def expel(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
+        """The places in the step of rows that do not hold whom the plan means, because an upload was lost; and the plan with
+        the scratch row in their stead, which draws nothing."""
+        rows = np.frombuffer(plan.rows, dtype=np.int32)
+        known = (rows > 0) & (rows < len(self.generation))
+        held = self.generation[np.where(known, rows, 0)]
+        lost = np.flatnonzero(~known | (held != np.frombuffer(plan.generations, dtype=np.int32))).tolist()
+        if not lost:
+            return plan, lost
+        others, samples, logits = plan.rows[:], plan.samples[:], plan.logits[:]
+        for place in lost:
+            others[place] = samples[place] = logits[place] = 0
+        return replace(plan, rows=others, samples=samples, logits=logits), lost
 
     def _enter(self, join: Join) -> None:
         one = join.sampling

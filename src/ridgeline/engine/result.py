@@ -25,25 +25,27 @@ class Clock:
             self._begin = torch.cuda.Event(enable_timing=True)
             self._end = torch.cuda.Event(enable_timing=True)
             self._begin.record()
-        self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._started = self._stopped = time.perf_counter()
 
     def stop(self) -> None:
         """The step's last work has been enqueued."""
         if self._cuda:
             self._end.record()
         else:
-            self._seconds = time.perf_counter() - self._started
-
-    def finished(self) -> bool:
-        return self._end.query() if self._cuda else True
+            self._stopped = time.perf_counter()
 
     def wait(self) -> float:
         """Wait for the end; returns the seconds."""
         if not self._cuda:
-            return self._seconds
+            return self._stopped - self._started
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) * 1e-3
+
+    def since(self, before: Clock) -> float:
+        """Seconds from the end of an earlier step to the begin of this one; both have ended."""
+        if not self._cuda:
+            return self._started - before._stopped
+        return max(0.0, before._end.elapsed_time(self._begin) * 1e-3)
 
 
 def without(plan: StepPlan, error: str | None) -> StepResult:
@@ -54,12 +56,14 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive."""
+    """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive. lost:
+    places in the step whose rows the device does not hold."""
 
     plan: StepPlan
     batch: Batch
     outcome: Outcome
     clock: Clock
+    lost: Sequence[int] = ()
 
     @classmethod
     def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
@@ -90,6 +94,7 @@ class Pending:
             accepted=_ints(np.maximum(counts - 1, 0)),
             flags=_ints(flags),
             device_s=seconds,
+            lost=self.lost,
         )
         self._read_logprobs(result, places.tolist())
         self._read_scores(result)

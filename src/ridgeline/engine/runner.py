@@ -59,16 +59,9 @@ class _Built:
     batch: Batch
     graph: Room | None
 
-    def serves(self, plan: StepPlan) -> bool:
-        mine = self.plan
-        if plan.masks or plan.drafts or plan.score_ids or mine.masks or mine.drafts or mine.score_ids:
-            return False
-        same = plan.rows == mine.rows and plan.generations == mine.generations and plan.n_query == mine.n_query
-        return same and plan.n_draft == mine.n_draft and plan.samples == mine.samples
-
 
 class Runner:
-    """launch / ready / collect / close over a model, its cache and its rows. Results come in the order of launches."""
+    """launch / collect / close over a model, its cache and its rows. Results come in the order of launches."""
 
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes) -> None:
         self.device = model.decoder.embedding.device
@@ -87,6 +80,8 @@ class Runner:
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
+        self._before: Clock | None = None
+        """Of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
 
     def prepare(self, progress: Progress) -> None:
@@ -132,20 +127,15 @@ class Runner:
         except Exception as error:
             raise EngineFailed(f"The device is lost ({reason}): restart the engine.") from error
 
-    def ready(self) -> bool:
-        """The oldest launched step has finished."""
-        if not self._pending:
-            return False
-        oldest = self._pending[0]
-        return isinstance(oldest, StepResult) or oldest.clock.finished()
-
     def collect(self) -> StepResult:
         """The result of the oldest launched step; waits for it. IndexError if there is none."""
         oldest = self._pending.popleft()
         if isinstance(oldest, StepResult):
             return oldest
+        before, self._before = self._before, oldest.clock
         try:
-            return oldest.result()
+            result = oldest.result()
+            return result if before is None else replace(result, gap_s=oldest.clock.since(before))
         except Exception as error:
             log.exception("step %d failed on the device", oldest.plan.step)
             reason = f"{type(error).__name__}: {error}"
@@ -163,19 +153,22 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
         clock = Clock(self.device)
-        built = self._apply(plan)
+        self._residents.follow(plan)
+        reused = self._built if self._built is not None and plan.repeats(self._built.plan) else None
+        plan, lost = (plan, []) if reused is not None else self._residents.expel(plan)
+        built = self._apply(plan, reused)
         if built is None:
             return without(plan, None)
         self._built = built
-        outcome = self._run(built, max(plan.bound))
-        return Pending.of(plan, built.batch, outcome, clock)
+        pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock)
+        pending.lost = lost
+        return pending
 
-    def _apply(self, plan: StepPlan) -> _Built | None:
-        """One upload for all that the plan changes and states; rows and pages change even if the step is refused."""
+    def _apply(self, plan: StepPlan, reused: _Built | None) -> _Built | None:
+        """One upload for all that the plan changes and states; rows and pages change even if the step is refused. reused:
+        the batch that serves it, if there is one already."""
         packet = Packet()
-        self._residents.follow(plan)
         builder, refusal, graph = None, None, None
-        reused = self._built if self._built is not None and self._built.serves(plan) else None
         try:
             joins = self.rows.pack(plan, packet)
             if reused is None and plan.rows:
@@ -189,7 +182,7 @@ class Runner:
             self.rows.apply(got, joins)
             self.store.copy_pages(plan.copies)
         except Exception:
-            # The rows that the changes were for are unknown now; a step that plans one of them is refused whole.
+            # The rows that the changes were for are unknown now; a step that plans one of them goes without it.
             self._residents.forget(plan)
             raise
         if refusal is not None:

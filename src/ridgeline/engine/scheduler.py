@@ -5,21 +5,25 @@ they meet. Prompts, chunks of prompts, decoding, prefix hits and drafts are this
 (priority, arrival); when blocks run out, the last in that order gives way and comes back later.
 
 Every end of a request goes through `finish`; its row and blocks return when no step in flight holds them.
+
+Most rows of most steps only go on decoding. Planning such a row adds one to three numbers, committing it appends a token;
+whatever needs more (a block to lease, a limit, a first token, a flag) takes the slower way, `_give` and `_commit_share`.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
 from ridgeline.core.errors import RidgelineError
-from ridgeline.core.events import StepCounts, Update
+from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.leases import Leases
@@ -51,14 +55,24 @@ class NoDrafts:
         return ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Share:
-    """What one request got of a step in flight."""
+    """What a request got of a step, if that is not one query token that draws."""
 
-    request: Request
     n_query: int
     n_draft: int
     samples: bool
+    logits: Logits
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
+    got anything but one query token that draws, by place in the step."""
+
+    plan: StepPlan
+    requests: list[Request] = field(default_factory=list)
+    shares: dict[int, _Share] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -75,16 +89,23 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._admission = admission
-        self._drafter = drafter or NoDrafts()
+        self._drafter = drafter or _NO_DRAFTS
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
-        self._next = StepPlan(1)
+        self._next = _Step(StepPlan(1))
         self.last_step = 0
         """Number of the last step committed."""
-        self._flight: deque[list[_Share]] = deque()
+        self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
+        """Of the last step committed: tokens that its rows hold, how many of them are new, how many drew."""
+        self._price = 0.0
+        """Device seconds that one query token in every step so far would have cost."""
+        self._flight: deque[_Step] = deque()
+        self._alike: _Step | None = None
+        """The last step, if all its rows drew after one query token and nobody has entered since."""
         self._updates: list[Update] = []
         self._leaving = 0
+        self._open = 0
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
@@ -96,6 +117,17 @@ class Scheduler:
     def steps_in_flight(self) -> int:
         return len(self._flight)
 
+    @property
+    def queued(self) -> int:
+        """Choices that have not ended and do not run, those among them that wait for their leader's prompt."""
+        return self._open - len(self.running)
+
+    def rest(self, now: float) -> float:
+        """Seconds in which there is nothing to do unless something arrives."""
+        if self.running or self._flight or self._updates:
+            return 0.0
+        return self._admission.opens_in(self.waiting, now) if self.waiting else math.inf
+
     def fits(self, request: Request) -> bool:
         """Whether the request could run if it were alone."""
         return self.layout.pages_for(request.limit, self.limits.step_tokens) <= self.leases.total
@@ -104,6 +136,7 @@ class Scheduler:
         """Take over a request. Choices after the first wait for the first one's prompt and share its blocks."""
         choices = self._by_id.setdefault(request.id, {})
         choices[request.choice] = request
+        self._open += 1
         request.expected = len(request.tokens)
         leader = choices.get(0)
         if leader is None or leader is request:
@@ -117,10 +150,11 @@ class Scheduler:
         for request in list(self._by_id.get(request_id, {}).values()):
             self.finish(request, reason)
 
-    def end_choice(self, request_id: str, choice: int, reason: str) -> None:
-        """The service ended this choice itself (a stop string)."""
+    def end_choice(self, request_id: str, choice: int, reason: str, kept: int) -> None:
+        """The service ended this choice itself (a stop string): of its output, `kept` tokens count."""
         request = self._by_id.get(request_id, {}).get(choice)
         if request is not None:
+            self.counts.dropped += max(0, len(request.tokens) - request.prompt_len - kept)
             self.finish(request, reason)
 
     def finish(self, request: Request, reason: str, error: str = "") -> None:
@@ -130,6 +164,7 @@ class Scheduler:
         request.finish = reason
         request.error = error
         self._release_followers(request)
+        self._open -= 1
         choices = self._by_id[request.id]
         del choices[request.choice]
         if not choices:
@@ -162,6 +197,8 @@ class Scheduler:
         """Out of the running set; row and blocks return now, or when the last step that holds them is committed."""
         self.running.remove(request)
         request.state = State.LEAVING
+        request.settle(self._price)
+        request.writable = request.watch = 0
         self._leaving += 1
         if request.in_flight == 0:
             self._settle(request)
@@ -171,7 +208,7 @@ class Scheduler:
         self._leaving -= 1
         self.leases.release(request)
         if not self._withdraw(request):
-            self._next.leaves.append(request.row)
+            self._next.plan.leaves.append(request.row)
         self._free_rows.append(request.row)
         request.row = 0
         if request.finish:
@@ -186,7 +223,7 @@ class Scheduler:
 
     def _withdraw(self, request: Request) -> bool:
         """Take back a join that has not gone to the device yet; False if the device knows the request."""
-        plan = self._next
+        plan = self._next.plan
         if all(join.generation != request.generation for join in plan.joins):
             return False
         plan.joins = [join for join in plan.joins if join.generation != request.generation]
@@ -201,31 +238,38 @@ class Scheduler:
 
         A plan that gave nobody a query token yet is kept: it may hold joins and pages already.
         """
-        plan = self._next
-        shares: list[_Share] = []
-        budget = self._continue_running(plan, shares, self.limits.step_tokens)
+        step = self._next
+        budget = self._continue_running(step, self.limits.step_tokens)
         if self.waiting:
-            self._admit(plan, shares, budget, now)
-        if not shares:
+            self._admit(step, budget, now)
+        if not step.requests:
             return None
-        self._next = StepPlan(plan.step + 1)
-        self._flight.append(shares)
-        return plan
+        self._state_rows(step)
+        self._next = _Step(StepPlan(step.plan.step + 1))
+        self._flight.append(step)
+        return step.plan
 
-    def _continue_running(self, plan: StepPlan, shares: list[_Share], budget: int) -> int:
+    def _continue_running(self, step: _Step, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
-        behind = len(self.running)
-        for request in list(self.running):
-            behind -= 1
-            if request.state is not State.RUNNING:
+        alone, last = self._drafter is _NO_DRAFTS, len(self.running) - 1
+        for place, request in enumerate(tuple(self.running)):
+            planned, expected = request.planned, request.expected
+            if planned >= expected or budget <= 0:
                 continue
-            need = request.expected - request.planned
-            if need > 0 and budget > 0:
-                budget -= self._give(plan, shares, request, min(need, max(1, budget - behind)))
+            fast = planned + 1 == expected < request.limit and planned < request.writable
+            if fast and alone and request.constraint is None:
+                request.planned = expected
+                request.expected = expected + 1
+                request.in_flight += 1
+                step.requests.append(request)
+                budget -= 1
+            elif request.state is State.RUNNING:
+                budget -= self._give(step, request, min(expected - planned, max(1, budget - last + place)))
         return budget
 
-    def _give(self, plan: StepPlan, shares: list[_Share], request: Request, n_query: int) -> int:
+    def _give(self, step: _Step, request: Request, n_query: int) -> int:
         """Plan `n_query` tokens of a running request; returns how many it got (0: not ready, or no blocks)."""
+        plan = step.plan
         samples = request.planned + n_query == request.expected
         drafts: Sequence[int] = ()
         if samples:
@@ -242,29 +286,44 @@ class Scheduler:
             elif not self._make_room(request):
                 plan.masks.pop(request.row, None)
                 return 0
-        self._state_share(plan, request, total, drafts, samples)
-        shares.append(_Share(request, total, len(drafts), samples))
+        plan.drafts.extend(drafts)
+        wanted = self._wanted(plan, request, total, samples)
+        if not (total == 1 and samples and wanted is Logits.LAST):
+            step.shares[len(step.requests)] = _Share(total, len(drafts), samples, wanted)
+        step.requests.append(request)
         request.in_flight += 1
         request.planned += total
         if samples:
             request.expected += 1 + len(drafts)
         return total
 
-    def _state_share(self, plan: StepPlan, request: Request, total: int, drafts: Sequence[int], samples: bool) -> None:
-        """Write one row of the plan."""
-        plan.rows.append(request.row)
-        plan.generations.append(request.generation)
-        plan.n_query.append(total)
-        plan.n_draft.append(len(drafts))
-        plan.samples.append(samples)
-        plan.bound.append(request.planned + total)
-        plan.drafts.extend(drafts)
-        wanted = Logits.LAST if samples else Logits.NONE
+    def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
+        """Which logits its next `total` tokens need; states the tokens to score."""
         if request.planned < request.prompt_len - 1 and request.needs_scores:
-            wanted = Logits.ALL
-            after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)]
+            after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
-        plan.logits.append(wanted)
+            return Logits.ALL
+        return Logits.LAST if samples else Logits.NONE
+
+    def _state_rows(self, step: _Step) -> None:
+        """Write the step's rows into its plan. A step like the last one has its very arrays."""
+        plan, requests, last = step.plan, step.requests, self._alike
+        self._alike = None if step.shares else step
+        if last is not None and not step.shares and requests == last.requests:
+            known = last.plan
+            plan.rows, plan.generations, plan.n_query = known.rows, known.generations, known.n_query
+            plan.n_draft, plan.logits, plan.samples = known.n_draft, known.logits, known.samples
+            plan.bound = known.bound + 1
+            return
+        count = len(requests)
+        plan.rows = array("i", [request.row for request in requests])
+        plan.generations = array("i", [request.generation for request in requests])
+        plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
+        plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
+        for place, share in step.shares.items():
+            plan.n_query[place], plan.n_draft[place] = share.n_query, share.n_draft
+            plan.logits[place], plan.samples[place] = share.logits, share.samples
+        plan.bound = max([request.planned for request in requests])
 
     def _masked(self, plan: StepPlan, request: Request, constraint: Constraint) -> bool:
         """State the tokens a grammar allows next; a grammar that cannot go on ends its own request."""
@@ -291,18 +350,21 @@ class Scheduler:
         self._leave(victim)
         return victim.state is State.WAITING
 
-    def _admit(self, plan: StepPlan, shares: list[_Share], budget: int, now: float) -> None:
+    def _admit(self, step: _Step, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
+        filling = [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
+        chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
             request = self.waiting[0]
-            if not self._free_rows or not self.leases.admits(request, self.running, self.limits.step_tokens):
+            if not self._free_rows or not self.leases.admits(request, len(self.running), filling, chunk):
                 if self._gives_way(request):
                     continue
                 return
             self.waiting.pop(0)
-            self._enter(plan, request, now)
+            self._enter(step.plan, request, now)
             allowed -= 1
-            budget -= self._give(plan, shares, request, min(request.expected - request.planned, budget))
+            budget -= self._give(step, request, min(request.expected - request.planned, budget))
+            filling.append(request)
 
     def _gives_way(self, request: Request) -> bool:
         """Preempt a running request of a less urgent priority for one that waits."""
@@ -314,6 +376,7 @@ class Scheduler:
     def _enter(self, plan: StepPlan, request: Request, now: float) -> None:
         """Give a waiting request its row and whatever is computed already: a leader's blocks or a prefix hit."""
         self._generation += 1
+        self._alike = None
         request.row = self._free_rows.pop()
         request.generation = self._generation
         request.state = State.RUNNING
@@ -330,7 +393,7 @@ class Scheduler:
             Join(
                 request.row,
                 request.generation,
-                tuple(request.tokens),
+                request.tokens[:],
                 request.prompt_len,
                 hit,
                 request.limit,
@@ -343,70 +406,91 @@ class Scheduler:
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float) -> list[Update]:
+    def commit(self, result: StepResult, now: float) -> News:
         """Learn what the oldest step in flight did; returns the news for the service."""
-        updates: list[Update] = []
-        offset = 0
+        step = self._flight.popleft()
         self.last_step = result.step
         self.counts.failed += result.error is not None
-        for index, share in enumerate(self._flight.popleft()):
-            count = result.counts[index] if result.error is None else 0
-            tokens = list(result.tokens[offset : offset + count])
-            offset += count
-            request = share.request
+        gained: list[Request] = []
+        tokens, offset = list(result.tokens), 0
+        news = News()
+        before, self._price = self._price, self._price + result.device_s / max(1, step.plan.n_tokens)
+        rows = zip(step.requests, step.plan.n_query, result.counts, result.flags, strict=True)
+        for place, (request, n_query, count, flag) in enumerate(rows):
             request.in_flight -= 1
-            if request.state is State.LEAVING:
+            computed = request.computed + 1
+            if n_query == count == 1 and computed < request.watch and not flag:
+                request.computed = computed
+                request.tokens.append(tokens[offset])
+                news.tokens.append(tokens[offset])
+                gained.append(request)
+            elif request.state is State.LEAVING:
+                self.counts.dropped += count
                 if request.in_flight == 0:
                     self._settle(request)
             elif result.error is not None:
                 self.finish(request, "error", f"The step failed: {result.error}")
+            elif place in result.lost:
+                self.finish(request, "error", "An upload to the device failed: the request's place there is lost.")
             else:
-                self._commit_share(share, index, tokens, result, now, updates)
-        return updates + self.take_updates()
+                request.pay(before, self._price, n_query)
+                self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
+            offset += count
+        self.committed = [one.computed for one in step.requests], step.plan.n_query, sum(step.plan.samples)
+        self.counts.output_tokens += len(gained)
+        news.ids = [request.id for request in gained]
+        news.choices = [request.choice for request in gained]
+        news.updates += self.take_updates()
+        return news
 
     def _commit_share(
-        self, share: _Share, index: int, tokens: list[int], result: StepResult, now: float, updates: list[Update]
+        self, step: _Step, place: int, tokens: list[int], result: StepResult, now: float, news: News
     ) -> None:
-        request = share.request
-        refused = share.n_draft - result.accepted[index] if share.n_draft else 0
+        """Commit one row, whatever it got and whatever came of it."""
+        request, plan = step.requests[place], step.plan
+        n_draft = plan.n_draft[place]
+        refused = n_draft - result.accepted[place] if n_draft else 0
         before = request.computed
-        request.computed += share.n_query - refused
+        request.computed += plan.n_query[place] - refused
         request.planned -= refused
-        if share.samples:
-            request.expected -= 1 + share.n_draft - len(tokens)
+        if plan.samples[place]:
+            request.expected -= 1 + n_draft - len(tokens)
         self.counts.prompt_tokens += max(0, min(request.computed, request.prompt_len) - before)
-        if index in result.scores:
-            request.scores.extend(result.scores[index])
+        if place in result.scores:
+            request.scores.extend(result.scores[place])
         request.tokens.extend(tokens)
-        self.leases.committed(request)
+        watch = self.leases.committed(request)
         if request.followers and request.computed >= request.prompt_len:
             self._release_followers(request)
         if tokens:
-            self._take_tokens(share, index, tokens, result, now, updates)
+            self.counts.drafted += n_draft
+            self.counts.accepted += len(tokens) - 1
+            request.drafted += n_draft
+            request.accepted += len(tokens) - 1
+            self._take_tokens(request, place, tokens, result, now, news)
+        if request.cached_sent and request.constraint is None and request.sampling.logprobs is None:
+            request.watch = watch if request.state is State.RUNNING else 0
 
     def _take_tokens(
-        self, share: _Share, index: int, tokens: list[int], result: StepResult, now: float, updates: list[Update]
+        self, request: Request, place: int, tokens: list[int], result: StepResult, now: float, news: News
     ) -> None:
-        request = share.request
         self.counts.output_tokens += len(tokens)
-        self.counts.drafted += share.n_draft
-        self.counts.accepted += len(tokens) - 1
         update = Update(request.id, request.choice, tokens)
+        news.updates.append(update)
         if request.first_token < 0:
             request.first_token = now
             update.times = request.times(now)
         if result.logprobs:
-            update.logprobs = result.logprobs.get(index)
+            update.logprobs = result.logprobs.get(place)
         if not request.cached_sent:
             request.cached_sent = True
             update.cached = request.cached
             update.prompt_logprobs = request.scores or None
-        flag = result.flags[index]
+        flag = result.flags[place]
         if request.constraint is not None:
             try:
                 request.constraint.accept(tokens)
             except RidgelineError as error:
-                updates.append(update)
                 self.finish(request, "refused", error.message)
                 return
             if request.constraint.finished:
@@ -417,7 +501,7 @@ class Scheduler:
                 update.stop_id = tokens[-1]
             update.times = request.times(now)
             self.finish(request, update.finish)
-        updates.append(update)
 
 
+_NO_DRAFTS = NoDrafts()
 _order = attrgetter("order")

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from ridgeline.core.spec import KvGroup
 
 
-def extend_chain(chain: list[bytes], tokens: Sequence[int], block_tokens: int, root: bytes) -> None:
+def extend_chain(chain: list[bytes], tokens: array[int], block_tokens: int, root: bytes) -> None:
     """Append to `chain` the keys of all full blocks of `tokens` that it does not hold yet."""
     for index in range(len(chain), len(tokens) // block_tokens):
         parent = chain[-1] if chain else root
-        part = array("I", tokens[index * block_tokens : (index + 1) * block_tokens])
+        part = tokens[index * block_tokens : (index + 1) * block_tokens]
         chain.append(hashlib.sha256(parent + part.tobytes()).digest())
 
 

@@ -57,6 +57,10 @@ COUNTERS: Mapping[str, Entry] = {
     "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
     "steps": Entry("Steps run.", ours=True),
     "failed_steps": Entry("Steps that failed.", ours=True),
+    "generation_tokens_dropped": Entry(
+        "Tokens drawn for choices that had ended: behind a stop string, or after a cancel.", ours=True
+    ),
+    "scheduler_host_part_seconds": Entry("Seconds the scheduler spent on steps, by part.", label="part", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }
 HISTOGRAMS: Mapping[str, Entry] = {

@@ -102,10 +102,13 @@ class Metrics:
         self._count("spec_decode_num_accepted_tokens", step.accepted)
         self._count("steps", step.steps)
         self._count("failed_steps", step.failed)
+        self._count("generation_tokens_dropped", step.dropped)
         if step.steps:
             self._count("step_device_seconds", step.device_s)
             self._histograms["iteration_tokens_total"].add(step.prompt_tokens + step.output_tokens)
             self._histograms["scheduler_host_seconds"].add(step.host_s)
+            for part, seconds in (("plan", step.plan_s), ("commit", step.commit_s), ("reply", step.reply_s)):
+                self._count("scheduler_host_part_seconds", seconds, part)
         now = self._clock()
         gap = None if self._last_step is None else now - self._last_step
         if gap is not None and step.output_tokens:

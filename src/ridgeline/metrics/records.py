@@ -29,6 +29,12 @@ class StepRecord(Protocol):
     steps: int
     """0: no step was run, only requests came or went."""
     failed: int
+    plan_s: float
+    commit_s: float
+    reply_s: float
+    """Of the record before: the parts of host_s."""
+    dropped: int
+    """Tokens drawn for choices that had ended."""
     flops: float
     """Operations of the step, by the model's formula."""
     bytes: float

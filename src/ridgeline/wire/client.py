@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ridgeline.core.errors import EngineFailed
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, UnsupportedModel
 from ridgeline.wire.frames import down_decoder, encode, read_body
 from ridgeline.wire.messages import (
     Beat,
@@ -38,11 +38,18 @@ MAX_UNREAD = 8192
 FAILURES = 3
 """Steps that failed one after the other, after which the engine is not trusted until one succeeds."""
 
-STALL_S = 30.0
-"""Seconds without a sign of life, or without progress while requests wait, after which the engine counts as stuck."""
+SILENCE_S = 30.0
+"""Seconds without a sign of life after which the engine counts as stuck."""
 
+STALL_S = 300.0
+"""Seconds that one turn of the engine's heart may take. A large step on a slow processor takes more than a minute."""
 
 _LAST_WORDS_S = 1.0
+
+_START_UP: dict[str, type[RidgelineError]] = {
+    kind.__name__: kind for kind in (ConfigError, UnsupportedModel, DoesNotFit)
+}
+"""Errors that Failed.kind may name: mistakes of whoever starts the engine, not failures of it."""
 
 
 class Subscription:
@@ -176,6 +183,8 @@ class EngineClient:
         """Steps that failed since the last one that did not."""
         self.open_choices = 0
         """Choices that have been submitted and have not ended."""
+        self._turn = -1
+        self._error: type[RidgelineError] = EngineFailed
         self._sequence: int | None = None
         self._open: dict[str, Subscription] = {}
         self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
@@ -184,7 +193,7 @@ class EngineClient:
         self._task = asyncio.get_running_loop().create_task(self._read(), name="engine-client")
 
     async def wait_ready(self) -> dict[str, Any]:
-        """The engine's facts, as soon as it serves. Raises EngineFailed when it cannot."""
+        """The engine's facts, as soon as it serves. Raises ConfigError for what it cannot serve, EngineFailed when it fails."""
         await self.ready.wait()
         self._check()
         return self.facts
@@ -207,11 +216,6 @@ class EngineClient:
             self.send(request)
         return subscription
 
-    def cancel(self, request_id: str, reason: str = "cancelled") -> None:
-        """End a request; its reader gets a "cancelled" delta per choice from the engine. Unknown ids are fine."""
-        if request_id in self._open:
-            self.send(Cancel(request_id, reason))
-
     async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
         """Give an order and wait for its answer. Raises EngineFailed when it ends, fails or stays silent too long."""
         self._check()
@@ -228,17 +232,18 @@ class EngineClient:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine cannot be trusted to answer now, or None: it makes progress, or is idle and alive."""
+        """Why the engine cannot be trusted to answer now, or None: its heart beats, however long a step or a wait for a batch
+        takes."""
         if self.failure is not None:
             return self.failure
         if not self.ready.is_set():
             at = self.loading
             return "the engine is loading" + (f": {at.stage} {at.done}/{at.total}" if at is not None else "")
         now = self._clock()
-        if now - self.last_heard > STALL_S:
+        if now - self.last_heard > SILENCE_S:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
-            return f"requests wait, and no step has ended for {now - self.last_progress:.0f} s"
+            return f"requests wait, and the engine has been at one step for {now - self.last_progress:.0f} s"
         if self.failed_steps >= FAILURES:
             return f"the last {self.failed_steps} steps have failed; the engine's log says why"
         return None
@@ -266,7 +271,7 @@ class EngineClient:
 
     def _check(self) -> None:
         if self.failure is not None:
-            raise EngineFailed(self.failure)
+            raise self._error(self.failure)
 
     async def _read(self) -> None:
         decoder = down_decoder()
@@ -294,7 +299,7 @@ class EngineClient:
             case Deltas():
                 self._take_deltas(message)
             case Beat():
-                self._progress(message.step)
+                self._beat(message)
             case Ready():
                 self.facts = message.facts
                 self.last_progress = self.last_heard
@@ -304,25 +309,25 @@ class EngineClient:
             case Reply():
                 self._take_reply(message)
             case Failed():
+                self._error = _START_UP.get(message.kind, EngineFailed)
                 self._fail(message.message)
 
     def _take_deltas(self, frame: Deltas) -> None:
         if self._sequence is not None and frame.sequence != self._sequence + 1:
             raise EngineFailed(f"frame {frame.sequence} came after frame {self._sequence}: answers are missing.")
         self._sequence = frame.sequence
-        for delta in frame.deltas:
+        for delta in frame.each():
             subscription = self._open.get(delta.id)
             if subscription is not None:
                 subscription.put(delta)
+        self.last_progress = self.last_heard
         if frame.stats is not None:
             self.stats = frame.stats
-            self._progress(frame.stats.step)
+            self.last_step = frame.stats.step
             if frame.stats.steps:
                 self.failed_steps = self.failed_steps + frame.stats.failed if frame.stats.failed else 0
             if self._on_step is not None:
                 self._on_step(frame.stats)
-        elif frame.deltas:
-            self.last_progress = self.last_heard
 
     def _take_reply(self, reply: Reply) -> None:
         answer = self._replies.get(reply.id)
@@ -331,9 +336,9 @@ class EngineClient:
         elif reply.id in self._open and "error" in reply.facts:
             self._open[reply.id].fail(str(reply.facts["error"]))
 
-    def _progress(self, step: int) -> None:
-        if step != self.last_step:
-            self.last_step = step
+    def _beat(self, beat: Beat) -> None:
+        if beat.turn != self._turn:
+            self._turn = beat.turn
             self.last_progress = self.last_heard
 
     def _fail(self, message: str) -> None:

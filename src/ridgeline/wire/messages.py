@@ -6,6 +6,7 @@ A request is named by the service's id; its choices are numbered 0 .. n-1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -84,9 +85,10 @@ class Delta(msgspec.Struct, array_like=True):
 class StepStats(msgspec.Struct, array_like=True):
     """One step's record. Times in seconds, counts in tokens, requests and blocks.
 
-    host_s: the scheduler's own time (plan and commit). device_s: the step on the device. waste_inside: slots leased but
-    not holding a token; waste_between: share of leasable bytes that group padding loses. steps: 1, or 0 when only the
-    number of requests has changed (then the times are those of the last step). failed: steps that failed.
+    host_s: the scheduler's own time: plan_s, commit_s and reply_s, which is that of the record before. device_s: the step
+    on the device. waste_inside: slots leased but not holding a token; waste_between: share of leasable bytes that group
+    padding loses. steps: 1, or 0 when only the number of requests has changed (then the times are those of the last step).
+    failed: steps that failed. dropped: tokens drawn for choices that had ended (behind a stop string, or after a cancel).
     flops, bytes: what the step had to compute and move by the model's formula (weights once as they are stored, keys and
     values read and written). predicted_s: what the cost model expected of device_s. idle_s: how long the device waited
     for this step although there was work. joules: energy since the last record that had some.
@@ -111,6 +113,10 @@ class StepStats(msgspec.Struct, array_like=True):
     device_s: float
     steps: int = 1
     failed: int = 0
+    plan_s: float = 0.0
+    commit_s: float = 0.0
+    reply_s: float = 0.0
+    dropped: int = 0
     flops: float = 0.0
     bytes: float = 0.0
     predicted_s: float = 0.0
@@ -119,11 +125,21 @@ class StepStats(msgspec.Struct, array_like=True):
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
-    """All news of one step. `sequence` counts frames, so that a gap is seen."""
+    """All news of one step. `sequence` counts frames, so that a gap is seen. Choices that gained one token and nothing else
+    stand in three parallel lists, request id, choice and token; `deltas` has the others."""
 
     sequence: int
     deltas: list[Delta]
     stats: StepStats | None = None
+    ids: list[str] = []
+    choices: list[int] = []
+    tokens: list[int] = []
+
+    def each(self) -> Iterator[Delta]:
+        """One delta per choice."""
+        for request, choice, token in zip(self.ids, self.choices, self.tokens, strict=True):
+            yield Delta(request, choice, [token])
+        yield from self.deltas
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
@@ -142,9 +158,10 @@ class Loading(msgspec.Struct, tag="loading", array_like=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """A sign of life while there is nothing to say. `step`: last committed step. `busy`: requests wait or run."""
+    """A sign of life, from a thread beside the heart. `turn`: how often the heart has turned, which grows also while requests
+    only wait for their batch. `busy`: requests wait or run."""
 
-    step: int
+    turn: int
     busy: bool
 
 

@@ -1,0 +1,127 @@
+"""What fails ends its own requests, with a reason, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ridgeline.core.errors import BadGrammar
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.engine.fake import FakeRunner
+from ridgeline.engine.scheduler import Scheduler
+from tests.engine.helpers import PLAIN, WINDOWED, Bench, oracle, prompts
+
+
+def test_a_failed_step_ends_its_requests_with_a_reason_and_not_the_engine() -> None:
+    bench = Bench(fail_at=[3])
+    bench.submit("doomed", [1, 2, 3], max_tokens=9)
+    bench.run()
+    assert bench.finish["doomed", 0] == "error"
+    bench.submit("next", [1, 2, 3], max_tokens=9)
+    bench.run()
+    assert bench.tokens["next", 0] == oracle([1, 2, 3], 9)
+
+
+class Forgetful(FakeRunner):
+    """As a runner whose uploads fail at `lost`: rows and pages of those plans never reach it, and later steps go without the
+    rows that it does not know."""
+
+    lost: frozenset[int] = frozenset()
+    touched: set[tuple[str, int]]
+    """Choices that a lost plan was for."""
+    scheduler: Scheduler
+
+    def launch(self, plan: StepPlan) -> None:
+        known = {row: held.join.generation for row, held in self._rows.items() if row not in plan.leaves}
+        known |= {join.row: join.generation for join in plan.joins}
+        if plan.step in self.lost:
+            changed = {*(join.row for join in plan.joins), *plan.pages[::4]}
+            for row in (*plan.leaves, *changed):
+                self._rows.pop(row, None)
+            running = self.scheduler.running
+            self.touched |= {(one.id, one.choice) for one in running if one.row in changed | set(plan.rows)}
+            none = array("i", bytes(4 * len(plan.rows)))
+            self._results.append(
+                StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, error="lost")
+            )
+            return
+        held = [known.get(row) == generation for row, generation in zip(plan.rows, plan.generations, strict=True)]
+        pages = [plan.pages[at : at + 4] for at in range(0, len(plan.pages), 4) if plan.pages[at] in known]
+        part = {name: array("i", itertools.compress(getattr(plan, name), held)) for name in PER_ROW}
+        super().launch(replace(plan, pages=array("i", itertools.chain.from_iterable(pages)), **part))
+        result = self._results[-1]
+        for name in ("counts", "flags", "accepted"):
+            left = iter(getattr(result, name))
+            setattr(result, name, array("i", [next(left) if one else 0 for one in held]))
+        result.lost = [place for place, one in enumerate(held) if not one]
+
+
+PER_ROW = ("rows", "generations", "n_query", "n_draft", "logits", "samples")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
+    """Whatever fails and when, every request ends, every block and row returns, and no token is wrong."""
+    bench = Bench(
+        layout=data.draw(st.sampled_from([PLAIN, WINDOWED])),
+        depth=data.draw(st.integers(0, 2)),
+        blocks=data.draw(st.integers(26, 60)),
+        rows=data.draw(st.integers(1, 6)),
+        step_tokens=data.draw(st.integers(1, 20)),
+    )
+    bench.runner.__class__ = Forgetful
+    bench.runner.touched, bench.runner.scheduler = set(), bench.scheduler  # type: ignore[attr-defined]
+    failing = data.draw(st.frozensets(st.integers(1, 40), max_size=3))
+    if data.draw(st.booleans()):
+        bench.runner.lost = failing  # type: ignore[attr-defined]
+    else:
+        bench.runner._fail_at = failing
+    wanted = prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 6)))
+    for index, prompt in enumerate(wanted):
+        bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=data.draw(st.integers(0, 2)))
+        if data.draw(st.booleans()):
+            for request in bench.scheduler._by_id[f"r{index}"].values():
+                request.constraint = Fragile(data.draw(st.integers(0, 9)))
+        for _ in range(data.draw(st.integers(0, 4))):
+            bench.turn()
+    bench.run()
+    assert sorted(bench.scheduler._free_rows) == list(range(1, bench.scheduler.limits.rows + 1))
+    for (name, choice), finish in bench.finish.items():
+        right, got = oracle(wanted[int(name[1:])], 9, choice=choice), bench.tokens[name, choice]
+        assert got == right if finish == "length" else got == right[: len(got)]
+    if bench.runner.lost:  # type: ignore[attr-defined]
+        ended = {key for key, finish in bench.finish.items() if finish == "error"}
+        assert ended <= bench.runner.touched  # type: ignore[attr-defined]
+
+
+class Fragile:
+    """A grammar that allows everything and breaks after so many tokens (9: never)."""
+
+    finished = False
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def mask(self) -> bytes:
+        if self._left == 0:
+            raise BadGrammar("outgrown")
+        return b"\xff" * 16
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._left -= len(tokens)
+
+
+def test_who_leaves_before_its_join_went_out_is_never_heard_of() -> None:
+    """A grammar that breaks at once, in the plan in which its request enters: its row can be used again."""
+    bench = Bench(rows=1, depth=1)
+    bench.submit("broken", [1, 2, 3], max_tokens=3)
+    bench.scheduler.waiting[0].constraint = Fragile(0)
+    bench.submit("whole", [4, 5, 6], max_tokens=3)
+    bench.run()
+    assert bench.finish == {("broken", 0): "refused", ("whole", 0): "length"}
