@@ -41,7 +41,7 @@ The package's own `llm` (offline use) stands outside like bench: it knows the en
 
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
-    "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
+    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
@@ -51,6 +51,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.policy": _PLANNING,
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
+    "engine.flight": _PLANNING,
     "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.fake"),
 }
 """Module -> all it may import of ours, where that differs from its room."""
@@ -62,7 +63,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
 
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention", "hardware.table",
-    "hardware.probe", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop",
+    "hardware.probe", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.loop",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Rooms and modules that must not reach torch, on whatever way: they decide, serve and start without it."""

@@ -17,7 +17,7 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Protocol
@@ -26,6 +26,7 @@ from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
+from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission
 from ridgeline.engine.request import Constraint, Request, State
@@ -55,26 +56,6 @@ class NoDrafts:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a request got of a step, if that is not one query token that draws."""
-
-    n_query: int
-    n_draft: int
-    samples: bool
-    logits: Logits
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
-    got anything but one query token that draws, by place in the step."""
-
-    plan: StepPlan
-    requests: list[Request] = field(default_factory=list)
-    shares: dict[int, _Share] = field(default_factory=dict)
-
-
 class Scheduler:
     """Plans steps within `limits`, leasing blocks from `leases`, admitting by `admission`. Knows no device and no clock:
     `now` comes as an argument (seconds), so that it runs on a virtual clock as well."""
@@ -93,15 +74,15 @@ class Scheduler:
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
-        self._next = _Step(StepPlan(1))
+        self._next = FlyingStep(StepPlan(1))
         self.last_step = 0
         """Number of the last step committed."""
         self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
         """Of the last step committed: tokens that its rows hold, how many of them are new, how many drew."""
         self._price = 0.0
         """Device seconds that one query token in every step so far would have cost."""
-        self._flight: deque[_Step] = deque()
-        self._alike: _Step | None = None
+        self._flight: deque[FlyingStep] = deque()
+        self._alike: FlyingStep | None = None
         """The last step, if all its rows drew after one query token and nobody has entered since."""
         self._updates: list[Update] = []
         self._leaving = 0
@@ -245,11 +226,11 @@ class Scheduler:
         if not step.requests:
             return None
         self._state_rows(step)
-        self._next = _Step(StepPlan(step.plan.step + 1))
+        self._next = FlyingStep(StepPlan(step.plan.step + 1))
         self._flight.append(step)
         return step.plan
 
-    def _continue_running(self, step: _Step, budget: int) -> int:
+    def _continue_running(self, step: FlyingStep, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
         alone, last = self._drafter is _NO_DRAFTS, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
@@ -267,7 +248,7 @@ class Scheduler:
                 budget -= self._give(step, request, min(expected - planned, max(1, budget - last + place)))
         return budget
 
-    def _give(self, step: _Step, request: Request, n_query: int) -> int:
+    def _give(self, step: FlyingStep, request: Request, n_query: int) -> int:
         """Plan `n_query` tokens of a running request; returns how many it got (0: not ready, or no blocks)."""
         plan = step.plan
         samples = request.planned + n_query == request.expected
@@ -289,7 +270,7 @@ class Scheduler:
         plan.drafts.extend(drafts)
         wanted = self._wanted(plan, request, total, samples)
         if not (total == 1 and samples and wanted is Logits.LAST):
-            step.shares[len(step.requests)] = _Share(total, len(drafts), samples, wanted)
+            step.shares[len(step.requests)] = Share(total, len(drafts), samples, wanted)
         step.requests.append(request)
         request.in_flight += 1
         request.planned += total
@@ -305,7 +286,7 @@ class Scheduler:
             return Logits.ALL
         return Logits.LAST if samples else Logits.NONE
 
-    def _state_rows(self, step: _Step) -> None:
+    def _state_rows(self, step: FlyingStep) -> None:
         """Write the step's rows into its plan. A step like the last one has its very arrays."""
         plan, requests, last = step.plan, step.requests, self._alike
         self._alike = None if step.shares else step
@@ -350,7 +331,7 @@ class Scheduler:
         self._leave(victim)
         return victim.state is State.WAITING
 
-    def _admit(self, step: _Step, budget: int, now: float) -> None:
+    def _admit(self, step: FlyingStep, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         filling = [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
         chunk = self.limits.step_tokens
@@ -444,7 +425,7 @@ class Scheduler:
         return news
 
     def _commit_share(
-        self, step: _Step, place: int, tokens: list[int], result: StepResult, now: float, news: News
+        self, step: FlyingStep, place: int, tokens: list[int], result: StepResult, now: float, news: News
     ) -> None:
         """Commit one row, whatever it got and whatever came of it."""
         request, plan = step.requests[place], step.plan

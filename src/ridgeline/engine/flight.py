@@ -1,0 +1,28 @@
+"""A step between its plan and its commit, as the scheduler remembers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.core.plan import Logits, StepPlan
+from ridgeline.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a request got of a step, if that is not one query token that draws."""
+
+    n_query: int
+    n_draft: int
+    samples: bool
+    logits: Logits
+
+
+@dataclass(slots=True)
+class FlyingStep:
+    """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
+    got anything but one query token that draws, by place in the step."""
+
+    plan: StepPlan
+    requests: list[Request] = field(default_factory=list)
+    shares: dict[int, Share] = field(default_factory=dict)
