@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import ModelSpec
+from ridgeline.models.layers import Build, Linear
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.plain import PlainFormat
 
+SPEC = ModelSpec("test", 8, 24, (), 64)
 FORM = PlainFormat(REFERENCE, torch.float32, torch.device("cpu"))
 
 
@@ -46,6 +49,22 @@ def test_input_shares_sum_to_the_whole():
     x = torch.randn(5, 32)
     terms = [filled(shape, Share(rank, 4)).apply(x[:, rank * 8 : rank * 8 + 8]) for rank in range(4)]
     torch.testing.assert_close(sum(terms), filled(shape, Share()).apply(x))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_stream_joins_a_sum_over_ranks_once(size: int, monkeypatch: pytest.MonkeyPatch):
+    """What each rank adds up is told to the others: here, rank after rank in one process."""
+    shape = LinearShape(32, (Part(24, 1),), bias=True, split="in", in_units=4)
+    x, stream, told = torch.randn(5, 32), torch.randn(5, 24), []
+    monkeypatch.setattr(Mesh, "all_reduce", lambda self, term: told.append(term) or term)
+    for rank in range(size):
+        linear = Linear(Build(SPEC, REFERENCE, FORM, Mesh(rank, size), torch.float32, torch.device("cpu")), shape)
+        noise = torch.Generator().manual_seed(0)
+        for (part, name), expected in linear.weight.expects.items():
+            linear.weight.load(part, name, torch.randn(expected.shape, generator=noise))
+        out = linear.add(x.chunk(size, dim=1)[rank], stream.clone())
+    want = stream + filled(shape, Share()).apply(x)
+    torch.testing.assert_close(sum(told) if size > 1 else out, want)
 
 
 def test_uneven_shares_are_refused():

@@ -14,9 +14,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.table import Normed
 from ridgeline.ops.triton.gemm_small import matrix_product
-from ridgeline.ops.triton.gemv import vector_product
-from ridgeline.ops.triton.shapes import MatrixTile, VectorTile, tile_for
+from ridgeline.ops.triton.gemv import resident_product, vector_product
+from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, VectorTile, tile_for
 from ridgeline.ops.triton.table import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,13 +42,16 @@ def loop_bounds_from_arrays() -> Iterator[None]:
         yield
 
 
-def near(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     """Relative error in the 2-norm against float64; shape and dtype as Ops.linear promises."""
-    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert out.shape == want.shape
-    assert out.dtype == x.dtype
+    assert out.dtype == dtype
     error = float((out.double() - want).norm() / want.norm())
-    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}[x.dtype], error
+    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype], error
+
+
+def near(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    close(out, x.double() @ weight.double().T + (0 if bias is None else bias.double()), x.dtype)
 
 
 def operands(tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +61,13 @@ def operands(tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-@pytest.mark.parametrize(("n", "k", "tile"), [(37, 264, VectorTile(2, 256, 2)), (8, 512, VectorTile(1, 256, 2))])
+@pytest.mark.parametrize(
+    ("n", "k", "tile"),
+    [
+        (37, 264, VectorTile(2, 256, 2)),
+        (8, 512, VectorTile(1, 256, 2)),
+    ],
+)
 def test_vector_products(tokens: int, n: int, k: int, tile: VectorTile, dtype: torch.dtype) -> None:
     x, weight, bias = operands(tokens, n, k, dtype)
     near(vector_product(x, weight, None, tile), x, weight, None)
@@ -72,6 +83,119 @@ def test_matrix_products(tokens: int, n: int, k: int, splits: int, dtype: torch.
     tile = MatrixTile(16, 64, 64, 4, 2, splits=splits)
     near(matrix_product(x, weight, None, tile), x, weight, None)
     near(matrix_product(x, weight, bias, tile), x, weight, bias)
+
+
+def normed(tokens: int, k: int, dtype: torch.dtype, offset: bool) -> Normed:
+    """A norm that is still to be done, of values far from 1."""
+    x, gain = 30 * torch.randn(tokens, k), 0.2 * torch.randn(k)
+    return Normed(x.to(DEVICE, dtype), gain.to(DEVICE, dtype), 1e-1, offset)
+
+
+def values(x: Normed) -> torch.Tensor:
+    return REFERENCE.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("n", "k", "tile"), [(37, 264, ResidentTile(2, 2, 3)), (8, 512, ResidentTile(1, 2, 100))])
+def test_resident_products_norm_as_they_read(
+    tokens: int, offset: bool, n: int, k: int, tile: ResidentTile, dtype: torch.dtype
+) -> None:
+    """Fewer programs than groups of rows, and more; with a norm that is still to be done, and without."""
+    x, (plain, weight, bias) = normed(tokens, k, dtype, offset), operands(tokens, n, k, dtype)
+    near(resident_product(plain, weight, bias, tile), plain, weight, bias)
+    want = values(x) @ weight.double().T
+    close(resident_product(x, weight, None, tile), want, dtype)
+    close(resident_product(x, weight, bias, tile), want + bias.double(), dtype)
+
+
+RESIDENTS = [ResidentTile(4, 2, 7), ResidentTile(2, 2, 64)]
+MATRICES = [MatrixTile(16, 64, 64, 4, 2), MatrixTile(16, 64, 64, 4, 2, splits=3)]
+
+
+def product(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: VectorTile | ResidentTile | MatrixTile,
+    stream: torch.Tensor | None = None,
+    kind: str | None = None,
+) -> torch.Tensor:
+    if isinstance(tile, ResidentTile):
+        return resident_product(x, weight, bias, tile, stream, kind)
+    assert isinstance(x, torch.Tensor)
+    if isinstance(tile, MatrixTile):
+        return matrix_product(x, weight, bias, tile, stream, kind)
+    return vector_product(x, weight, bias, tile, stream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [
+        *((tokens, VectorTile(4, 128, 2)) for tokens in (1, 2, 3, 4)),
+        *((tokens, tile) for tokens in (1, 2) for tile in RESIDENTS),
+        *((tokens, tile) for tokens in (3, 19) for tile in MATRICES),
+    ],
+)
+def test_the_stream_joins_the_product(
+    tokens: int, tile: VectorTile | ResidentTile | MatrixTile, dtype: torch.dtype
+) -> None:
+    """In its own memory, to which nothing else is written."""
+    x, weight, bias = operands(tokens, 150, 320, dtype)
+    for added in (None, bias):
+        memory = torch.randn(tokens + 2, 150).mul(30).to(DEVICE, dtype)
+        before, stream = memory.clone(), memory[1:-1]
+        out = product(x, weight, added, tile, stream)
+        assert out.data_ptr() == stream.data_ptr()
+        want = before[1:-1].double() + x.double() @ weight.double().T
+        close(out, want if added is None else want + added.double(), dtype)
+        assert torch.equal(memory[0], before[0]) and torch.equal(memory[-1], before[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [
+        *((tokens, tile) for tokens in (1, 2) for tile in RESIDENTS),
+        *((tokens, tile) for tokens in (3, 19) for tile in MATRICES),
+    ],
+)
+@pytest.mark.parametrize(("features", "kind"), [(64, "silu"), (75, "gelu_tanh")])
+def test_gate_and_up_come_out_activated(
+    features: int, kind: str, tokens: int, tile: ResidentTile | MatrixTile, dtype: torch.dtype
+) -> None:
+    """Also where a tile reaches behind the gates; with a norm before the product where that can be inside."""
+    _, weight, bias = operands(tokens, 2 * features, 320, dtype)
+    weight, x = weight / 16, normed(tokens, 320, dtype, False)
+    given = x if isinstance(tile, ResidentTile) else (x.x / 30)
+    wide = values(given) if isinstance(given, Normed) else given.double()
+    for added in (None, bias / 20):
+        sums = wide @ weight.double().T + (0 if added is None else added.double())
+        close(product(given, weight, added, tile, None, kind), REFERENCE.activate(sums, kind), dtype)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 64, 300])
+def test_what_joins_a_product(tokens: int) -> None:
+    """Whatever path a shape takes: the norm before it, the stream added to it, the activation of gate and up."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, weight, bias = operands(tokens, 96, 128, dtype)
+    weight, deferred = weight / 8, normed(tokens, 128, dtype, True)
+    stream = torch.randn(tokens, 96, device=DEVICE).to(dtype)
+    for added in (None, bias):
+        outs = (
+            TRITON.linear(deferred, TRITON.pack(weight), added),
+            TRITON.linear_add(x, TRITON.pack(weight), added, stream.clone()),
+            TRITON.linear_activate(deferred, TRITON.pack(weight), added, "silu"),
+        )
+        more = 0 if added is None else added.double()
+        sums = values(deferred) @ weight.double().T + more
+        wants = (sums, stream.double() + x.double() @ weight.double().T + more, REFERENCE.activate(sums, "silu"))
+        for out, want in zip(outs, wants, strict=True):
+            assert out.shape == want.shape
+            if tokens:
+                close(out, want, dtype)
 
 
 def test_a_split_product_leaves_its_counters_as_they_were() -> None:
@@ -106,17 +230,22 @@ def test_linear(tokens: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("n", "k"), [(128, 64), (4096, 1024), (28672, 4096), (151936, 1024), (576, 576), (4096, 14336)]
 )
-def test_configurations_fit_the_chip(tokens: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, norm: bool) -> None:
     """A pipeline must fit a processor's shared memory, a batch must hold the tokens, splits must not outnumber blocks."""
-    tile = tile_for(tokens, n, k)
+    tile = tile_for(tokens, n, k, norm, gate)
     if isinstance(tile, MatrixTile):
         assert (tile.rows + tile.batch) * tile.block * 2 * tile.stages <= 225 * 1024
-        assert tile.batch >= tokens
+        assert tile.batch >= tokens and not norm
         assert 1 <= tile.splits <= -(-k // tile.block)
-    elif tile is None:
-        assert tokens > 32
+    elif isinstance(tile, ResidentTile):
+        assert tokens <= 2 and (tile.rows > 1 or not gate)
+        assert k <= 32 * 32 * tile.warps
+    elif isinstance(tile, VectorTile):
+        assert tokens <= 4 and not norm and not gate
     else:
-        assert tokens <= 4
+        assert norm or gate or tokens > 32
 
 
 @pytest.mark.gpu

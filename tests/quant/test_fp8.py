@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ridgeline.core.errors import UnsupportedModel
-from ridgeline.ops.reference import FP8, FP8_REFERENCE, quantize
-from ridgeline.ops.table import Scaled
+from ridgeline.ops.reference import FP8, FP8_REFERENCE, REFERENCE, quantize
+from ridgeline.ops.table import Normed
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.fp8 import Fp8Format, Fp8Weight, Stored
 
@@ -72,17 +72,16 @@ def test_product_is_the_formula(dtype: torch.dtype, size: tuple[int, int]) -> No
     assert torch.equal(out, weight.apply(given))
 
 
-def test_fused_inputs_are_the_plain_operation_quantized() -> None:
-    x, residual, weight = (torch.randn(3, 64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(3))
-    inputs = filled(LinearShape(64, (Part(8, 1),)), dtype=torch.bfloat16).inputs
-    normed, total = inputs.add_rms_norm(x, residual, weight[0], 1e-5, False)
-    assert isinstance(normed, Scaled) and torch.equal(total, x + residual)
-    again = inputs.rms_norm(x + residual, weight[0], 1e-5, False)
-    assert torch.equal(normed.values.float(), again.values.float()) and torch.equal(normed.scales, again.scales)
-    gated = inputs.activate(x, "silu")
-    gate, up = x.float().chunk(2, 1)
-    want = quantize((torch.nn.functional.silu(gate) * up).bfloat16())
-    assert torch.equal(gated.values.float(), want.values.float())
+def test_what_joins_a_product_is_the_plain_operation() -> None:
+    """A norm before it, the stream added to it; an activation comes out quantized, as the next linear takes it."""
+    x, gain, stream = (torch.randn(3, 64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(3))
+    weight = filled(LinearShape(64, (Part(64, 1),)), dtype=torch.bfloat16)
+    normed = Normed(x, gain[0], 1e-5, False)
+    product = weight.apply(REFERENCE.rms_norm(x, gain[0], 1e-5, False))
+    assert torch.equal(weight.apply(normed), product)
+    assert torch.equal(weight.add(normed, stream.clone()), stream + product)
+    gated, want = weight.activate(normed, "silu"), quantize(REFERENCE.activate(product, "silu"))
+    assert torch.equal(gated.values.float(), want.values.float()) and torch.equal(gated.scales, want.scales)
 
 
 def test_output_shares_hold_slices_of_the_whole() -> None:

@@ -17,6 +17,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import ModelSpec
+from ridgeline.engine.account import open_account
 from ridgeline.engine.engine import Engine, Grammars, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -27,7 +28,8 @@ from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
-from ridgeline.ops.choose import choose
+from ridgeline.ops.choose import choose, choose_invariant
+from ridgeline.ops.table import Ops
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -69,8 +71,10 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
     plan = size(spec, config, total, device.type, taken_bytes=taken, model=model)
-    ops = choose(device, DTYPES[spec.dtype])
+    ops = _operations(config, spec, device)
     stages.ends("config")
+    account, ceilings = open_account(spec, device)
+    stages.ends("ceilings")
     loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
     _finish(device)
     stages.ends("weights")
@@ -88,8 +92,10 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         eos_ids=spec.eos_ids,
         fingerprint=sha256(f"{folder.resolve()} {model} {spec}".encode()).hexdigest(),
         seed=model.seed,
-        facts=_facts(folder, loaded, plan, device) | {"ops": ops.name, "startup_s": stages.seconds},
+        facts=_facts(folder, loaded, plan, device)
+        | {"ops": ops.name, "startup_s": stages.seconds, "ceilings": ceilings, "options": asdict(config)},
         grammars=grammars,
+        account=account,
     )
     log.debug("ready: %s", setup.facts)
     return Engine(loop, setup)
@@ -105,6 +111,20 @@ def _device(config: EngineConfig) -> torch.device:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Ops:
+    """The operations for the spec's dtype. Raises ConfigError if `deterministic` asks for some that do not exist."""
+    dtype = DTYPES[spec.dtype]
+    if not config.deterministic:
+        return choose(device, dtype)
+    ops = choose_invariant(device, dtype)
+    if spec.quantization and ops.fp8 is None:
+        raise ConfigError(
+            f"deterministic has no {spec.quantization} products on {device.type}: serve without quantization.",
+            param="deterministic",
+        )
+    return ops
 
 
 def _finish(device: torch.device) -> None:

@@ -95,4 +95,5 @@ def build(
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"load_format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
+    decoder.settle()
     return LoadedModel(spec, decoder, defaults, ops)

@@ -12,7 +12,7 @@ import torch
 
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Ops, QkvShape
+from ridgeline.ops.table import Activation, LayerParts, Matrix, Normed, Ops, QkvShape
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share, WeightFormat
 
@@ -34,28 +34,49 @@ class Build:
 
 
 class Linear:
-    """y = x W^T + b through a weight format. With split "in" every rank holds a term of the sum; the mesh adds them.
+    """y = x W^T + b through a weight format; see quant.format.Weight.
 
-    inputs: the norms and the activation that make x in the form this linear takes.
+    apply(x) -> y. activate(x, kind) -> act(gate) * up of y = (gate, up). add(x, stream) -> stream + y, the end of a block;
+    the stream's memory may hold the result. With split "in" every rank holds a term of y; the mesh adds them.
+    matrix() -> the whole linear for operations that run layers, None where it is cut, quantized or not loaded.
     """
 
-    __slots__ = ("weight", "inputs", "apply")
+    __slots__ = ("weight", "apply", "activate", "add", "matrix")
 
     def __init__(self, build: Build, shape: LinearShape) -> None:
         mesh = build.mesh
-        self.weight = build.form.create(shape, Share(mesh.rank, mesh.size))
-        self.inputs = self.weight.inputs
-        self.apply: Callable[[Activation], torch.Tensor] = self.weight.apply
+        self.weight = weight = build.form.create(shape, Share(mesh.rank, mesh.size))
+        self.apply: Callable[[Activation], torch.Tensor] = weight.apply
+        self.activate: Callable[[Activation, str], Activation] = weight.activate
+        self.add: Callable[[Activation, torch.Tensor], torch.Tensor] = weight.add
+        self.matrix: Callable[[], Matrix | None] = weight.matrix if mesh.size == 1 else lambda: None
         if shape.split == "in" and mesh.size > 1:
-            self.apply = lambda x: mesh.all_reduce(self.weight.apply(x))
+            self.apply = lambda x: mesh.all_reduce(weight.apply(x))
+            # The stream is the same on every rank and joins the sum once.
+            first = mesh.rank == 0
+            self.add = lambda x, stream: mesh.all_reduce(weight.add(x, stream) if first else weight.apply(x))
+
+
+def join(
+    build: Build, last: Linear, post_norm: torch.Tensor | None
+) -> Callable[[Activation, torch.Tensor], torch.Tensor]:
+    """(x, stream) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
+    if post_norm is None:
+        return last.add
+    norm, eps, offset = build.ops.rms_norm, build.spec.norm_eps, build.spec.norm_offset
+
+    def joined(x: Activation, stream: torch.Tensor) -> torch.Tensor:
+        return stream + norm(last.apply(x), post_norm, eps, offset)
+
+    return joined
 
 
 class Attention:
-    """Merged q, k, v projection, attention over the paged cache, output projection."""
+    """Merged q, k, v projection, attention over the paged cache, output projection into the stream."""
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attention")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attention", "_join")
 
-    def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
         heads, kv_heads = Part(layer.n_heads * width, layer.n_heads), Part(layer.n_kv_heads * width, layer.n_kv_heads)
         parts = (heads, kv_heads, kv_heads)
@@ -77,34 +98,33 @@ class Attention:
             norm_offset=spec.norm_offset,
         )
         self._qkv_write, self._attention = build.ops.qkv_write, build.ops.attention
+        self._join = join(build, self.out, post_norm)
 
-    def __call__(self, x: Activation, view: KvView, step: StepInputs) -> torch.Tensor:
+    def __call__(self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
         q, k, v = self._qkv_write(self.qkv.apply(x), self.shape, view, step)
         out, _ = self._attention(q, k, v, view, step)
-        return self.out.apply(out.flatten(1))
+        return self._join(out.flatten(1), stream)
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x)) with gate and up merged (Shazeer 2020)."""
+    """down(act(gate(x)) * up(x)) into the stream, with gate and up merged (Shazeer 2020)."""
 
-    __slots__ = ("gate_up", "down", "_activate", "_kind")
+    __slots__ = ("gate_up", "down", "kind", "_join")
 
-    def __init__(self, build: Build, layer: LayerSpec) -> None:
+    def __init__(self, build: Build, layer: LayerSpec, post_norm: torch.Tensor | None) -> None:
         spec, half = build.spec, Part(layer.d_ff, layer.d_ff)
         self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
         whole = (Part(spec.d_model, 1),)
         self.down = Linear(build, LinearShape(layer.d_ff, whole, spec.mlp_bias, "in", in_units=layer.d_ff))
-        self._activate, self._kind = self.down.inputs.activate, spec.activation
+        self.kind = spec.activation
+        self._join = join(build, self.down, post_norm)
 
-    def __call__(self, x: Activation) -> torch.Tensor:
-        return self.down.apply(self._activate(self.gate_up.apply(x), self._kind))
+    def __call__(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+        return self._join(self.gate_up.activate(x, self.kind), stream)
 
 
 class DecoderLayer:
-    """Pre-norm layer on (x, residual): x is what the last block added, residual the stream before it was added.
-
-    With post norms (Gemma 2 and 3) each block's output is normed before it joins the stream.
-    """
+    """Pre-norm layer: each block takes the normed stream and adds its output to the stream, [T, d_model]."""
 
     __slots__ = (
         "attention",
@@ -113,42 +133,31 @@ class DecoderLayer:
         "feed_forward_norm",
         "attention_post_norm",
         "feed_forward_post_norm",
-        "_post_norm",
-        "_first_norm",
-        "_attention_norm",
-        "_feed_forward_norm",
         "_eps",
         "_offset",
     )
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor) -> None:
         spec, d_model = build.spec, build.spec.d_model
-        self.attention = Attention(build, layer, cos_sin)
-        self.feed_forward = FeedForward(build, layer)
         self.attention_norm = build.vector(d_model)
         self.feed_forward_norm = build.vector(d_model)
         self.attention_post_norm = build.vector(d_model) if spec.post_norms else None
         self.feed_forward_post_norm = build.vector(d_model) if spec.post_norms else None
-        # A norm makes what the linear behind it takes; a post norm joins the plain stream.
-        self._post_norm = build.ops.rms_norm
-        self._first_norm = self.attention.qkv.inputs.rms_norm
-        self._attention_norm = self.attention.qkv.inputs.add_rms_norm
-        self._feed_forward_norm = self.feed_forward.gate_up.inputs.add_rms_norm
+        self.attention = Attention(build, layer, cos_sin, self.attention_post_norm)
+        self.feed_forward = FeedForward(build, layer, self.feed_forward_post_norm)
         self._eps, self._offset = spec.norm_eps, spec.norm_offset
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, view: KvView, step: StepInputs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
         eps, offset = self._eps, self._offset
-        if residual is None:
-            normed, residual = self._first_norm(x, self.attention_norm, eps, offset), x
-        else:
-            normed, residual = self._attention_norm(x, residual, self.attention_norm, eps, offset)
-        x = self.attention(normed, view, step)
-        if self.attention_post_norm is not None:
-            x = self._post_norm(x, self.attention_post_norm, eps, offset)
-        normed, residual = self._feed_forward_norm(x, residual, self.feed_forward_norm, eps, offset)
-        x = self.feed_forward(normed)
-        if self.feed_forward_post_norm is not None:
-            x = self._post_norm(x, self.feed_forward_post_norm, eps, offset)
-        return x, residual
+        stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step)
+        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream)
+
+    def parts(self) -> LayerParts | None:
+        """What operations that run whole layers need; None for a layer that they do not know."""
+        attention, feed_forward = self.attention, self.feed_forward
+        qkv, out = attention.qkv.matrix(), attention.out.matrix()
+        gate_up, down = feed_forward.gate_up.matrix(), feed_forward.down.matrix()
+        if self.attention_post_norm is not None or not (qkv and out and gate_up and down):
+            return None
+        norms = self.attention_norm, self.feed_forward_norm
+        return LayerParts(norms[0], qkv, attention.shape, out, norms[1], gate_up, down, feed_forward.kind)

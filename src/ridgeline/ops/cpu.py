@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops.reference import TREE_BITS
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Ops, QkvShape
+from ridgeline.ops.table import Ops, Plain, QkvShape, plain
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
@@ -22,14 +22,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
     if offset:
         return F.rms_norm(x.float(), weight.shape, weight.float() + 1.0, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.add_rms_norm."""
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
 
 
 # --- rotary embedding and the write into the cache -------------------------------------------------------------------
@@ -281,19 +273,32 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)  # type: ignore[no-any-return]
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See reference.linear."""
+    x = plain(x, rms_norm)
     if packed.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, packed, bias)
 
 
+def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.linear_add."""
+    return linear(x, packed, bias).add_(stream)
+
+
+def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """See reference.linear_activate."""
+    return activate(linear(x, packed, bias), kind)
+
+
 CPU = Ops(
     name="cpu",
     rms_norm=rms_norm,
-    add_rms_norm=add_rms_norm,
     qkv_write=qkv_write,
     attention=attention,
     activate=activate,
     pack=pack,
     linear=linear,
+    linear_add=linear_add,
+    linear_activate=linear_activate,
 )

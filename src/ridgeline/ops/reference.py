@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Ops, QkvShape, Scaled
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Ops, Plain, QkvShape, Scaled, plain
 
 TREE_BITS = 64
 FP8 = torch.float8_e4m3fn
@@ -28,14 +28,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
     wide = _wide(x)
     scale = _wide(weight) + (1.0 if offset else 0.0)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(residual + x), residual + x); the norm sees the sum as rounded to the model's dtype."""
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -142,8 +134,19 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, packed, bias)
+def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, in], normed first where that is still to be done -> x packed^T + bias [T, out]."""
+    return F.linear(plain(x, rms_norm), packed, bias)
+
+
+def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """stream [T, out] + linear(x)."""
+    return stream + linear(x, packed, bias)
+
+
+def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """activate(linear(x)) of a merged gate and up."""
+    return activate(linear(x, packed, bias), kind)
 
 
 # --- 8-bit linears ----------------------------------------------------------------------------------------------------
@@ -158,19 +161,6 @@ def quantize(x: torch.Tensor) -> Scaled:
     return Scaled((wide * (most / amax).unsqueeze(-1)).to(FP8), amax / most)
 
 
-def fp8_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
-    """quantize(rms_norm(x))."""
-    return quantize(rms_norm(x, weight, eps, offset))
-
-
-def fp8_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[Scaled, torch.Tensor]:
-    """(quantize(rms_norm(residual + x)), residual + x)."""
-    normed, total = add_rms_norm(x, residual, weight, eps, offset)
-    return quantize(normed), total
-
-
 def fp8_activate(gate_up: torch.Tensor, kind: str) -> Scaled:
     """quantize(activate(gate_up))."""
     return quantize(activate(gate_up, kind))
@@ -182,28 +172,33 @@ def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See Fp8Ops. The weights are widened at each use: this saves memory, not time."""
-    given = x if isinstance(x, Scaled) else quantize(x)
+    given = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
     out = F.linear(given.values.float(), matrix.values.float())
     out = out * (given.scales.unsqueeze(-1) * matrix.scales)
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
+def fp8_linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """stream [T, out] + fp8_linear(x)."""
+    return stream + fp8_linear(x, matrix, bias, stream.dtype)
+
+
 FP8_REFERENCE = Fp8Ops(
-    rms_norm=fp8_rms_norm,
-    add_rms_norm=fp8_add_rms_norm,
     activate=fp8_activate,
     pack=fp8_pack,
     linear=fp8_linear,
+    linear_add=fp8_linear_add,
 )
 
 REFERENCE = Ops(
     name="reference",
     rms_norm=rms_norm,
-    add_rms_norm=add_rms_norm,
     qkv_write=qkv_write,
     attention=attention,
     activate=activate,
     pack=pack,
     linear=linear,
+    linear_add=linear_add,
+    linear_activate=linear_activate,
     fp8=FP8_REFERENCE,
 )

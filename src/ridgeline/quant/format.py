@@ -6,14 +6,14 @@ by side, and how to multiply. The decoder and the loader know none of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.ops.table import Activation
+from ridgeline.ops.table import Activation, Matrix
 
 Split = Literal["out", "in"] | None
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,21 +86,6 @@ def adds_bias(shape: LinearShape, share: Share) -> bool:
     return shape.split != "in" or share.rank == 0
 
 
-class Inputs(Protocol):
-    """The operations that make a linear's input, in the form which that linear takes; see Ops and Fp8Ops."""
-
-    @property
-    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float, bool], Any]: ...
-
-    @property
-    def add_rms_norm(
-        self,
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[Any, torch.Tensor]]: ...
-
-    @property
-    def activate(self) -> Callable[[torch.Tensor, str], Any]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """What one rank holds of a linear: which rows of each part, where they lie below each other, which columns."""
@@ -133,11 +118,6 @@ class Weight(Protocol):
         """(part, name in the checkpoint) -> every tensor the checkpoint must bring."""
         ...
 
-    @property
-    def inputs(self) -> Inputs:
-        """What makes this linear's input."""
-        ...
-
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         """Take this rank's share of a whole checkpoint tensor. The last one packs the weights for multiplication.
 
@@ -146,7 +126,20 @@ class Weight(Protocol):
         ...
 
     def apply(self, x: Activation) -> torch.Tensor:
-        """x [T, this rank's inputs], plain or as `inputs` made it -> [T, this rank's outputs], in the model's dtype."""
+        """x [T, this rank's inputs] -> [T, this rank's outputs], in the model's dtype."""
+        ...
+
+    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+        """stream [T, outputs] + apply(x). The caller gives the stream up: the result may lie in its memory."""
+        ...
+
+    def activate(self, x: Activation, kind: str) -> Activation:
+        """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
+        it; kind as in Ops.activate."""
+        ...
+
+    def matrix(self) -> Matrix | None:
+        """Itself for operations that run whole layers; None if it is not in floating point."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

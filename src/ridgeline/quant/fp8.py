@@ -15,8 +15,8 @@ import torch
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.reference import FP8, quantize
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops
-from ridgeline.quant.format import FLOATS, Cut, Expected, Inputs, LinearShape, Share, adds_bias, expected
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Matrix
+from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, adds_bias, expected
 
 Stored = Literal["float", "channel", "tensor"]
 """What a checkpoint holds of a linear: floats, or e4m3 values with a scale per output channel or one for the tensor."""
@@ -41,7 +41,6 @@ class Fp8Weight:
 
     __slots__ = (
         "expects",
-        "inputs",
         "_cut",
         "_adds_bias",
         "_form",
@@ -54,7 +53,6 @@ class Fp8Weight:
 
     def __init__(self, form: Fp8Format, shape: LinearShape, share: Share) -> None:
         self._form = form
-        self.inputs: Inputs = form.ops
         self.expects: Mapping[tuple[int, str], Expected] = _expected(shape, form.stored)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
@@ -83,10 +81,22 @@ class Fp8Weight:
         self._missing.discard((part, name))
         if not self._missing:
             self._matrix = self._form.ops.pack(self._values, self._scales)
+            self._values, self._scales = self._matrix.values, self._matrix.scales
 
     def apply(self, x: Activation) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear(x, self._matrix, self._bias, self._form.dtype)
+
+    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+        assert self._matrix is not None
+        return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
+
+    def activate(self, x: Activation, kind: str) -> Activation:
+        """The activation quantizes: a token's scale takes all of its values, so it is no part of the product."""
+        return self._form.ops.activate(self.apply(x), kind)
+
+    def matrix(self) -> Matrix | None:
+        return None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         held = (self._values, self._scales)

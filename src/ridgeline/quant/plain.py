@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.ops.table import Activation, Ops
-from ridgeline.quant.format import Cut, Expected, Inputs, LinearShape, Part, Share, adds_bias, expected
+from ridgeline.ops.table import Activation, Matrix, Ops, Scaled
+from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, adds_bias, expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ class PlainFormat:
 class PlainWeight:
     """Parts lie one below the other in one [outputs, inputs] matrix; biases in one vector."""
 
-    __slots__ = ("expects", "inputs", "_cut", "_adds_bias", "_matrix", "_bias", "_missing", "_pack", "_linear")
+    __slots__ = ("expects", "_ops", "_cut", "_adds_bias", "_matrix", "_bias", "_missing")
 
     def __init__(self, form: PlainFormat, shape: LinearShape, share: Share, loaded: torch.Tensor | None = None) -> None:
-        self.inputs: Inputs = form.ops
-        self._pack, self._linear = form.ops.pack, form.ops.linear
+        self._ops = form.ops
         self.expects: Mapping[tuple[int, str], Expected] = expected(shape)
         self._missing = set(self.expects)
         self._cut = Cut.of(shape, share)
@@ -47,7 +46,7 @@ class PlainWeight:
             self._matrix = torch.empty(rows, columns, dtype=form.dtype, device=form.device)
         else:
             self._missing.clear()
-            self._matrix = self._pack(loaded)
+            self._matrix = self._ops.pack(loaded)
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         cut = self._cut
@@ -57,11 +56,22 @@ class PlainWeight:
             self._bias[cut.places[part]].copy_(tensor[cut.rows[part]])
         self._missing.discard((part, name))
         if not self._missing:
-            self._matrix = self._pack(self._matrix)
+            self._matrix = self._ops.pack(self._matrix)
 
     def apply(self, x: Activation) -> torch.Tensor:
+        assert not isinstance(x, Scaled)
+        return self._ops.linear(x, self._matrix, self._bias)
+
+    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return self._linear(x, self._matrix, self._bias)
+        return self._ops.linear_add(x, self._matrix, self._bias, stream)
+
+    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+        assert not isinstance(x, Scaled)
+        return self._ops.linear_activate(x, self._matrix, self._bias, kind)
+
+    def matrix(self) -> Matrix | None:
+        return None if self._missing else Matrix(self._matrix, self._bias)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self._matrix,) if self._bias is None else (self._matrix, self._bias)

@@ -10,22 +10,30 @@ import triton.language as tl
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 1024
+KINDS = {None: 0, "silu": 1, "gelu_tanh": 2}
+"""How kernels are told of an activation; 0: none."""
 
 
 @triton.jit
-def _activate_kernel(x_ptr, out_ptr, x_stride, size, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def gated(gate, up, KIND: tl.constexpr):
+    """act(gate) * up in float32; KIND as in KINDS."""
+    if KIND == 2:
+        # gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), since (1 + tanh(y)) / 2 = sigmoid(2 y).
+        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        act = gate * tl.sigmoid(gate)
+    return act * up
+
+
+@triton.jit
+def _activate_kernel(x_ptr, out_ptr, x_stride, size, KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * x_stride + size + at, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), since (1 + tanh(y)) / 2 = sigmoid(2 y).
-        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        act = gate * tl.sigmoid(gate)
-    tl.store(out_ptr + token * size + at, (act * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * size + at, gated(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -34,6 +42,6 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _activate_kernel[(tokens, triton.cdiv(size, BLOCK))](
-            gate_up, out, gate_up.stride(0), size, GELU=kind == "gelu_tanh", BLOCK=BLOCK, **overlap(out.device)
+            gate_up, out, gate_up.stride(0), size, KIND=KINDS[kind], BLOCK=BLOCK, **overlap(out.device)
         )
     return out

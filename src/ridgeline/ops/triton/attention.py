@@ -101,8 +101,9 @@ class _Call:
     @property
     def wide(self) -> bool:
         """Whether rows and heads make so few programs of the split kernel that each may have a processor for itself."""
-        programs = self.step.rows.shape[0] * self.view.kv.shape[2]
-        return programs < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
+        rows = self.step.rows.shape[0]
+        few = rows * self.view.kv.shape[2] < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
+        return few and rows >= tuning.FEWEST_WIDE_ROWS
 
     @property
     def wave(self) -> int:

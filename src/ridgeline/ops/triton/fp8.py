@@ -1,4 +1,4 @@
-"""8-bit linears: norms and activations that quantize as they go, and products that stream e4m3 weights.
+"""8-bit linears: products that stream e4m3 weights.
 
 One token is a matrix-vector product in registers; up to LARGEST_SMALL tokens a tensor-core product that splits the inputs
 so that every processor streams weights; beyond it cuBLAS (`torch._scaled_mm`), which is bound by arithmetic there.
@@ -12,16 +12,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Scaled
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
 from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.quantize import activate, quantize, rms_norm, scale_of
 
-FP8 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)
-SMALLEST_AMAX = tl.constexpr(1e-12)
-WIDEST_ROW = 16384
-"""Elements of a row that one program keeps in registers; longer rows are read twice."""
 WIDEST_VECTOR = 4096
 """Inputs up to which the matrix-vector kernel quantizes a plain x itself, each program again."""
 
@@ -37,13 +32,15 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Launch of the small product. outputs, inputs: of a tile; programs: how many are wanted, by splitting the inputs."""
+    """Launch of the small product. outputs, inputs: of a tile; programs: how many are wanted, by splitting the inputs.
+    exact: see PROMOTE in the kernel."""
 
     outputs: int
     inputs: int
     programs: int
     warps: int
     stages: int
+    exact: bool = False
 
 
 WIDE = 16384
@@ -67,178 +64,6 @@ SMALLEST_OUTPUTS = 64
 LARGEST_SPLIT = 16
 
 
-# --- quantizing -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _scale_of(amax):
-    """(factor of the values, scale): 448 / amax and amax / 448, rounded as the reference rounds them."""
-    amax = tl.maximum(amax, SMALLEST_AMAX)
-    return tl.math.div_rn(LARGEST, amax), tl.math.div_rn(amax, LARGEST)
-
-
-@triton.jit
-def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    scale_ptr,
-    total_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    size: tl.constexpr,
-    ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """RMS norm of one token (of its sum with the residual), rounded to x's dtype, then quantized."""
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < size
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if OFFSET:
-        weight += 1.0
-    await_inputs(PDL)
-    x = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0)
-    if ADD:
-        x = x + tl.load(residual_ptr + token * residual_stride + at, mask=inside, other=0.0)
-        tl.store(total_ptr + token * size + at, x, mask=inside)
-    wide = x.to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = (wide * rms * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-    factor, scale = _scale_of(tl.max(tl.abs(normed), 0))
-    tl.store(out_ptr + token * size + at, (normed * factor).to(tl.float8e4nv), mask=inside)
-    tl.store(scale_ptr + token, scale)
-
-
-@triton.jit
-def _source(x_ptr, at, inside, size, ACTIVATION: tl.constexpr):
-    """What is quantized at `at`: x itself, or act(gate) * up rounded to x's dtype; float32."""
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION != 0:
-        up = tl.load(x_ptr + size + at, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION == 2:
-            # gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), since (1 + tanh(y)) / 2 = sigmoid(2 y).
-            act = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        else:
-            act = x * tl.sigmoid(x)
-        x = (act * up).to(x_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _quantize_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    size,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One token of `size` values. ACTIVATION: 0 takes x as it is, 1 silu, 2 gelu_tanh of x = (gate, up)."""
-    token = tl.program_id(0).to(tl.int64)
-    x_ptr += token * x_stride
-    out_ptr += token * size
-    at = tl.arange(0, BLOCK)
-    await_inputs(PDL)
-    if BLOCKS == 1:
-        x = _source(x_ptr, at, at < size, size, ACTIVATION)
-        factor, scale = _scale_of(tl.max(tl.abs(x), 0))
-        tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
-    else:
-        amax = 0.0
-        for block in range(BLOCKS):
-            here = block * BLOCK + at
-            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, here, here < size, size, ACTIVATION)), 0))
-        factor, scale = _scale_of(amax)
-        for block in range(BLOCKS):
-            here = block * BLOCK + at
-            x = _source(x_ptr, here, here < size, size, ACTIVATION)
-            tl.store(out_ptr + here, (x * factor).to(tl.float8e4nv), mask=here < size)
-    tl.store(scale_ptr + token, scale)
-
-
-def _room(tokens: int, size: int, like: torch.Tensor) -> Scaled:
-    values = torch.empty((tokens, size), dtype=FP8, device=like.device)
-    return Scaled(values, torch.empty(tokens, dtype=torch.float32, device=like.device))
-
-
-def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[Scaled, torch.Tensor]:
-    tokens, size = x.shape
-    out = _room(tokens, size, x)
-    total = x if residual is None else torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    if tokens:
-        _norm_kernel[(tokens,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            out.values,
-            out.scales,
-            total,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            eps,
-            size,
-            ADD=residual is not None,
-            OFFSET=offset,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-            **overlap(x.device),
-        )
-    return out, total
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
-    """See reference.fp8_rms_norm."""
-    return _norm(x, None, weight, eps, offset)[0]
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[Scaled, torch.Tensor]:
-    """See reference.fp8_add_rms_norm."""
-    return _norm(x, residual, weight, eps, offset)
-
-
-def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
-    tokens = x.shape[0]
-    out = _room(tokens, size, x)
-    block = min(WIDEST_ROW, triton.next_power_of_2(size))
-    if tokens:
-        _quantize_kernel[(tokens,)](
-            x,
-            out.values,
-            out.scales,
-            x.stride(0),
-            size,
-            ACTIVATION=activation,
-            BLOCKS=triton.cdiv(size, block),
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-            **overlap(x.device),
-        )
-    return out
-
-
-def activate(gate_up: torch.Tensor, kind: str) -> Scaled:
-    """See reference.fp8_activate."""
-    return _quantized(gate_up, gate_up.shape[1] // 2, 2 if kind == "gelu_tanh" else 1)
-
-
-def quantize(x: torch.Tensor) -> Scaled:
-    """See reference.quantize; x [T, D] with contiguous rows."""
-    return _quantized(x, x.shape[1], 0)
-
-
 # --- one token --------------------------------------------------------------------------------------------------------
 
 
@@ -254,25 +79,24 @@ def _vector_kernel(
     inputs: tl.constexpr,
     PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS outputs of one token. PLAIN: x is not quantized yet; then one block covers all inputs. The first weights are
-    asked for before the kernel that makes x has ended."""
+    """ROWS outputs of one token. PLAIN: x is not quantized yet; then one block covers all inputs. ADD: out holds the
+    stream, which the outputs join. The first weights are asked for before the kernel that makes x has ended."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < outputs
     w_row = w_ptr + tl.where(real, row, 0).to(tl.int64)[:, None] * inputs
     at = tl.arange(0, BLOCK)
     inside = at < inputs
     w = tl.load(w_row + at[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    await_inputs(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if PLAIN:
-        factor, scale = _scale_of(tl.max(tl.abs(x.to(tl.float32)), 0))
+        factor, scale = scale_of(tl.max(tl.abs(x.to(tl.float32)), 0))
         x = (x.to(tl.float32) * factor).to(tl.float8e4nv)
     else:
         scale = tl.load(x_scale_ptr)
@@ -286,11 +110,20 @@ def _vector_kernel(
     out = tl.sum(acc, 1) * (scale * tl.load(w_scale_ptr + row, mask=real, other=0.0))
     if BIAS:
         out += tl.load(bias_ptr + row, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        out += tl.load(out_ptr + row, mask=real, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def vector(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Vector) -> None:
-    """One token's outputs into out [1, outputs]; a plain x must fit into launch.inputs."""
+def vector(
+    x: torch.Tensor | Scaled,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: Vector,
+    add: bool = False,
+) -> None:
+    """One token's outputs into out [1, outputs], or added to what is there; a plain x must fit into launch.inputs."""
     outputs, inputs = matrix.values.shape
     values, scales = (x.values, x.scales) if isinstance(x, Scaled) else (x, matrix.scales)
     block = min(launch.inputs, triton.next_power_of_2(inputs))
@@ -305,6 +138,7 @@ def vector(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, out: tor
         inputs,
         PLAIN=not isinstance(x, Scaled),
         BIAS=bias is not None,
+        ADD=add,
         ROWS=launch.rows,
         BLOCKS=triton.cdiv(inputs, block),
         BLOCK=block,
@@ -317,8 +151,20 @@ def vector(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, out: tor
 
 
 @triton.jit
-def _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS: tl.constexpr):
-    """Scale a tile of sums [outputs, tokens], add the bias, round and store."""
+def _finish(
+    acc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    row,
+    token,
+    outputs,
+    tokens,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Scale a tile of sums [outputs, tokens], add the bias and what out holds, round and store."""
     real = (row < outputs)[:, None] & (token < tokens)[None, :]
     w_scale = tl.load(w_scale_ptr + row, mask=row < outputs, other=0.0)
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)
@@ -326,6 +172,8 @@ def _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, output
     if BIAS:
         acc += tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * outputs + row[:, None]
+    if ADD:
+        acc += tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -345,6 +193,7 @@ def _small_kernel(
     turns,
     shares,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     SHARED: tl.constexpr,
     WHOLE: tl.constexpr,
     PROMOTE: tl.constexpr,
@@ -377,7 +226,7 @@ def _small_kernel(
             x = tl.load(x_row + here[None, :], mask=inside, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PROMOTE)
     if not SHARED:
-        _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS)
+        _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS, ADD)
     else:
         place = token_tile * tl.num_programs(0) + tile
         part = part_ptr + place.to(tl.int64) * (shares * OUTPUTS * TOKENS)
@@ -390,7 +239,7 @@ def _small_kernel(
             acc = tl.load(part + inner)
             for other in range(1, shares):
                 acc += tl.load(part + other * (OUTPUTS * TOKENS) + inner)
-            _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS)
+            _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS, ADD)
             tl.store(counter_ptr + place, 0)
 
 
@@ -404,9 +253,9 @@ def splits(outputs: int, inputs: int, tokens: int, tile: int, launch: Small) -> 
 
 
 def small(
-    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Small, exact: bool = False
+    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Small, add: bool = False
 ) -> None:
-    """Outputs of all tokens into out [T, outputs]. Any T; made for few. exact: see PROMOTE."""
+    """Outputs of all tokens into out [T, outputs], or added to what is there. Any T; made for few."""
     outputs, inputs = matrix.values.shape
     tokens = x.values.shape[0]
     tile = min(LARGEST_SMALL, max(16, triton.next_power_of_2(tokens)))
@@ -431,9 +280,10 @@ def small(
         turns,
         split,
         BIAS=bias is not None,
+        ADD=add,
         SHARED=split > 1,
         WHOLE=inputs % launch.inputs == 0,
-        PROMOTE=0 if exact else min(PROMOTED, launch.inputs),
+        PROMOTE=0 if launch.exact else min(PROMOTED, launch.inputs),
         TOKENS=tile,
         OUTPUTS=launch.outputs,
         INPUTS=launch.inputs,
@@ -476,28 +326,47 @@ def _small_for(tokens: int, outputs: int) -> Small | None:
     return SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE]
 
 
-def linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """See reference.fp8_linear."""
+def _product(
+    x: Activation,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    stream: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias in dtype; with a stream, contiguous and of that dtype, added into its memory."""
+    if isinstance(x, Normed):
+        x = rms_norm(x.x, x.weight, x.eps, x.offset)
     outputs, inputs = matrix.values.shape
     tokens = (x.values if isinstance(x, Scaled) else x).shape[0]
     if not isinstance(x, Scaled) and (tokens != 1 or inputs > WIDEST_VECTOR):
         x = quantize(x)
     launch = _small_for(tokens, outputs)
     if isinstance(x, Scaled) and launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
-        return _large(x, matrix, bias)
-    out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device)
+        out = _large(x, matrix, bias)
+        return out if stream is None else stream.add_(out)
+    add = stream is not None
+    out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device) if stream is None else stream
     if tokens == 1:
-        vector(x, matrix, bias, out, _vector_for(x, outputs, inputs))
+        vector(x, matrix, bias, out, _vector_for(x, outputs, inputs), add)
     elif tokens:
         assert isinstance(x, Scaled)
-        small(x, matrix, bias, out, launch or _MANY)
+        small(x, matrix, bias, out, launch or _MANY, add)
     return out
 
 
+def linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See reference.fp8_linear."""
+    return _product(x, matrix, bias, dtype, None)
+
+
+def linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.fp8_linear_add; the result takes the stream's memory."""
+    return _product(x, matrix, bias, stream.dtype, stream.contiguous())
+
+
 FP8_TRITON = Fp8Ops(
-    rms_norm=rms_norm,
-    add_rms_norm=add_rms_norm,
     activate=activate,
     pack=pack,
     linear=linear,
+    linear_add=linear_add,
 )

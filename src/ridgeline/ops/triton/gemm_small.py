@@ -2,8 +2,9 @@
 
 A program computes ROWS x BATCH of out^T = W x^T and streams its weights through a deep pipeline. Where a matrix has too
 few tiles to keep all processors reading, each tile's sum is cut along k (split-K); the last of a tile's programs to
-arrive adds the parts in their order, so results do not depend on timing. Before it waits for the kernel that makes x,
-a program asks for its first weights (programmatic dependent launch, see gemv).
+arrive adds the parts in their order, so results do not depend on timing. What follows the product in a decoder is done
+on its sums: the activation of gate and up, whose rows a program takes together, or the sum with the stream. Before it
+waits for the kernel that makes x, a program asks for its first weights (programmatic dependent launch, see gemv).
 """
 
 # mypy: allow-untyped-defs
@@ -14,10 +15,10 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.shapes import MatrixTile
 
 COUNTERS = 4096
@@ -31,9 +32,8 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def _ask(w_ptr, tile, begin, n, k, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Have BYTES of each of the tile's rows fetched into L2, from element `begin` on."""
-    row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), n - 1)
+def _ask(w_ptr, row, k, begin, BYTES: tl.constexpr):
+    """Have BYTES of each row fetched into L2, from element `begin` on."""
     address = (w_ptr + row.to(tl.int64) * k + begin).to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
@@ -43,6 +43,22 @@ def _ask(w_ptr, tile, begin, n, k, ROWS: tl.constexpr, BYTES: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _sum_of_parts(parts, splits, SIZE: tl.constexpr):
+    """What the programs of a tile left, added in their order; SIZE: elements from one part to the next."""
+    total = tl.load(parts, cache_modifier=".cg")
+    for other in range(1, splits):
+        total += tl.load(parts + other * SIZE, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _biased(total, bias_ptr, row, n, BIAS: tl.constexpr):
+    if BIAS:
+        total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["m", "batches", "splits"])
@@ -60,6 +76,8 @@ def matrix_kernel(
     batches,
     splits,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
     SPLIT: tl.constexpr,
     BATCH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -69,11 +87,13 @@ def matrix_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [m, n] = x [m, k] w [n, k]^T + bias.
+    """out [m, n] = x [m, k] w [features, k]^T + bias, ROWS features per tile.
 
+    ADD: out holds the stream, which the product joins. KIND: see activation.KINDS; w [2 n, k] is a merged gate and up
+    then, of which a tile takes the same ROWS features each, and out takes act(gate) * up.
     w_desc, x_desc: tiles of w and x for the copy engine, which fills with zeros behind the edges. part: float32 [batches *
-    tiles, splits, ROWS, BATCH]; arrivals: int32, zero for every tile; both only with SPLIT. ASKED: bytes of a row to ask
-    for early, as a string, or "".
+    tiles, splits, sides, ROWS, BATCH], sides 2 for gate and up; arrivals: int32, zero for every tile; both only with SPLIT.
+    ASKED: bytes of a row to ask for early, as a string, or "".
     """
     split = tl.program_id(0) % splits
     tile = tl.program_id(0) // splits
@@ -82,48 +102,72 @@ def matrix_kernel(
     blocks = (k + BLOCK - 1) // BLOCK
     begin = split * blocks // splits
     end = (split + 1) * blocks // splits
-    if PDL:
-        if ASKED != "":
-            _ask(w_ptr, row_tile, begin * BLOCK, n, k, ROWS, ASKED)
-        gdc_launch_dependents()
-        gdc_wait()
     row = row_tile * ROWS + tl.arange(0, ROWS)
+    if PDL and ASKED != "":
+        _ask(w_ptr, tl.minimum(row, n - 1), k, begin * BLOCK, ASKED)
+        if KIND != 0:
+            _ask(w_ptr, tl.minimum(row, n - 1) + n, k, begin * BLOCK, ASKED)
+    await_inputs(PDL)
     token = batch_tile * BATCH + tl.arange(0, BATCH)
     total = tl.zeros((ROWS, BATCH), tl.float32)
+    up = total
     for block in tl.range(begin, end, num_stages=STAGES):
         w = w_desc.load([row_tile * ROWS, block * BLOCK])
         x = x_desc.load([batch_tile * BATCH, block * BLOCK])
         total = tl.dot(w, x.T, total, input_precision=PRECISION)
+        if KIND != 0:
+            w = w_desc.load([n + row_tile * ROWS, block * BLOCK])
+            up = tl.dot(w, x.T, up, input_precision=PRECISION)
     last = True
     if SPLIT:
+        SIDE: tl.constexpr = ROWS * BATCH
+        SIZE: tl.constexpr = SIDE if KIND == 0 else 2 * SIDE
         place = tl.arange(0, ROWS)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
-        parts = part_ptr + tile.to(tl.int64) * splits * (ROWS * BATCH) + place
-        tl.store(parts + split * (ROWS * BATCH), total)
+        parts = part_ptr + tile.to(tl.int64) * splits * SIZE + place
+        tl.store(parts + split * SIZE, total)
+        if KIND != 0:
+            tl.store(parts + split * SIZE + SIDE, up)
         # Every thread's part must be out before the one thread that counts says so.
         tl.debug_barrier()
         last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
         if last:
-            total = tl.load(parts, cache_modifier=".cg")
-            for other in range(1, splits):
-                total += tl.load(parts + other * (ROWS * BATCH), cache_modifier=".cg")
+            total = _sum_of_parts(parts, splits, SIZE)
+            if KIND != 0:
+                up = _sum_of_parts(parts + SIDE, splits, SIZE)
             tl.store(arrivals_ptr + tile, 0)
     if last:
-        if BIAS:
-            total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        total = _biased(total, bias_ptr, row, n, BIAS)
         where = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-        tl.store(where, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+        real = (row < n)[:, None] & (token < m)[None, :]
+        if KIND != 0:
+            total = gated(total, _biased(up, bias_ptr + n, row, n, BIAS), KIND)
+        if ADD:
+            total += tl.load(where, mask=real, other=0.0).to(tl.float32)
+        tl.store(where, total.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def matrix_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: MatrixTile) -> torch.Tensor:
+def matrix_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatrixTile,
+    stream: torch.Tensor | None = None,
+    kind: str | None = None,
+) -> torch.Tensor:
     """x [T, k] with contiguous rows, weight [n, k] contiguous -> x weight^T + bias [T, n] in x's dtype. Addresses and
-    rows of both must be multiples of 16 bytes (see table.fits)."""
+    rows of both must be multiples of 16 bytes.
+
+    stream: contiguous [T, n]; the result is added into its memory. kind: activate gate and up, weight [2 F, k] -> [T, F].
+    """
     tokens, k = x.shape
-    n = weight.shape[0]
-    batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, tile.rows)
+    # A tile of gate and up reads as many rows of the weight as any other, half of them from each.
+    sides = 1 if kind is None else 2
+    n, rows = weight.shape[0] // sides, tile.rows // sides
+    batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, rows)
     splits = max(1, min(tile.splits, triton.cdiv(k, tile.block)))
     if batches * tiles > COUNTERS:
         splits = 1
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
     part, arrivals = out, out
     if splits > 1:
         shape = (batches * tiles, splits, tile.rows, tile.batch)
@@ -132,7 +176,7 @@ def matrix_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     run = k // tile.block // splits * tile.block
     asked = tile.asked if launch["PDL"] and k % tile.block == 0 and tile.asked <= run * x.element_size() else 0
     matrix_kernel[(batches * tiles * splits,)](
-        TensorDescriptor.from_tensor(weight, [tile.rows, tile.block]),
+        TensorDescriptor.from_tensor(weight, [rows, tile.block]),
         TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
         weight,
         weight if bias is None else bias,
@@ -145,9 +189,11 @@ def matrix_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         batches,
         splits,
         BIAS=bias is not None,
+        ADD=stream is not None,
+        KIND=KINDS[kind],
         SPLIT=splits > 1,
         BATCH=tile.batch,
-        ROWS=tile.rows,
+        ROWS=rows,
         BLOCK=tile.block,
         ASKED=str(asked) if asked else "",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

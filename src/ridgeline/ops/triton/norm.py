@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual sum: one program per token, statistics in float32."""
+"""RMS norm: one program per token, statistics in float32."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -13,15 +13,11 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 @triton.jit
 def _norm_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
     out_ptr,
-    total_ptr,
     x_stride,
-    residual_stride,
     eps,
     size: tl.constexpr,
-    ADD: tl.constexpr,
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -31,51 +27,29 @@ def _norm_kernel(
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     await_inputs(PDL)
-    x = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0)
-    if ADD:
-        x = x + tl.load(residual_ptr + token * residual_stride + at, mask=inside, other=0.0)
-        tl.store(total_ptr + token * size + at, x, mask=inside)
-    wide = x.to(tl.float32)
+    wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     tl.store(out_ptr + token * size + at, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
+    """See reference.rms_norm."""
     tokens, size = x.shape
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    total = out if residual is None else torch.empty_like(out)
     block = triton.next_power_of_2(size)
     if tokens:
         _norm_kernel[(tokens,)](
             x,
-            x if residual is None else residual,
             weight,
             out,
-            total,
             x.stride(0),
-            0 if residual is None else residual.stride(0),
             eps,
             size,
-            ADD=residual is not None,
             OFFSET=offset,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
             **overlap(x.device),
         )
-    return out, total
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
-    """See reference.rms_norm."""
-    return _launch(x, None, weight, eps, offset)[0]
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.add_rms_norm."""
-    return _launch(x, residual, weight, eps, offset)
+    return out

@@ -7,7 +7,7 @@ to cuBLAS, which was faster on them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PROCESSORS = 132
 """Of an H200: programs of one wave. A few more or less change little, so that the split of sums stays data."""
@@ -25,6 +25,15 @@ class VectorTile:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentTile:
+    """Programs that keep x in registers. rows: of the weight at a time. programs: that share all rows."""
+
+    rows: int
+    warps: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixTile:
     """batch, rows, block: tokens, rows of the weight and elements of a row at a time. asked: bytes of each row asked for
     before x is there. splits: programs that share a tile's sum."""
@@ -38,27 +47,38 @@ class MatrixTile:
     splits: int = 1
 
 
+Tile = VectorTile | ResidentTile | MatrixTile
+
+
 @dataclass(frozen=True, slots=True)
 class _For:
-    """tile serves weights of up to `most` outputs and at least `inputs` inputs."""
+    """tile serves weights of up to `most` outputs and at least `inputs` inputs; None: not so fast as the alternative."""
 
     most: int
     inputs: int
-    tile: VectorTile | MatrixTile
+    tile: Tile | None
 
 
 ANY = 1 << 62
+WIDEST_RESIDENT = 8192
+"""Inputs up to which a program keeps x in registers."""
 
-# Tokens -> rows in order; the first that fits serves. More than four tokens are counted up to the next key.
-_TILES: dict[int, tuple[_For, ...]] = {
+# Tokens -> rows in order; the first that fits serves. Counts without a key of their own take the next key.
+_Table = dict[int, tuple[_For, ...]]
+_PLAIN: _Table = {
     1: (
+        _For(16384, 8192, VectorTile(8, 2048, 8)),
+        _For(4096, 4096, ResidentTile(4, 8, 264)),
         _For(2048, 2048, VectorTile(4, 2048, 8)),
         _For(4096, 0, VectorTile(4, 1024, 4)),
+        _For(ANY, 4096, VectorTile(2, 4096, 8)),
         _For(ANY, 2048, VectorTile(2, 2048, 8)),
         _For(ANY, 0, VectorTile(4, 1024, 4)),
     ),
     2: (
-        _For(2048, 2048, VectorTile(4, 2048, 8)),
+        _For(2048, 4096, VectorTile(4, 2048, 8)),
+        _For(2048, 2049, ResidentTile(8, 16, 132)),
+        _For(2048, 2048, ResidentTile(4, 4, 528)),
         _For(16384, 4096, MatrixTile(16, 64, 256, 4, 3, asked=512)),
         _For(16384, 0, VectorTile(4, 512, 2)),
         _For(65536, 0, MatrixTile(16, 64, 128, 4, 5)),
@@ -85,22 +105,71 @@ _TILES: dict[int, tuple[_For, ...]] = {
         _For(ANY, 0, MatrixTile(32, 64, 128, 4, 4)),
     ),
     64: (
+        _For(4095, 0, None),
         _For(16384, 0, MatrixTile(64, 64, 128, 4, 6, asked=512)),
         _For(ANY, 2048, MatrixTile(64, 128, 128, 8, 4)),
         _For(ANY, 0, MatrixTile(64, 64, 128, 4, 3)),
     ),
-    128: (_For(ANY, 2048, MatrixTile(128, 128, 64, 8, 3)),),
+    128: (
+        _For(16383, 0, None),
+        _For(ANY, 2048, MatrixTile(128, 128, 64, 8, 3)),
+    ),
 }
-# Smaller weights than these are cuBLAS's.
-_FEWEST_OUTPUTS = {64: 4096, 128: 16384}
+# The norm of x as part of the product. Two tokens of a wide model: a step was faster without, though each product was not.
+_NORM: _Table = {
+    1: (
+        _For(ANY, WIDEST_RESIDENT + 1, None),
+        _For(ANY, 4097, ResidentTile(2, 16, 264)),
+        _For(ANY, 2048, ResidentTile(2, 8, 528)),
+        _For(ANY, 0, ResidentTile(8, 2, 1056)),
+    ),
+    2: (
+        _For(ANY, 4096, None),
+        _For(ANY, 0, ResidentTile(4, 2, 1056)),
+    ),
+}
+# The norm, and the activation of gate and up.
+_NORM_GATE: _Table = {
+    1: (
+        _For(ANY, WIDEST_RESIDENT + 1, None),
+        _For(ANY, 4097, ResidentTile(2, 16, 264)),
+        _For(ANY, 2048, ResidentTile(2, 8, 528)),
+        _For(ANY, 0, ResidentTile(4, 2, 1056)),
+    ),
+    2: (
+        _For(ANY, 4096, None),
+        _For(ANY, 0, ResidentTile(4, 2, 1056)),
+    ),
+}
+# The activation alone. Small weights: the product by itself has tiles that fill the chip.
+_GATE: _Table = {
+    1: (),
+    16: (
+        _For(16384, 0, None),
+        _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
+    ),
+    32: (
+        _For(16384, 0, None),
+        _For(ANY, 0, MatrixTile(32, 128, 128, 4, 4)),
+    ),
+    64: (
+        _For(16384, 0, None),
+        _For(ANY, 0, MatrixTile(64, 128, 128, 8, 4)),
+    ),
+    128: (
+        _For(16384, 0, None),
+        _For(ANY, 0, MatrixTile(128, 128, 64, 8, 3)),
+    ),
+}
+_TABLES = {(False, False): _PLAIN, (True, False): _NORM, (False, True): _GATE, (True, True): _NORM_GATE}
 
 
-def tile_for(tokens: int, n: int, k: int) -> VectorTile | MatrixTile | None:
-    """The configuration of x [tokens, k] times a weight [n, k]; None: cuBLAS is faster."""
-    key = next((key for key in _TILES if tokens <= key), None)
-    if key is None or n < _FEWEST_OUTPUTS.get(key, 0):
-        return None
-    tile = next((row.tile for row in _TILES[key] if n <= row.most and k >= row.inputs), None)
+def tile_for(tokens: int, n: int, k: int, norm: bool = False, gate: bool = False) -> Tile | None:
+    """The configuration of x [tokens, k] times a weight [n, k], with the norm of x and the activation of a merged gate
+    and up as part of it. None: they are faster by themselves, or the product is faster in cuBLAS."""
+    table = _TABLES[norm, gate]
+    rows = table[key] if (key := next((key for key in table if tokens <= key), None)) else ()
+    tile = next((row.tile for row in rows if n <= row.most and k >= row.inputs), None)
     return split(tile, n, k) if isinstance(tile, MatrixTile) else tile
 
 
@@ -108,4 +177,4 @@ def split(tile: MatrixTile, n: int, k: int) -> MatrixTile:
     """With so many programs per tile that one wave is about full."""
     most = max(1, k // (SMALLEST_RUN * tile.block))
     splits = max(1, min(most, PROCESSORS // -(-n // tile.rows)))
-    return MatrixTile(tile.batch, tile.rows, tile.block, tile.warps, tile.stages, tile.asked, splits)
+    return replace(tile, splits=splits)

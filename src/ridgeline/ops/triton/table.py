@@ -7,17 +7,17 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.table import Ops
+from ridgeline.ops.table import Normed, Ops, Plain, plain
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.gemm_small import matrix_product
-from ridgeline.ops.triton.gemv import vector_product
-from ridgeline.ops.triton.norm import add_rms_norm, rms_norm
+from ridgeline.ops.triton.gemv import resident_product, vector_product
+from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, gather
 from ridgeline.ops.triton.sample import sample
-from ridgeline.ops.triton.shapes import VectorTile, tile_for
+from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -41,26 +41,62 @@ def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Few tokens: kernels that stream the weight, chosen by shape alone. Many, and what those do not take: cuBLAS."""
-    tokens, k = x.shape
-    tile = tile_for(tokens, packed.shape[0], k) if tokens and _streams(x, packed) else None
-    if tile is None:
-        return F.linear(x, packed, bias)
-    if isinstance(tile, VectorTile):
-        return vector_product(x, packed, bias, tile)
-    return matrix_product(x, packed, bias, tile)
+def _streamed(
+    x: Plain, weight: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
+) -> torch.Tensor | None:
+    """A product of few tokens by the kernels that stream the weight, chosen by shape alone, with all of what stands around
+    it; None: not in one kernel, or not in one of ours."""
+    source = x.x if isinstance(x, Normed) else x
+    tokens, k = source.shape
+    if not tokens or not _streams(source, weight):
+        return None
+    tile = tile_for(tokens, weight.shape[0], k, isinstance(x, Normed), kind is not None)
+    if isinstance(tile, ResidentTile):
+        return resident_product(x, weight, bias, tile, stream, kind)
+    if isinstance(tile, MatrixTile):
+        return matrix_product(source, weight, bias, tile, stream, kind)
+    return None if tile is None else vector_product(source, weight, bias, tile, stream)
+
+
+def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See reference.linear. Many tokens, and what the kernels for few do not take: cuBLAS."""
+    out = _streamed(x, packed, bias, None, None)
+    if out is not None:
+        return out
+    if isinstance(x, Normed):
+        return linear(plain(x, rms_norm), packed, bias)
+    return F.linear(x, packed, bias)
+
+
+def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.linear_add; the result takes the stream's memory."""
+    out = _streamed(x, packed, bias, stream, None) if stream.is_contiguous() else None
+    if out is not None:
+        return out
+    # A bias is the one summand that cuBLAS takes, the stream the other.
+    return stream.addmm_(x, packed.t()) if bias is None else stream.add_(F.linear(x, packed, bias))
+
+
+def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """See reference.linear_activate."""
+    out = _streamed(x, packed, bias, None, kind)
+    if out is not None:
+        return out
+    if isinstance(x, Normed):
+        return linear_activate(plain(x, rms_norm), packed, bias, kind)
+    return activate(linear(x, packed, bias), kind)
 
 
 TRITON = Ops(
     name="triton",
     rms_norm=rms_norm,
-    add_rms_norm=add_rms_norm,
     qkv_write=qkv_write,
     attention=attention,
     activate=activate,
     pack=pack,
     linear=linear,
+    linear_add=linear_add,
+    linear_activate=linear_activate,
     sample=sample,
     gather=gather,
     advance=advance,

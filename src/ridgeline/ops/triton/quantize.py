@@ -1,0 +1,156 @@
+"""Norms, activations and plain tensors in 8 bits: what makes an fp8 linear's input, one program per token."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.table import Scaled
+from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.launch import await_inputs, overlap
+
+FP8 = torch.float8_e4m3fn
+LARGEST = tl.constexpr(448.0)
+SMALLEST_AMAX = tl.constexpr(1e-12)
+WIDEST_ROW = 16384
+"""Elements of a row that one program keeps in registers; longer rows are read twice."""
+
+
+@triton.jit
+def scale_of(amax):
+    """(factor of the values, scale): 448 / amax and amax / 448, rounded as the reference rounds them."""
+    amax = tl.maximum(amax, SMALLEST_AMAX)
+    return tl.math.div_rn(LARGEST, amax), tl.math.div_rn(amax, LARGEST)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    eps,
+    size: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """RMS norm of one token, rounded to x's dtype, then quantized."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET:
+        weight += 1.0
+    await_inputs(PDL)
+    wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    normed = (wide * rms * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    factor, scale = scale_of(tl.max(tl.abs(normed), 0))
+    tl.store(out_ptr + token * size + at, (normed * factor).to(tl.float8e4nv), mask=inside)
+    tl.store(scale_ptr + token, scale)
+
+
+@triton.jit
+def _source(x_ptr, at, inside, size, ACTIVATION: tl.constexpr):
+    """What is quantized at `at`: x itself, or act(gate) * up rounded to x's dtype; float32."""
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION != 0:
+        up = tl.load(x_ptr + size + at, mask=inside, other=0.0).to(tl.float32)
+        x = gated(x, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    size,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up)."""
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    out_ptr += token * size
+    at = tl.arange(0, BLOCK)
+    await_inputs(PDL)
+    if BLOCKS == 1:
+        x = _source(x_ptr, at, at < size, size, ACTIVATION)
+        factor, scale = scale_of(tl.max(tl.abs(x), 0))
+        tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
+    else:
+        amax = 0.0
+        for block in range(BLOCKS):
+            here = block * BLOCK + at
+            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, here, here < size, size, ACTIVATION)), 0))
+        factor, scale = scale_of(amax)
+        for block in range(BLOCKS):
+            here = block * BLOCK + at
+            x = _source(x_ptr, here, here < size, size, ACTIVATION)
+            tl.store(out_ptr + here, (x * factor).to(tl.float8e4nv), mask=here < size)
+    tl.store(scale_ptr + token, scale)
+
+
+def _room(tokens: int, size: int, like: torch.Tensor) -> Scaled:
+    values = torch.empty((tokens, size), dtype=FP8, device=like.device)
+    return Scaled(values, torch.empty(tokens, dtype=torch.float32, device=like.device))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
+    """reference.quantize(reference.rms_norm(x))."""
+    tokens, size = x.shape
+    out = _room(tokens, size, x)
+    block = triton.next_power_of_2(size)
+    if tokens:
+        _norm_kernel[(tokens,)](
+            x,
+            weight,
+            out.values,
+            out.scales,
+            x.stride(0),
+            eps,
+            size,
+            OFFSET=offset,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlap(x.device),
+        )
+    return out
+
+
+def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
+    tokens = x.shape[0]
+    out = _room(tokens, size, x)
+    block = min(WIDEST_ROW, triton.next_power_of_2(size))
+    if tokens:
+        _quantize_kernel[(tokens,)](
+            x,
+            out.values,
+            out.scales,
+            x.stride(0),
+            size,
+            ACTIVATION=activation,
+            BLOCKS=triton.cdiv(size, block),
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlap(x.device),
+        )
+    return out
+
+
+def activate(gate_up: torch.Tensor, kind: str) -> Scaled:
+    """See reference.fp8_activate."""
+    return _quantized(gate_up, gate_up.shape[1] // 2, KINDS[kind])
+
+
+def quantize(x: torch.Tensor) -> Scaled:
+    """See reference.quantize; x [T, D] with contiguous rows."""
+    return _quantized(x, x.shape[1], 0)
