@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import kernels
@@ -23,6 +25,7 @@ import torch
 from common import HERE, Timed, lens, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.local import LocalEngine
 from ridgeline.service.launch import launch
 
@@ -87,13 +90,32 @@ class Card:
         return read / microseconds * 1e-6 / kernels.READ_TB_S
 
 
+class Composition:
+    """An engine's account that also notes what each step was made of: [cached tokens of rows that decode, (cached, new)
+    tokens of the others, rows that drew, device seconds], by the row of the table that it ran for."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.row = "start"
+        self.steps: dict[str, list[Any]] = {}
+
+    def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
+        decode = [end - 1 for end, count in zip(ends, counts, strict=True) if count == 1]
+        chunks = [(end - count, count) for end, count in zip(ends, counts, strict=True) if count != 1]
+        self.steps.setdefault(self.row, []).append([decode, chunks, logits, round(device_s, 7)])
+        return self._account.step(ends, counts, logits, device_s)
+
+
 class Bench:
     """An engine with dummy weights, and medians of several runs on it."""
 
     def __init__(self, model: str, repeats: int, engine: EngineConfig, quantization: str = "") -> None:
         config = ModelConfig(model=model, load_format="dummy", max_model_len=MAX_LEN, quantization=quantization)
         self.local = LocalEngine.start(config, engine)
-        self.facts = self.local.engine.setup.facts
+        setup = self.local.engine.setup
+        self.composition = Composition(setup.account)
+        self.local.engine.setup = replace(setup, account=self.composition)
+        self.facts = setup.facts
         self.repeats = repeats
         self._vocab = self.local.engine.setup.vocab_size
 
@@ -164,6 +186,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="", help="number format of the weights, for --lens (fp8)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--steps", default="", help="folder for what every step was made of (benchmarks/prediction.py)")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
     arguments = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -186,7 +209,11 @@ def main() -> None:
         bench = Bench(str(HERE / "models" / model), arguments.repeats, engine, quantization)
         print(f"{model} {quantization}: {bench.facts}", flush=True)
         for row in chosen:
+            bench.composition.row = row.name
             report(row, row.measure(bench), about, arguments.out)
+        if arguments.steps:
+            name = f"steps-{model}{'-' if quantization else ''}{quantization}.json"
+            (Path(arguments.steps) / name).write_text(json.dumps(bench.composition.steps, separators=(",", ":")))
         bench.local.close()
         del bench
         torch.cuda.empty_cache()
