@@ -30,6 +30,7 @@ SAID = {
     "batching": "dynamic:8,50",
     "steps_in_flight": "0",
     "enforce_eager": "true",
+    "deterministic": "true",
     "threads": "3",
     "host": "0.0.0.0",
     "port": "0",

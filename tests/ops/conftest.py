@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from ridgeline.ops import native_cpu
+from ridgeline.ops.native.binding import library_path
+from ridgeline.ops.native.build import build as build_library
+from ridgeline.ops.native.build import why_not
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import QkvShape
+from ridgeline.ops.table import Ops, QkvShape
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -160,3 +165,74 @@ def _qkv_shape(heads: int, kv_heads: int, dim: int, rope_dim: int, norms: bool, 
 def qkv_shape() -> Callable[..., QkvShape]:
     """Builds a projection's shape: qkv_shape(heads, kv_heads, head_dim, rope_dim, norms, device)."""
     return _qkv_shape
+
+
+# --- compiled operations of the CPU ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a library for this CPU lies: the user's cache if it was built, else made for these tests."""
+    if library_path().exists():
+        return library_path().parent
+    if (reason := why_not()) is not None:
+        pytest.skip(f"native operations: {reason}")
+    return build_library(tmp_path_factory.mktemp("native")).parent
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sources compiled as for a CPU without AMX and without bfloat16 instructions."""
+    if (reason := why_not()) is not None:
+        pytest.skip(f"native operations: {reason}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -mno-amx-bf16 -mno-avx512bf16")
+        return build_library(tmp_path_factory.mktemp("plain")).parent
+
+
+@pytest.fixture(scope="module", params=["this-cpu", "plain"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    found, what = native_cpu.load(request.getfixturevalue("folder" if request.param == "this-cpu" else "plain_folder"))
+    assert found is not None, what
+    assert request.param == "this-cpu" or "AMX" not in what
+    return found
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _pieces_of(case: Case, pieces: list[tuple[int, int, int]]) -> tuple[torch.Tensor, StepInputs, list[int]]:
+    """(queries, step, which tokens they are) of a batch of whole prompts, computed in (row, first, end) pieces."""
+    step, starts = case.step, case.step.q_start.tolist()
+    which = [starts[row] + at for row, first, end in pieces for at in range(first, end)]
+    device, counts = case.q.device, torch.tensor([end - first for _, first, end in pieces])
+    made = StepInputs(
+        rows=step.rows[[row for row, _, _ in pieces]],
+        q_start=torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device),
+        length=torch.tensor([end for _, _, end in pieces], dtype=torch.int32, device=device),
+        position=step.position[which],
+        row_of=torch.arange(len(pieces)).repeat_interleave(counts).int().to(device),
+        max_query=int(counts.max()),
+        max_length=max(end for _, _, end in pieces),
+    )
+    return case.q[which], made, which
+
+
+@pytest.fixture
+def pieces_of() -> Callable[..., tuple[torch.Tensor, StepInputs, list[int]]]:
+    """Part of a batch as a step of its own: pieces_of(case, pieces)."""
+    return _pieces_of
+
+
+@pytest.fixture(autouse=True)
+def _every_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, whose processors are few, let few rows take the wide tiles too."""
+    if not torch.cuda.is_available():
+        from ridgeline.ops.triton import tuning
+
+        monkeypatch.setattr(tuning, "FEWEST_WIDE_ROWS", 1)

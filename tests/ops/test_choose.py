@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.ops import choose as choosing
-from ridgeline.ops.choose import choose
+from ridgeline.ops.choose import choose, choose_invariant
 
 
 def test_a_cpu_gets_plain_operations_where_none_were_built(
@@ -40,3 +41,17 @@ def test_unknown_devices_and_dtypes_get_the_reference(caplog: pytest.LogCaptureF
     assert choose(torch.device("meta"), torch.bfloat16).name == "reference"
     assert choose(torch.device("cpu"), torch.float64).name == "reference"
     assert "float64" in caplog.text
+
+
+def test_batch_invariant_operations_are_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never anything else in their place."""
+    built = replace(choosing.CPU, name="native")
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (built if fixed else None, "AVX-512"))
+    cpu = torch.device("cpu")
+    assert choose_invariant(cpu, torch.bfloat16) is built
+    assert choose_invariant(cpu, torch.float16) is choosing.CPU_ALONE
+    with pytest.raises(ConfigError, match="float64"):
+        choose_invariant(cpu, torch.float64)
+    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="triton"):
+        choose_invariant(torch.device("cuda"), torch.bfloat16)

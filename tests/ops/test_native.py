@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +14,19 @@ import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
 from ridgeline.ops.native.binding import library_path, sources
-from ridgeline.ops.native.build import build, why_not
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.table import Ops, QkvShape
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import LayerParts, Matrix, Normed, Ops, QkvShape
 
 BF16, F32 = torch.bfloat16, torch.float32
 DTYPES = [F32, BF16]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a library for this CPU lies: the user's cache if it was built, else made for these tests."""
-    if library_path().exists():
-        return library_path().parent
-    if (reason := why_not()) is not None:
-        pytest.skip(f"native operations: {reason}")
-    return build(tmp_path_factory.mktemp("native")).parent
-
-
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same sources compiled as for a CPU without AMX and without bfloat16 instructions."""
-    if (reason := why_not()) is not None:
-        pytest.skip(f"native operations: {reason}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -mno-amx-bf16 -mno-avx512bf16")
-        return build(tmp_path_factory.mktemp("plain")).parent
-
-
-@pytest.fixture(scope="module", params=["this-cpu", "plain"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    found, what = native_cpu.load(request.getfixturevalue("folder" if request.param == "this-cpu" else "plain_folder"))
-    assert found is not None, what
-    assert request.param == "this-cpu" or "AMX" not in what
-    return found
-
-
-@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, bf16_error: float = 5e-3) -> None:
     assert out.dtype == dtype and out.shape == want.shape
     assert not torch.isnan(out).any()
     error = (out.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9)
-    assert error < (5e-3 if dtype == BF16 else 1e-6), float(error)
+    assert error < (bf16_error if dtype == BF16 else 1e-6), float(error)
     worst = (out.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-9)
     assert worst < (2e-2 if dtype == BF16 else 5e-6), float(worst)
 
@@ -115,13 +79,38 @@ def test_float16_falls_back(ops: Ops) -> None:
 @pytest.mark.parametrize("rows, size", [(1, 576), (5, 96), (3, 7), (200, 130)])
 @pytest.mark.parametrize("offset", [False, True])
 def test_norms(ops: Ops, dtype: torch.dtype, rows: int, size: int, offset: bool) -> None:
-    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, size), (rows, size), (size,)))
+    x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
     close(ops.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x, weight, 1e-5, offset), dtype)
-    before = residual.clone()
-    out, total = ops.add_rms_norm(x, residual, weight, 1e-5, offset)
-    want, want_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5, offset)
-    assert torch.equal(total, want_total) and torch.equal(residual, before)
-    close(out, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 6, 7, 9, 13, 16, 17, 40])
+@pytest.mark.parametrize("outputs, inputs", [(96, 64), (160, 70), (36, 33)])
+def test_what_joins_a_product(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+    """A norm that is still to be done, the stream added to a product, the activation of one."""
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    bias, norm = torch.randn(outputs).to(dtype), torch.randn(inputs).to(dtype)
+    stream, packed = torch.randn(rows, outputs).to(dtype), ops.pack(weight)
+    normed = Normed(x, norm, 1e-5, False)
+    # What is computed in one go is not rounded in between: the reference in float64 on the same numbers.
+    wide, wide_normed = x.double(), Normed(x.double(), norm.double(), 1e-5, False)
+    wide_weight, wide_bias = weight.double(), bias.double()
+    close(ops.linear(normed, packed, bias), REFERENCE.linear(wide_normed, wide_weight, wide_bias).to(dtype), dtype)
+    for one, wide_one in ((None, None), (bias, wide_bias)):
+        want = REFERENCE.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
+        close(ops.linear_add(x, packed, one, stream.clone()), want, dtype)
+    for given, wide_given, kind in ((normed, wide_normed, "silu"), (x, wide, "gelu_tanh")):
+        want = REFERENCE.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
+        # The rounding of a few large sums weighs most here.
+        close(ops.linear_activate(given, packed, bias, kind), want, dtype, bf16_error=1e-2)
+
+
+def test_the_stream_holds_the_result(ops: Ops) -> None:
+    weight, x, stream = torch.randn(32, 48), torch.randn(5, 48), torch.randn(5, 32)
+    out = ops.linear_add(x, ops.pack(weight), None, stream)
+    assert out.data_ptr() == stream.data_ptr()
+    apart = torch.randn(5, 64)[:, ::2]
+    close(ops.linear_add(x, ops.pack(weight), None, apart), apart + F.linear(x, weight), F32)
 
 
 def test_norm_of_zeros_is_zero_and_nan_stays(ops: Ops) -> None:
@@ -146,7 +135,7 @@ def test_activation_far_out(ops: Ops, kind: str) -> None:
 
 
 def shape_of(heads: int, kv_heads: int, dim: int, rope_dim: int, norms: bool, dtype: torch.dtype) -> QkvShape:
-    angle = torch.outer(torch.arange(300).double(), 10000.0 ** (-torch.arange(0, rope_dim, 2).double() / rope_dim))
+    angle = torch.outer(torch.arange(800).double(), 10000.0 ** (-torch.arange(0, rope_dim, 2).double() / rope_dim))
     return QkvShape(
         n_heads=heads,
         n_kv_heads=kv_heads,
@@ -296,6 +285,98 @@ def test_attention_of_random_batches(ops: Ops, batch: Callable[..., Any], seed: 
     torch.manual_seed(seed)
     for dtype in DTYPES:
         check(ops, batch(rows, **fields), dtype)
+
+
+# --- whole layers ---------------------------------------------------------------------------------------------------------
+
+
+def layer_parts(
+    dtype: torch.dtype, pack: Callable[[torch.Tensor], torch.Tensor], options: dict[str, Any]
+) -> LayerParts:
+    """A small layer with random weights: 6 heads over 2, head_dim 32, d_model 96."""
+
+    def matrix(outputs: int, inputs: int) -> Matrix:
+        bias = torch.randn(outputs).to(dtype) if options.get("bias") else None
+        return Matrix(pack((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)), bias)
+
+    return LayerParts(
+        attention_norm=torch.rand(96).to(dtype),
+        qkv=matrix(10 * 32, 96),
+        shape=shape_of(6, 2, 32, 32, options.get("norms", False), dtype),
+        out=matrix(96, 6 * 32),
+        feed_forward_norm=torch.rand(96).to(dtype),
+        gate_up=matrix(2 * options.get("d_ff", 128), 96),
+        down=matrix(96, options.get("d_ff", 128)),
+        activation=options.get("activation", "silu"),
+    )
+
+
+def run_layers(
+    ops: Ops, layers: list[LayerParts], stream: torch.Tensor, views: Sequence[KvView], step: StepInputs
+) -> torch.Tensor:
+    """One operation after the other."""
+    for parts, view in zip(layers, views, strict=True):
+        eps, offset = parts.shape.norm_eps, parts.shape.norm_offset
+        normed = Normed(stream, parts.attention_norm, eps, offset)
+        qkv = ops.linear(normed, parts.qkv.packed, parts.qkv.bias)
+        out, _ = ops.attention(*ops.qkv_write(qkv, parts.shape, view, step), view, step)
+        stream = ops.linear_add(out.flatten(1), parts.out.packed, parts.out.bias, stream)
+        normed = Normed(stream, parts.feed_forward_norm, eps, offset)
+        inner = ops.linear_activate(normed, parts.gate_up.packed, parts.gate_up.bias, parts.activation)
+        stream = ops.linear_add(inner, parts.down.packed, parts.down.bias, stream)
+    return stream
+
+
+def refuse(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+    raise AssertionError("these layers run in one call")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"bias": True, "norms": True, "activation": "gelu_tanh"}])
+@pytest.mark.parametrize(
+    "rows", [[(37, 1)], [(700, 1)], DECODE, [(9, 5)], [(20, 1)] * 13, MIXED], ids=lambda one: f"{len(one)}-rows"
+)
+def test_layers_in_one_call(
+    ops: Ops,
+    threads: int,
+    batch: Callable[..., Any],
+    rows: list[tuple[int, int]],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    case = batch(rows, padding=2 if len(rows) > 1 else 0).to("cpu", dtype)
+    # In bfloat16 the rounding of every operation would add up, so there the same operations are called one by one.
+    single = REFERENCE if dtype == F32 else ops
+    packed: list[LayerParts] = []
+    apart: list[LayerParts] = []
+    for seed in range(3):
+        for kept, pack in ((packed, ops.pack), (apart, single.pack)):
+            torch.manual_seed(seed)
+            kept.append(layer_parts(dtype, pack, options))
+    stream = torch.randn(len(case.q), 96).to(dtype)
+    # The layers differ in cache, and the second in its window.
+    views, twins = ([replace(case.view, kv=case.view.kv.clone(), window=w) for w in (None, 11, None)] for _ in range(2))
+    want = run_layers(single, apart, stream.clone(), twins, case.step)
+    out = ops.layers(packed, refuse)(stream, views, case.step)
+    owned = int(case.step.q_start[-1])
+    close(out[:owned], want[:owned], dtype)
+    for view, twin in zip(views, twins, strict=True):
+        # Page 0 is where padding writes.
+        close(view.kv[1:], twin.kv[1:], dtype)
+
+
+@pytest.mark.parametrize("options", [{"d_ff": 40}])
+def test_layers_of_other_sizes_run_one_by_one(ops: Ops, options: dict[str, Any]) -> None:
+    assert ops.layers([layer_parts(F32, ops.pack, options)], refuse) is refuse
+    half = layer_parts(torch.float16, lambda weight: weight, {})
+    assert ops.layers([half], refuse) is refuse
+
+
+def test_layers_over_a_cache_of_other_numbers_run_one_by_one(ops: Ops, batch: Callable[..., Any]) -> None:
+    case = batch(DECODE).to("cpu", BF16)
+    run = ops.layers([layer_parts(F32, ops.pack, {})], refuse)
+    with pytest.raises(AssertionError, match="one call"):
+        run(torch.randn(len(case.q), 96), [case.view], case.step)
 
 
 # --- build and load -----------------------------------------------------------------------------------------------------------

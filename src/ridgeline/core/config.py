@@ -42,6 +42,7 @@ class EngineConfig:
     batching: str = option("continuous", "continuous, static:N or dynamic:N,WINDOW_MS")
     steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
     enforce_eager: bool = option(False, "no CUDA graphs")
+    deterministic: bool = option(False, "the same tokens whatever else is in the batch; slower")
     threads: int | None = option(None, "CPU threads for the model")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.decoding.mass import log_sum_exp
 
 SCORE_BYTES = 256 << 20
 """Most bytes of logits that `score` holds at a time."""
@@ -26,12 +27,22 @@ class Ranked:
 
 def rank(logits: torch.Tensor, token: torch.Tensor, top: int) -> Ranked:
     """logits float32 [N, V], token int32 [N] (negative: scored as token 0; the caller drops it) -> Ranked."""
-    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    total = log_sum_exp(logits)
     own = logits.gather(1, token.clamp(min=0).long().unsqueeze(1))
     place = (logits > own).sum(dim=-1, keepdim=True) + 1
     stats = torch.cat((own - total, place.float(), total), dim=1)
-    values, ids = torch.topk(logits, min(top, logits.shape[1]), dim=-1)
-    return Ranked(token, stats, ids.int(), values - total)
+    ids = _largest(logits, min(top, logits.shape[1]))
+    return Ranked(token, stats, ids.int(), logits.gather(1, ids) - total)
+
+
+def _largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices int64 [N, count] of the largest logits of each row, of equal ones the first: `topk` alone promises no order
+    among equals. A float32's bits, read as a whole number, sort like it once those of negative numbers are turned over."""
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of both
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = logits.shape[1] - 1
+    place = torch.arange(last, -1, -1, device=logits.device)
+    return last - torch.topk((order << 32) + place, count, dim=-1).values.bitwise_and(0xFFFFFFFF)
 
 
 def score(

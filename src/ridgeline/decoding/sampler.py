@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.decoding.mass import WHOLE, log_sum_exp, masses
+
 _SHORTLIST = 1024
 """On a CPU, filters look at this many of the largest logits before they sort all of them."""
 _SMALLEST = 1e-5
@@ -41,7 +43,7 @@ def apply_filters(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 def _ranked_bound(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
     """The smallest tempered logit that top-k and top-p keep, [N, 1]."""
     vocab = scaled.shape[1]
-    total = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    total = log_sum_exp(scaled)
     if 0 < filters.most_k < vocab:
         return _bound(torch.topk(scaled, filters.most_k, dim=-1).values, total, filters)[0]
     if scaled.device.type == "cpu" and vocab > 2 * _SHORTLIST:
@@ -58,7 +60,7 @@ def _bound(ordered: torch.Tensor, total: torch.Tensor, filters: Filters) -> tupl
     top_k = filters.top_k.unsqueeze(1)
     limited = (top_k > 0) & (top_k <= length)
     last = torch.where(limited, top_k, length).long() - 1
-    mass = torch.cumsum(torch.exp(ordered - total), dim=-1)
+    mass = masses(ordered - total).cumsum(dim=-1).double() / WHOLE
     whole = torch.where(limited, mass.gather(1, last), 1.0)
     target = filters.top_p.unsqueeze(1) * whole
     nucleus = filters.top_p.unsqueeze(1) < 1

@@ -6,7 +6,9 @@ memory. Page 0 is scratch: padding writes there and nobody reads it.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,7 +59,7 @@ class KvStore:
         page = layout.page_bytes // dtype.itemsize
         self._regions = _regions(layout, layers, page, order)
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
-        self.flat = torch.zeros(self.pages * sum(self._regions), dtype=dtype, device=device)
+        self.flat = _zeros(self.pages * sum(self._regions), dtype, device)
         own = self._views(layers)
         sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
         group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
@@ -97,6 +99,17 @@ class KvStore:
             size = layers[index].kv_elements * self.layout.page_tokens
             first += size if self.order == "page" else stride * self.pages
         return places
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [size]. On a CPU the system hands the memory out, cleared, where it is first touched, and in pages of 2 MiB if it
+    can: filling gigabytes would be most of the start-up."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def _regions(layout: KvLayout, layers: Sequence[LayerSpec], page: int, order: Order) -> list[int]:

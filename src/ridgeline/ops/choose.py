@@ -7,8 +7,11 @@ from importlib.util import find_spec
 
 import torch
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.ops import native_cpu
 from ridgeline.ops.cpu import CPU
+from ridgeline.ops.cpu_alone import CPU_ALONE
+from ridgeline.ops.native.binding import TYPES
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
 
@@ -37,6 +40,23 @@ def choose(device: torch.device, dtype: torch.dtype) -> Ops:
 
     log.info("ops: triton on %s in %s, large products by cuBLAS", torch.cuda.get_device_name(device), dtype)
     return TRITON
+
+
+def choose_invariant(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Operations whose results for a token do not depend on what else is in the step. Raises ConfigError if there are none
+    for `device` and `dtype`."""
+    missing = _missing(device, dtype)
+    if missing:
+        raise ConfigError(f"deterministic cannot be had here: {missing}.", param="deterministic")
+    if device.type == "cpu":
+        native, what = native_cpu.load(fixed=True) if dtype in TYPES else (None, f"they do not know {dtype}")
+        if native is None:
+            log.warning("ops: each token alone, which is slow (native operations: %s)", what)
+        return native or CPU_ALONE
+    from ridgeline.ops.triton.invariant import INVARIANT
+
+    log.info("ops: batch-invariant triton on %s in %s", torch.cuda.get_device_name(device), dtype)
+    return INVARIANT
 
 
 def _missing(device: torch.device, dtype: torch.dtype) -> str:

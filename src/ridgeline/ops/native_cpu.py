@@ -7,55 +7,34 @@ are gathered once per group of layers and kept in step.derived.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ridgeline.ops import cpu
-from ridgeline.ops.native.binding import Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops import cpu, cpu_alone
+from ridgeline.ops.native.arena import LANES, Arena
+from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops.native_fp8 import fp8_ops
+from ridgeline.ops.native_layers import NativeLayers
+from ridgeline.ops.noise import Purpose
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Ops, QkvShape
+from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, QkvShape, RunLayers, plain
 
-LANES = 16
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
 MAX_HEAD_DIM = 256
-CACHE_LINE = 64
-HUGE_PAGE = 2 << 20
-CHUNK = 16 * HUGE_PAGE
-
-
-class Arena:
-    """Room for packed weights on pages of 2 MiB, one behind the other: reading them in order is about 10% faster so.
-
-    Each weight is a part of a chunk and keeps it alive; nothing is given back one by one. Untouched room costs nothing.
-    """
-
-    __slots__ = ("_library", "_room", "_used")
-
-    def __init__(self, library: Library) -> None:
-        self._library, self._room, self._used = library, torch.empty(0, dtype=torch.uint8), 0
-
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns], not initialized."""
-        size = rows * columns * dtype.itemsize
-        if self._used + size > self._room.numel():
-            chunk = max(CHUNK, -(-size // HUGE_PAGE) * HUGE_PAGE)
-            memory = torch.empty(chunk + HUGE_PAGE, dtype=torch.uint8)
-            skip = -memory.data_ptr() % HUGE_PAGE
-            self._room, self._used = memory[skip : skip + chunk], 0
-            self._library.huge_pages(self._room.data_ptr(), chunk)
-        part = self._room[self._used : self._used + size]
-        self._used += -(-size // CACHE_LINE) * CACHE_LINE
-        return part.view(dtype).view(rows, columns)
 
 
 class NativeOps:
-    """The table's functions over one opened library; nothing but the room for weights changes."""
+    """The table's functions over one opened library; nothing but the room for weights changes. fixed: a token's sums are
+    added in one order, whatever is computed beside it."""
 
-    __slots__ = ("_arena", "_kernels")
+    __slots__ = ("_arena", "_fixed", "_kernels", "_sample", "_view")
 
-    def __init__(self, library: Library) -> None:
-        self._kernels, self._arena = library.kernels, Arena(library)
+    def __init__(self, library: Library, arena: Arena, fixed: bool = False) -> None:
+        self._fixed, self._view = fixed, partial(_view, fixed=fixed)
+        self._kernels, self._arena, self._sample = library.kernels, arena, library.sample
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
         """See reference.rms_norm."""
@@ -64,31 +43,8 @@ class NativeOps:
             return cpu.rms_norm(x, weight, eps, offset)
         x = x if x.is_contiguous() else x.contiguous()
         out, size = torch.empty_like(x), x.shape[-1]
-        kernels.norm(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // size, size, eps, offset)
+        kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
         return out
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See reference.add_rms_norm."""
-        kernels = self._kernels.get(x.dtype)
-        if kernels is None or weight.dtype is not x.dtype or residual.dtype is not x.dtype:
-            return cpu.add_rms_norm(x, residual, weight, eps, offset)
-        x = x if x.is_contiguous() else x.contiguous()
-        residual = residual if residual.is_contiguous() else residual.contiguous()
-        out, total, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-        kernels.norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            total.data_ptr(),
-            out.data_ptr(),
-            x.numel() // size,
-            size,
-            eps,
-            offset,
-        )
-        return out, total
 
     def activate(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         """See reference.activate."""
@@ -98,7 +54,7 @@ class NativeOps:
         gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
         rows, both = gate_up.shape
         out = gate_up.new_empty((rows, both // 2))
-        kernels.activate(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, kind != "silu")
+        kernels.activate(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, GATES[kind])
         return out
 
     def qkv_write(
@@ -112,7 +68,7 @@ class NativeOps:
         tokens, dim = qkv.shape[0], shape.head_dim
         out = torch.empty_like(qkv)
         kernels.qkv_write(
-            _view(view, step),
+            self._view(view, step),
             qkv.data_ptr(),
             out.data_ptr(),
             view.kv.data_ptr(),
@@ -134,13 +90,13 @@ class NativeOps:
         """See Ops. No log-sum-exp: on a CPU nothing is merged."""
         kernels = self._of(q, view)
         if kernels is None or view.kv.shape[4] > MAX_HEAD_DIM or view.kv.shape[4] % 2:
-            return cpu.attention(q, k, v, view, step)
+            return (cpu_alone if self._fixed else cpu).attention(q, k, v, view, step)
         tokens, heads, dim = q.shape
         stride, *inner = q.stride()
         if inner != [dim, 1]:
             q, stride = q.contiguous(), heads * dim
         out = q.new_empty((tokens, heads, dim))
-        kernels.attention(_view(view, step), q.data_ptr(), out.data_ptr(), view.kv.data_ptr(), heads, stride)
+        kernels.attention(self._view(view, step), q.data_ptr(), out.data_ptr(), view.kv.data_ptr(), heads, stride)
         return out, None
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -157,42 +113,126 @@ class NativeOps:
         kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
         return packed[:outputs]
 
-    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
-        kernels = self._kernels.get(x.dtype)
-        if kernels is None:
-            return cpu.linear(x, packed, bias)
-        x = x if x.is_contiguous() else x.contiguous()
-        rows, inputs = x.shape
+    def linear(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See reference.linear."""
+        return self._product(x, packed, bias)
+
+    def linear_add(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """See reference.linear_add; the result lies in the stream's memory where that is one run."""
+        if stream.dtype is not x.dtype or not stream.is_contiguous():
+            return self.linear(x, packed, bias).add_(stream)
+        return self._product(x, packed, bias, stream)
+
+    def linear_activate(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        """See reference.linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        if packed.shape[0] % (2 * LANES):
+            return self.activate(self.linear(x, packed, bias), kind)
+        return self._product(x, packed, bias, None, kind)
+
+    def _product(
+        self,
+        x: Plain,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        stream: torch.Tensor | None = None,
+        kind: str | None = None,
+    ) -> torch.Tensor:
+        """The norm before a product and what follows it in one call."""
+        norm = x if isinstance(x, Normed) else None
+        given = x.x if isinstance(x, Normed) else x
+        kernels = self._kernels.get(given.dtype)
+        if kernels is None or (norm is not None and norm.weight.dtype is not given.dtype):
+            return self._plainly(plain(x, self.rms_norm), packed, bias, stream, kind)
+        given = given if given.is_contiguous() else given.contiguous()
+        rows, inputs = given.shape
         outputs = packed.shape[0]
-        out = x.new_empty((rows, outputs))
+        out = given.new_empty((rows, outputs if kind is None else outputs // 2)) if stream is None else stream
         kernels.linear(
-            x.data_ptr(),
+            given.data_ptr(),
             packed.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            0 if stream is None else stream.data_ptr(),
             out.data_ptr(),
             rows,
             outputs,
             inputs,
+            0 if kind is None else GATES[kind],
+            0 if norm is None else norm.weight.data_ptr(),
+            0.0 if norm is None else norm.eps,
+            norm is not None and norm.offset,
+            self._fixed,
         )
         return out
+
+    def _plainly(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        stream: torch.Tensor | None,
+        kind: str | None,
+    ) -> torch.Tensor:
+        if x.dtype in self._kernels:
+            return self._product(x, packed, bias, stream, kind)
+        if stream is not None:
+            return cpu.linear_add(x, packed, bias, stream)
+        return cpu.linear(x, packed, bias) if kind is None else cpu.linear_activate(x, packed, bias, kind)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        key: torch.Tensor,
+        position: torch.Tensor,
+        purpose: Purpose = Purpose.TOKEN,
+    ) -> torch.Tensor:
+        """See ops.sample.sample."""
+        if logits.stride(1) != 1 or key.stride(1) != 1:
+            logits, key = logits.contiguous(), key.contiguous()
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int32)
+        given = (logits, temperature, key, position)
+        strides = (ctypes.c_int64 * len(given))(*(one.stride(0) for one in given))
+        self._sample(*(one.data_ptr() for one in given), tokens.data_ptr(), rows, vocab, strides, int(purpose))
+        return tokens
+
+    def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
+        """See Ops: one foreign call for all of them, where the kernels know their numbers and sizes."""
+        kernels = self._kernels.get(parts[0].attention_norm.dtype)
+        if kernels is None or not all(_known(one, parts[0].attention_norm.dtype) for one in parts):
+            return run
+        return NativeLayers(parts, kernels, self._view, run)
 
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
         return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
 
 
-def _view(view: KvView, step: StepInputs) -> ctypes.c_void_p:
+def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
+    """Whether the kernels can run this layer: loaded on the CPU in one number format, with sizes that they take."""
+    shape, matrices = parts.shape, (parts.qkv, parts.out, parts.gate_up, parts.down)
+    held = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
+    held += [tensor for one in matrices for tensor in (one.packed, one.bias)]
+    same = all(one.dtype is dtype and one.device.type == "cpu" for one in held if one is not None)
+    sizes = (
+        shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0 and parts.gate_up.packed.shape[0] % (2 * LANES) == 0
+    )
+    return same and sizes
+
+
+def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
     """Pointer to what the kernels need of `view` and `step` beside the cache itself, the same for layers alike."""
     kv = view.kv
     told = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
     key = ("native", told, kv.shape, kv.stride())
     if (found := step.derived.get(key)) is not None:
         return found[0]  # type: ignore[no-any-return]
-    step.derived[key] = found = _gather(view, step)
+    step.derived[key] = found = _gather(view, step, fixed)
     return found[0]
 
 
-def _gather(view: KvView, step: StepInputs) -> tuple[ctypes.c_void_p, View, tuple[torch.Tensor, ...]]:
+def _gather(view: KvView, step: StepInputs, fixed: bool) -> tuple[ctypes.c_void_p, View, tuple[torch.Tensor, ...]]:
     """(pointer, what it points to, tensors that must live as long)."""
     told = (view.slots, step.rows, step.q_start, step.length, step.position)
     slots, *own = (one.contiguous() for one in told)
@@ -220,13 +260,15 @@ def _gather(view: KvView, step: StepInputs) -> tuple[ctypes.c_void_p, View, tupl
         -1 if view.window is None else view.window,
         view.softcap or 0.0,
         view.scale,
+        fixed,
     )
     kept = tuple(one for one in (pages, slots, *own, tree, said) if one is not None)
     return ctypes.c_void_p(ctypes.addressof(struct)), struct, kept
 
 
-def load(folder: Path | None = None) -> tuple[Ops | None, str]:
-    """(operations, what they are) where a library for this CPU was built, else (None, why not and what to do)."""
+def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, str]:
+    """(operations, batch-invariant if `fixed`, what they are) where a library for this CPU was built, else (None, why not and
+    what to do)."""
     if (reason := unsupported()) is not None:
         return None, reason
     path = library_path(folder)
@@ -236,15 +278,20 @@ def load(folder: Path | None = None) -> tuple[Ops | None, str]:
         library = open_library(path)
     except OSError as error:
         return None, f"{path} cannot be opened: {error}"
-    ops = NativeOps(library)
+    arena = Arena(library)
+    ops = NativeOps(library, arena, fixed)
     table = Ops(
-        name="native",
+        name="native, batch-invariant" if fixed else "native",
         rms_norm=ops.rms_norm,
-        add_rms_norm=ops.add_rms_norm,
         qkv_write=ops.qkv_write,
         attention=ops.attention,
         activate=ops.activate,
         pack=ops.pack,
         linear=ops.linear,
+        linear_add=ops.linear_add,
+        linear_activate=ops.linear_activate,
+        fp8=fp8_ops(library, arena, fixed, ops.activate),
+        sample=ops.sample,
+        layers=ops.layers,
     )
     return table, "AVX-512 and AMX tiles" if library.tiles else "AVX-512"

@@ -16,6 +16,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "
 # Headers of GCC 12 leave what an intrinsic overwrites uninitialized on purpose.
 QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"})
+GATES = {"silu": 1, "gelu_tanh": 2}
 TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -30,6 +31,20 @@ class View(ctypes.Structure):
         *((name, c_int64) for name in ("kv_heads", "dim", "window")),
         ("softcap", c_float),
         ("scale", c_float),
+        ("fixed", c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """Mirror of Layer in layers.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "feed_forward_norm", "q_norm", "k_norm")),
+        *((f"{name}{part}", c_void_p) for name in ("qkv", "out", "gate_up", "down") for part in ("", "_bias")),
+        ("cos_sin", c_void_p),
+        *((name, c_int64) for name in ("heads", "half", "d_ff", "gate")),
+        ("eps", c_float),
+        ("offset", c_float),
     )
 
 
@@ -37,9 +52,12 @@ class View(ctypes.Structure):
 class Kernels:
     """The library's functions for one element type; pointers are plain integers, sizes count elements.
 
-    linear(x, packed, bias or 0, out, m, n, k). pack(weight, packed, n, k). norm(x, residual or 0, weight, total or 0,
-    out, rows, n, eps, offset). activate(gate_up, out, rows, n, is_gelu). qkv_write(view, qkv, out, cache, cos_sin,
+    linear(x, packed, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset, fixed): see problem.h.
+    pack(weight, packed, n, k). norm(x, weight, out, rows, n, eps, offset). activate(gate_up, out, rows, n, gate).
+    qkv_write(view, qkv, out, cache, cos_sin,
     q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
+    layers(layers, n, views, caches, stream, tokens, d_model). fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
+    k, norm or 0, eps, offset, fixed): see fp8.cpp.
     """
 
     linear: Any
@@ -48,15 +66,19 @@ class Kernels:
     activate: Any
     qkv_write: Any
     attention: Any
+    layers: Any
+    fp8_linear: Any
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "linear": (*[c_void_p] * 4, *[c_int64] * 3),
+    "linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float, c_int),
     "pack": (*[c_void_p] * 2, *[c_int64] * 2),
-    "norm": (*[c_void_p] * 5, *[c_int64] * 2, c_float, c_float),
+    "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
     "attention": (*[c_void_p] * 4, *[c_int64] * 2),
+    "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
+    "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int),
 }
 # Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
 _BRIEF = frozenset({"norm", "activate", "qkv_write"})
@@ -66,11 +88,15 @@ _BRIEF = frozenset({"norm", "activate", "qkv_write"})
 class Library:
     """An opened library: kernels by element type, whether it multiplies with AMX tiles, what compiled it.
 
+    sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose): see sample.cpp.
+    fp8_pack(values, packed, n, k): see fp8.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
     """
 
     kernels: dict[torch.dtype, Kernels]
     huge_pages: Any
+    sample: Any
+    fp8_pack: Any
     tiles: bool
     compiler: str
 
@@ -126,4 +152,13 @@ def open_library(path: Path) -> Library:
         kernels[dtype] = Kernels(**functions)
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
     library.rl_compiler.restype = ctypes.c_char_p
-    return Library(kernels, library.rl_huge_pages, bool(library.rl_uses_tiles()), library.rl_compiler().decode())
+    library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int)
+    library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
+    return Library(
+        kernels,
+        library.rl_huge_pages,
+        library.rl_sample,
+        library.rl_fp8_pack,
+        bool(library.rl_uses_tiles()),
+        library.rl_compiler().decode(),
+    )

@@ -32,10 +32,10 @@ struct Item {
 };
 
 template <class T> struct Work {
-    alignas(64) T q[MAX_TILES * LANES * MAX_DIM];  // per tile [dim / 2][16][2], float32 [dim][16]
+    alignas(64) T q[MAX_TILES * LANES * MAX_DIM];  // per tile [dim / 2][16][2], float32 [dim][16]; few: [query][MAX_DIM]
     alignas(64) float scores[MAX_TILES][(CHUNK + LANES) * LANES];
     alignas(64) float sums[MAX_TILES * LANES * MAX_DIM];
-    alignas(64) T weights[MAX_TILES * CHUNK * LANES];  // per tile [CHUNK / 32][16][32]; tiles only
+    alignas(64) T weights[MAX_TILES * CHUNK * LANES];  // per tile [CHUNK / 32][16][32]; bfloat16 only
     alignas(64) T values[CHUNK * MAX_DIM];             // [CHUNK / 32][dim / 16][16][16][2]; tiles only
     const T* keys[CHUNK + LANES];
     // Of each query: the largest score so far, the sum of weights relative to it, what older sums shrink by.
@@ -52,6 +52,18 @@ template <class T> void pack_queries(const Call<T>& c, const Row& row, const Ite
         const T* from = c.q + (row.first_token + at / group) * c.q_stride + (item.kv_head * group + at % group) * dim;
         T* to = w.q + i / LANES * LANES * dim + i % LANES * pair;
         for (index d = 0; d < dim; d += pair) std::memcpy(to + d * LANES, from + d, pair * sizeof(T));
+    }
+}
+
+// The same for few queries: one behind the other, padded with zeros to whole vectors.
+template <class T> void list_queries(const Call<T>& c, const Row& row, const Item& item, Work<T>& w) {
+    const index dim = c.view.dim, group = c.group();
+    for (index i = 0; i < item.count; ++i) {
+        const index at = item.first + i;
+        const T* from = c.q + (row.first_token + at / group) * c.q_stride + (item.kv_head * group + at % group) * dim;
+        T* to = w.q + i * MAX_DIM;
+        std::memcpy(to, from, dim * sizeof(T));
+        std::memset(to + dim, 0, (-dim & 31) * sizeof(T));
     }
 }
 
@@ -150,7 +162,7 @@ template <class T> void fade_sums(index tile, index count, index dim, Work<T>& w
     }
 }
 
-template <class T> void add_values(const View& v, index tile, index count, index n, Work<T>& w) {
+inline void add_values(const View& v, index tile, index count, index n, Work<float>& w) {
     constexpr index WIDE = 4;
     const float* weights = w.scores[tile];
     for (index q = 0; q < count; ++q)
@@ -164,7 +176,7 @@ template <class T> void add_values(const View& v, index tile, index count, index
             }
             for (index key = 0; key < n; ++key) {
                 const __m512 weight = _mm512_set1_ps(weights[key * LANES + q]);
-                const T* value = w.keys[key] + v.kind_stride + d;
+                const float* value = w.keys[key] + v.kind_stride + d;
 #pragma GCC unroll 4
                 for (index i = 0; i < WIDE; ++i) sum[i] = _mm512_fmadd_ps(weight, load(value + i * LANES, kept[i]), sum[i]);
             }

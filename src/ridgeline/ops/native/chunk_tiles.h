@@ -4,11 +4,9 @@
 // scores come out as [key][16 queries]. Values are interleaved in pairs first, which is what the second operand wants.
 #pragma once
 
-#include "chunk.h"
+#include "chunk_vectors.h"
 
 namespace ridgeline {
-
-constexpr index FEW = 4;
 
 #if RIDGELINE_AMX
 
@@ -45,29 +43,6 @@ inline void score_tiles(const View& v, index tiles, index n, Work<bf16>& w) {
     }
 }
 
-// A 16 x 16 matrix of 32-bit elements, rows to columns.
-inline void transpose(__m512i (&r)[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < 2; ++j) {
-            t[8 * j + i] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0x88);
-            t[8 * j + i + 4] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
 // The first four columns of 16 rows of 16 numbers, each to to[column] + at.
 inline void columns(const float* from, float* const (&to)[FEW], index at) {
     __m512 r[4];
@@ -83,60 +58,6 @@ inline void columns(const float* from, float* const (&to)[FEW], index at) {
     _mm512_store_ps(to[1] + at, _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     _mm512_store_ps(to[2] + at, _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)));
     _mm512_store_ps(to[3] + at, _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-}
-
-// Weights [key][16 queries] to tiles [16 queries][32 keys]; those of the keys from n on are 0.
-inline void pack_weights(index tile, index n, Work<bf16>& w) {
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                                21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const float* from = w.scores[tile];
-    bf16* to = w.weights + tile * CHUNK * LANES;
-    for (index key = 0; key < n; key += 32) {
-        __m512i pairs[16];
-        for (index i = 0; i < 16; ++i) {
-            const index at = key + 2 * i;
-            const __m512 first = at < n ? _mm512_load_ps(from + at * LANES) : _mm512_setzero_ps();
-            const __m512 second = at + 1 < n ? _mm512_load_ps(from + (at + 1) * LANES) : _mm512_setzero_ps();
-            pairs[i] = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-        }
-        transpose(pairs);
-        for (index q = 0; q < 16; ++q) _mm512_store_si512(to + key * LANES + q * 32, pairs[q]);
-    }
-}
-
-// soften and pack_weights for at most four queries, with keys as lanes: 16 queries would leave 12 lanes idle.
-inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index count, index begin, index n, Work<bf16>& w) {
-    const bool capped = v.softcap != 0.0f, masked = !all_seen(v, row, lanes, begin, begin + n);
-    const __m512 scale = _mm512_set1_ps(capped ? v.scale / v.softcap : v.scale * LOG2E);
-    const __m512 cap = _mm512_set1_ps(v.softcap * LOG2E), never = _mm512_set1_ps(-INFINITY);
-    const index end = (n + 31) / 32 * 32;
-    alignas(64) std::uint16_t who[CHUNK] = {};
-    for (index key = 0; key < n; ++key) who[key] = masked ? seen(v, row, lanes, begin + key) : 0xffff;
-    float* scores[FEW];
-    for (index q = 0; q < FEW; ++q) scores[q] = w.scores[1] + q * CHUNK;
-    for (index key = 0; key < n; key += LANES) columns(w.scores[0] + key * LANES, scores, key);
-    for (index q = 0; q < count; ++q) {
-        __m512 top = never, total = _mm512_setzero_ps();
-        for (index key = 0; key < end; key += LANES) {
-            const __m256i bits = _mm256_load_si256((const __m256i*)(who + key));
-            const __mmask16 kept = _mm256_test_epi16_mask(bits, _mm256_set1_epi16(std::int16_t(1 << q)));
-            __m512 x = _mm512_mul_ps(_mm512_load_ps(scores[q] + key), scale);
-            if (capped) x = _mm512_mul_ps(tanh(x), cap);
-            x = _mm512_mask_mov_ps(never, kept, x);
-            _mm512_store_ps(scores[q] + key, x);
-            top = _mm512_max_ps(top, x);
-        }
-        const float best = std::max(w.top[0][q], _mm512_reduce_max_ps(top));
-        const __m512 from = origin(_mm512_set1_ps(best));
-        for (index key = 0; key < end; key += LANES) {
-            const __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scores[q] + key), from));
-            total = _mm512_add_ps(total, weight);
-            store(w.weights + key / 32 * 32 * LANES + q * 32 + key % 32, weight);
-        }
-        w.fade[0][q] = _mm512_cvtss_f32(exp2(_mm512_sub_ps(_mm512_set1_ps(w.top[0][q]), from)));
-        w.total[0][q] = w.total[0][q] * w.fade[0][q] + _mm512_reduce_add_ps(total);
-        w.top[0][q] = best;
-    }
 }
 
 // Values of two keys side by side, 32 numbers at a time: columns 4 l .. 4 l + 3 of the first tile are numbers 8 l .. 8 l + 3,
@@ -238,8 +159,11 @@ inline void chunk_by_tiles(
     score_tiles(v, tiles, n, w);
     // Here, long before they are used: a tile can be loaded only after the stores that made it have left for the cache.
     pack_values(v, n, w);
-    if (count <= FEW) {
-        soften_few(v, row, lanes[0], count, begin, n, w);
+    if (count <= FEW && !v.fixed) {
+        float* scores[FEW];
+        for (index q = 0; q < FEW; ++q) scores[q] = w.scores[1] + q * CHUNK;
+        for (index key = 0; key < n; key += LANES) columns(w.scores[0] + key * LANES, scores, key);
+        soften_few(v, row, lanes[0], count, begin, n, w.scores[1], w);
         fade_sums(0, count, v.dim, w);
     } else {
         for (index tile = 0; tile < tiles; ++tile) {

@@ -31,6 +31,8 @@ struct bf16 {
 
 inline __mmask16 first_lanes(index n) { return n >= LANES ? __mmask16(0xffff) : __mmask16((1u << n) - 1); }
 
+inline __mmask32 first_halves(index n) { return n >= 2 * LANES ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
+
 inline __m512 widen(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
 
 // Round to nearest even.
@@ -43,6 +45,15 @@ inline __m256i narrow(__m512 x) {
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __m512i kept = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+#endif
+}
+
+// 32 numbers, `low` first.
+inline __m512i narrow(__m512 high, __m512 low) {
+#ifdef __AVX512BF16__
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+    return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(low)), narrow(high), 1);
 #endif
 }
 
@@ -106,11 +117,44 @@ inline __m512 tanh(__m512 x) {
     return _mm512_fmsub_ps(_mm512_set1_ps(2.0f), sigmoid(_mm512_add_ps(x, x)), _mm512_set1_ps(1.0f));
 }
 
+// A 16 x 16 matrix of 32-bit elements, rows to columns.
+inline void transpose(__m512i (&r)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) {
+            t[8 * j + i] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0x88);
+            t[8 * j + i + 4] = _mm512_shuffle_i32x4(r[8 * j + i], r[8 * j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
 // The part of 0 .. n - 1 that is thread `who`'s of `of`.
 struct Range {
     index begin, end;
 };
 inline Range share(index n, index who, index of) { return {n * who / of, n * (who + 1) / of}; }
+
+// A thread among those that share an operation's work; all of them must come to every `wait`.
+struct Team {
+    int who, of;
+    void wait() const {
+        if (of > 1) {
+#pragma omp barrier
+        }
+    }
+};
 
 // Memory of one call, aligned to a cache line.
 struct Scratch {
@@ -129,11 +173,11 @@ inline int threads_for(index work, index least_each) {
 // Whether the kernel lets this process use AMX tiles; asked once, when the library is opened.
 extern bool tiles_allowed;
 
-#if RIDGELINE_AMX
 // All eight tiles of 16 rows of 64 bytes. The configuration belongs to the thread, and others (oneDNN) set their own.
 struct TileConfig {
     const bool on;
-    explicit TileConfig(bool wanted) : on(wanted) {
+    explicit TileConfig(bool wanted) : on(RIDGELINE_AMX && wanted) {
+#if RIDGELINE_AMX
         if (!on) return;
         alignas(64) std::uint8_t bytes[64] = {1};
         for (int tile = 0; tile < 8; ++tile) {
@@ -141,13 +185,15 @@ struct TileConfig {
             bytes[48 + tile] = 16;
         }
         _tile_loadconfig(bytes);
+#endif
     }
     ~TileConfig() {
+#if RIDGELINE_AMX
         if (on) _tile_release();
+#endif
     }
     TileConfig(const TileConfig&) = delete;
     TileConfig& operator=(const TileConfig&) = delete;
 };
-#endif
 
 }  // namespace ridgeline

@@ -5,7 +5,8 @@
 
 namespace ridgeline {
 
-// Mirrored field by field in binding.py. Strides count elements. window < 0: none. softcap 0: none.
+// Mirrored field by field in binding.py. Strides count elements. window < 0: none. softcap 0: none. fixed: a
+// query's sums are added in one order, whatever is computed beside it.
 struct View {
     const std::int32_t* table;
     const std::int64_t* slots;
@@ -19,6 +20,7 @@ struct View {
     index page_stride, kind_stride, head_stride, place_stride, page_tokens;
     index kv_heads, dim, window;
     float softcap, scale;
+    index fixed;
 };
 
 }  // namespace ridgeline

@@ -1,0 +1,126 @@
+"""The operations on a CPU without compiled kernels, batch-invariant: each token is computed alone.
+
+PyTorch and the libraries under it choose kernels, and with them the order of sums, by the shape of a call. Here every
+call has the shape of one token in memory of its own, so what else is in the step changes no bit. Decoding costs about
+what it does alone times the tokens of a step, and so does a prompt: weights are read again for every token. The
+compiled operations (ops.native) need no such thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ridgeline.ops import cpu
+from ridgeline.ops.noise import Purpose
+from ridgeline.ops.sample import sample as sample_together
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import Plain, QkvShape, plain
+
+
+def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """x [T, ...] token by token, [1, ...] each, in aligned memory of its own."""
+    return (one.clone() for one in x.split(1))
+
+
+def _joined(parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts) if parts else empty
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
+    """See reference.rms_norm; x [T, D]."""
+    return _joined([cpu.rms_norm(one, weight, eps, offset) for one in _rows(x)], x)
+
+
+def _steps(view: KvView, step: StepInputs) -> list[tuple[KvView, StepInputs]]:
+    """Each query token as a row's only one; kept in step.derived."""
+    key = ("alone", view.table.data_ptr(), view.slots.data_ptr())
+    if (found := step.derived.get(key)) is None:
+        found = step.derived[key] = [_alone(view, step, token) for token in range(step.position.shape[0])]
+    return [(replace(view, slots=slots), one) for slots, one in found]
+
+
+def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, StepInputs]:
+    row, part = int(step.row_of[token]), slice(token, token + 1)
+    behind = int(step.q_start[row + 1]) - token
+    alone = StepInputs(
+        rows=step.rows[row : row + 1],
+        q_start=torch.tensor([0, 1], dtype=torch.int32),
+        # 0 for a padding token, which belongs to no row and gets nothing.
+        length=(step.length[row : row + 1] - behind + 1).clamp(min=0) * (behind > 0),
+        position=step.position[part],
+        row_of=torch.zeros(1, dtype=torch.int32),
+        max_query=1,
+        max_length=step.max_length,
+        key_positions=step.key_positions,
+    )
+    return view.slots[part], alone
+
+
+def qkv_write(
+    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See Ops."""
+    parts = [
+        cpu.qkv_write(one, shape, own, alone) for one, (own, alone) in zip(_rows(qkv), _steps(view, step), strict=True)
+    ]
+    if not parts:
+        return cpu.qkv_write(qkv, shape, view, step)
+    q, k, v = (torch.cat(one) for one in zip(*parts, strict=True))
+    return q, k, v
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See Ops. Query tokens of draft trees, which see one another by more than their order, are computed together."""
+    if step.ancestors is not None:
+        return cpu.attention(q, k, v, view, step)
+    given = zip(_rows(q), k.split(1), v.split(1), _steps(view, step), strict=True)
+    parts = [cpu.attention(q, k, v, own, alone)[0] for q, k, v, (own, alone) in given]
+    return _joined(parts, q), None
+
+
+def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """See reference.activate."""
+    return _joined([cpu.activate(one, kind) for one in _rows(gate_up)], gate_up[:, : gate_up.shape[1] // 2])
+
+
+def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See reference.linear."""
+    x = plain(x, rms_norm)
+    return _joined([cpu.linear(one, packed, bias) for one in _rows(x)], x.new_empty((0, packed.shape[0])))
+
+
+def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.linear_add."""
+    return linear(x, packed, bias).add_(stream)
+
+
+def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """See reference.linear_activate."""
+    return activate(linear(x, packed, bias), kind)
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor, purpose: Purpose
+) -> torch.Tensor:
+    """See ops.sample.sample."""
+    given = zip(_rows(logits), temperature.split(1), key.split(1), position.split(1), strict=True)
+    return _joined([sample_together(*one, purpose) for one in given], position.int())
+
+
+CPU_ALONE = replace(
+    cpu.CPU,
+    name="cpu, batch-invariant",
+    rms_norm=rms_norm,
+    qkv_write=qkv_write,
+    attention=attention,
+    activate=activate,
+    linear=linear,
+    linear_add=linear_add,
+    linear_activate=linear_activate,
+    sample=sample,
+)

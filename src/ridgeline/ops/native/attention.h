@@ -1,0 +1,231 @@
+// Attention of ragged rows over a paged cache, keys and values read where they lie.
+//
+// Work is cut into items: a block of packed queries of one row and KV head over a range of its slots. Few queries over
+// many keys are split along the keys and merged by their maxima (flash decoding, Dao et al. 2023).
+
+#pragma once
+
+#include "chunk_tiles.h"
+
+#include <atomic>
+#include <vector>
+
+namespace ridgeline {
+
+constexpr index WORK_PER_THREAD = 48;  // 16 queries times one key each
+constexpr index SPLIT_KEYS = 64;
+
+// Unfinished: sums of values are relative to 2^top.
+struct Partial {
+    alignas(64) float top[LANES];
+    float total[LANES];
+    float sums[LANES * MAX_DIM];
+};
+
+// Whether tiles can be loaded straight from the pages.
+template <class T> bool fits_tiles(const View& v) {
+    if constexpr (sizeof(T) != 2) return false;
+    // A product of tiles adds 32 keys at once: a fixed order needs them to be the same 32 wherever a window begins.
+    const bool even = !v.fixed || v.window < 0 || v.page_tokens % 32 == 0;
+    return tiles_allowed && v.dim % 32 == 0 && v.page_tokens % LANES == 0 && even;
+}
+
+template <class T> void put(const Call<T>& c, const Row& row, const Item& item, Work<T>& w, Partial* partials) {
+    const index dim = c.view.dim, group = c.group();
+    alignas(64) float scale[MAX_TILES][LANES];
+    for (index tile = 0; tile < MAX_TILES; ++tile) {
+        const __m512 total = _mm512_load_ps(w.total[tile]);
+        const __mmask16 any = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_GT_OQ);
+        _mm512_store_ps(scale[tile], _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), total));
+    }
+    if (item.partial >= 0) {
+        Partial& to = partials[item.partial];
+        std::memcpy(to.top, w.top[0], sizeof(to.top));
+        std::memcpy(to.total, w.total[0], sizeof(to.total));
+        std::memcpy(to.sums, w.sums, item.count * dim * sizeof(float));
+        return;
+    }
+    for (index i = 0; i < item.count; ++i) {
+        const index at = item.first + i;
+        T* to = c.out + ((row.first_token + at / group) * c.heads + item.kv_head * group + at % group) * dim;
+        const __m512 factor = _mm512_set1_ps(scale[i / LANES][i % LANES]);
+        for (index d = 0; d < dim; d += LANES) {
+            const __mmask16 kept = first_lanes(dim - d);
+            store(to + d, _mm512_mul_ps(load(w.sums + i * dim + d, kept), factor), kept);
+        }
+    }
+}
+
+template <class T> void fetch_first(const Call<T>& c, const Item& item) {
+    fetch(c, Row(c.view, item.row), item.kv_head, item.begin, std::min(item.begin + CHUNK, item.end));
+}
+
+template <class T> void compute(const Call<T>& c, const Item& item, Work<T>& w, Partial* partials) {
+    const View& v = c.view;
+    const Row row(v, item.row);
+    const bool by_tiles = fits_tiles<T>(v);
+    const index tiles = (item.count + LANES - 1) / LANES;
+    Lanes lanes[MAX_TILES];
+    for (index tile = 0; tile < MAX_TILES; ++tile) {
+        const index left = std::clamp<index>(item.count - tile * LANES, 0, LANES);
+        lanes[tile] = lanes_of(v, row, c.group(), item.first + tile * LANES, left);
+        _mm512_store_ps(w.top[tile], _mm512_set1_ps(-INFINITY));
+        _mm512_store_ps(w.total[tile], _mm512_setzero_ps());
+    }
+    std::memset(w.sums, 0, tiles * LANES * v.dim * sizeof(float));
+    // Rows of tiles without a query: their sums are never read, but no product should run over what memory held before.
+    if (by_tiles && item.count <= FEW) std::memset(w.weights, 0, CHUNK * LANES * sizeof(T));
+    const bool few = sizeof(T) == 2 && !by_tiles && !v.fixed && item.count <= FEW_VECTORS;
+    if (few) {
+        list_queries(c, row, item, w);
+    } else {
+        pack_queries(c, row, item, w);
+    }
+    for (index begin = item.begin, n; begin < item.end; begin += n) {
+        // In a fixed order all chunks end at multiples of CHUNK, wherever a window begins.
+        n = std::min(CHUNK - (v.fixed ? begin % CHUNK : 0), item.end - begin);
+        find_keys(c, row, item.kv_head, begin, n, w);
+        fetch(c, row, item.kv_head, begin + n, std::min(begin + n + CHUNK, item.end));
+        if constexpr (sizeof(T) == 2)
+            if (by_tiles) {
+                chunk_by_tiles(v, row, lanes, item.count, begin, n, w);
+                continue;
+            }
+        if constexpr (sizeof(T) == 2)
+            if (few) {
+                chunk_of_few(v, row, lanes[0], item.count, begin, n, w);
+                continue;
+            }
+        for (index tile = 0; tile < tiles; ++tile)
+            chunk_by_vectors(v, row, lanes[tile], tile, std::min<index>(LANES, item.count - tile * LANES), begin, n, w);
+    }
+    if constexpr (sizeof(T) == 2)
+        if (by_tiles) restore_order(tiles * LANES, v.dim, w.sums);
+    put(c, row, item, w, partials);
+}
+
+// Merge the partial sums of items[0 .. n - 1], which differ in their keys only.
+template <class T> void merge(const Call<T>& c, const Item* items, index n, const Partial* partials) {
+    const Item& item = items[0];
+    const Row row(c.view, item.row);
+    const index dim = c.view.dim, group = c.group();
+    const Partial* parts = partials + item.partial;
+    std::vector<float> share(n);
+    for (index i = 0; i < item.count; ++i) {
+        float top = -INFINITY, total = 0.0f;
+        for (index part = 0; part < n; ++part) top = std::max(top, parts[part].top[i]);
+        const index at = item.first + i;
+        T* to = c.out + ((row.first_token + at / group) * c.heads + item.kv_head * group + at % group) * dim;
+        for (index part = 0; part < n; ++part) {
+            share[part] = parts[part].total[i] > 0.0f ? std::exp2(parts[part].top[i] - top) : 0.0f;
+            total += share[part] * parts[part].total[i];
+        }
+        for (index d = 0; d < dim; d += LANES) {
+            const __mmask16 kept = first_lanes(dim - d);
+            __m512 sum = _mm512_setzero_ps();
+            for (index part = 0; part < n; ++part)
+                sum = _mm512_fmadd_ps(load(parts[part].sums + i * dim + d, kept), _mm512_set1_ps(share[part]), sum);
+            store(to + d, _mm512_mul_ps(sum, _mm512_set1_ps(total > 0.0f ? 1.0f / total : 0.0f)), kept);
+        }
+    }
+}
+
+// Tokens that no row runs get 0.
+template <class T> void clear_idle(const Call<T>& c) {
+    const View& v = c.view;
+    const index width = c.heads * v.dim, owned = v.q_start[v.n_rows];
+    for (index i = 0; i < v.n_rows; ++i) {
+        const Row row(v, i);
+        if (row.runs()) continue;
+        std::memset(c.out + row.first_token * width, 0, std::max<index>(0, row.tokens) * width * sizeof(T));
+    }
+    std::memset(c.out + owned * width, 0, (v.n_tokens - owned) * width * sizeof(T));
+}
+
+// Blocks of packed queries of every row and KV head, whole.
+template <class T> std::vector<Item> whole_items(const View& v, index heads) {
+    const bool by_tiles = fits_tiles<T>(v);
+    const index group = heads / v.kv_heads, most = LANES * (by_tiles ? MAX_TILES : 1);
+    const index align = v.fixed ? (by_tiles ? 2 * LANES : 2) : by_tiles ? LANES : 1;
+    std::vector<Item> items;
+    for (index i = 0; i < v.n_rows; ++i) {
+        const Row row(v, i);
+        if (!row.runs()) continue;
+        for (index first = 0; first < row.tokens * group; first += most) {
+            const index count = std::min(most, row.tokens * group - first), places = (first + count - 1) / group + 1;
+            const index begin = first_seen(v, row, first / group, places, align);
+            for (index head = 0; head < v.kv_heads; ++head)
+                items.push_back({i, head, first, count, begin, row.start + places, -1});
+        }
+    }
+    return items;
+}
+
+// Items of one tile cut along their keys, so that every thread finds some.
+inline std::vector<Item> split(const std::vector<Item>& items, index work, index threads, index* partials) {
+    const index even = (work / (threads * 4) + LANES - 1) / LANES * LANES, most = std::max(SPLIT_KEYS, even);
+    std::vector<Item> parts;
+    for (const Item& item : items) {
+        const index n = item.count > LANES ? 1 : (item.end - item.begin + most - 1) / most;
+        if (n <= 1) {
+            parts.push_back(item);
+            continue;
+        }
+        for (index begin = item.begin; begin < item.end; begin += most) {
+            parts.push_back(item);
+            parts.back().begin = begin;
+            parts.back().end = std::min(begin + most, item.end);
+            parts.back().partial = (*partials)++;
+        }
+    }
+    return parts;
+}
+
+inline bool same_queries(const Item& a, const Item& b) { return a.row == b.row && a.kv_head == b.kv_head && a.first == b.first; }
+
+// What attention does in a step, the same for layers alike: items, and how many threads they are worth.
+struct Schedule {
+    std::vector<Item> items;
+    index partials = 0;
+    int threads = 1;
+
+    index room() const { return std::max<index>(1, partials) * index(sizeof(Partial)); }
+};
+
+template <class T> Schedule schedule(const View& v, index heads) {
+    Schedule made;
+    made.items = whole_items<T>(v, heads);
+    index work = 0;
+    for (const Item& item : made.items) work += (item.end - item.begin) * ((item.count + LANES - 1) / LANES);
+    made.threads = threads_for(work, WORK_PER_THREAD);
+    if (!v.fixed && made.threads > 1 && index(made.items.size()) < 4 * made.threads)
+        made.items = split(made.items, work, made.threads, &made.partials);
+    return made;
+}
+
+// Numbers handed out one by one to whoever asks next; from 0 on.
+struct Tickets {
+    std::atomic<index> items{0}, merges{0};
+};
+
+// One thread's part. partials: Schedule::room() bytes that the team shares.
+template <class T>
+void attend(const Call<T>& c, const Schedule& s, Partial* partials, Tickets& tickets, Work<T>& w, Team team) {
+    const index n = index(s.items.size());
+    if (team.who == 0) clear_idle(c);
+    // The next item is known before this one is computed, so that its first keys can be on their way.
+    for (index i = tickets.items++, next; i < n; i = next) {
+        if ((next = tickets.items++) < n) fetch_first(c, s.items[n - 1 - next]);
+        compute(c, s.items[n - 1 - i], w, partials);
+    }
+    if (!s.partials) return;
+    team.wait();
+    for (index i; (i = tickets.merges++) < n;) {
+        if (s.items[i].partial < 0 || (i > 0 && same_queries(s.items[i - 1], s.items[i]))) continue;
+        index end = i + 1;
+        while (end < n && same_queries(s.items[i], s.items[end])) ++end;
+        merge(c, &s.items[i], end - i, partials);
+    }
+}
+
+}  // namespace ridgeline

@@ -1,0 +1,130 @@
+// Decoder layers one behind the other in one parallel region, for a step of any shape.
+//
+// Between two operations of a layer threads only wait for each other: nobody is woken, nothing is allocated, and no caller
+// runs in between, which at one token costs as much as the products do.
+
+#include "attention.h"
+#include "product.h"
+#include "qkv.h"
+
+#include <vector>
+
+namespace ridgeline {
+namespace {
+
+template <class T> struct Matrix {
+    const T* packed;
+    const T* bias;
+};
+
+// Mirrored field by field in binding.py. Norms of q and k and biases may be null.
+template <class T> struct Layer {
+    const T* attention_norm;
+    const T* feed_forward_norm;
+    const T* q_norm;
+    const T* k_norm;
+    Matrix<T> qkv, out, gate_up, down;
+    const float* cos_sin;
+    index heads, half, d_ff, gate;
+    float eps, offset;
+};
+
+template <class T> struct Stack {
+    const Layer<T>* layers;
+    index n;
+    const View* const* views;  // of each layer
+    T* const* caches;
+    T* stream;  // [tokens, d_model], read and written
+    index tokens, d_model;
+};
+
+// What a team shares from one operation to the next.
+template <class T> struct Room {
+    T* input;     // x of the product under way, as product() wants it
+    T* qkv;       // [tokens, heads + 2 kv_heads, dim]
+    T* attended;  // [tokens, heads, dim]
+    T* inner;     // [tokens, d_ff]
+    Partial* partials;
+};
+
+template <class T>
+void run_layer(const Stack<T>& s, index at, const Schedule& planned, const Room<T>& room, Tickets& tickets, Work<T>& work,
+               Team team) {
+    const Layer<T>& l = s.layers[at];
+    const View& view = *s.views[at];
+    T* const cache = s.caches[at];
+    const bool fixed = view.fixed != 0;
+    const index m = s.tokens, d = s.d_model, width = (l.heads + 2 * view.kv_heads) * view.dim, own = l.heads * view.dim;
+    const Norm<T> first{l.attention_norm, l.eps, l.offset}, second{l.feed_forward_norm, l.eps, l.offset}, none{nullptr, 0, 0};
+    product(Problem<T>{s.stream, l.qkv.packed, l.qkv.bias, nullptr, room.qkv, m, width, d, Gate::NONE, first, fixed}, room.input, team);
+    team.wait();
+    qkv_write(Qkv<T>{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.half, l.eps, l.offset}, team);
+    team.wait();
+    attend(Call<T>{view, room.qkv, room.attended, cache, l.heads, width}, planned, room.partials, tickets, work, team);
+    team.wait();
+    product(Problem<T>{room.attended, l.out.packed, l.out.bias, s.stream, s.stream, m, d, own, Gate::NONE, none, fixed}, room.input, team);
+    team.wait();
+    product(Problem<T>{s.stream, l.gate_up.packed, l.gate_up.bias, nullptr, room.inner, m, 2 * l.d_ff, d, Gate(l.gate), second, fixed},
+            room.input, team);
+    team.wait();
+    product(Problem<T>{room.inner, l.down.packed, l.down.bias, s.stream, s.stream, m, d, l.d_ff, Gate::NONE, none, fixed}, room.input, team);
+    team.wait();
+}
+
+// Each layer's schedule: layers that share a view and their number of heads share one.
+template <class T> std::vector<const Schedule*> schedules(const Stack<T>& s, std::vector<Schedule>& kept) {
+    std::vector<const Schedule*> of_layer(s.n);
+    kept.reserve(s.n);
+    for (index at = 0; at < s.n; ++at) {
+        for (index before = 0; before < at && !of_layer[at]; ++before)
+            if (s.views[before] == s.views[at] && s.layers[before].heads == s.layers[at].heads) of_layer[at] = of_layer[before];
+        if (of_layer[at]) continue;
+        kept.push_back(schedule<T>(*s.views[at], s.layers[at].heads));
+        of_layer[at] = &kept.back();
+    }
+    return of_layer;
+}
+
+index lines(index bytes) { return (bytes + 63) / 64 * 64; }
+
+template <class T> void run(const Stack<T>& s) {
+    std::vector<Schedule> kept;
+    const std::vector<const Schedule*> planned = schedules(s, kept);
+    index widest = s.d_model, qkv = 0, attended = 0, inner = 0, partials = 0;
+    for (index at = 0; at < s.n; ++at) {
+        const Layer<T>& l = s.layers[at];
+        const View& view = *s.views[at];
+        attended = std::max(attended, l.heads * view.dim);
+        qkv = std::max(qkv, (l.heads + 2 * view.kv_heads) * view.dim);
+        inner = std::max(inner, l.d_ff);
+        partials = std::max(partials, planned[at]->room());
+    }
+    widest = std::max({widest, attended, inner});
+    const index each = s.tokens * index(sizeof(T)), sizes[] = {lines(room_of<T>(s.tokens, widest)), lines(qkv * each),
+                                                               lines(attended * each), lines(inner * each), lines(partials)};
+    const Scratch memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
+    char* at[5] = {(char*)memory.memory};
+    for (int i = 1; i < 5; ++i) at[i] = at[i - 1] + sizes[i - 1];
+    const Room<T> room{(T*)at[0], (T*)at[1], (T*)at[2], (T*)at[3], (Partial*)at[4]};
+    std::vector<Tickets> tickets(s.n);
+#pragma omp parallel num_threads(threads_for(s.d_model * inner, 1 << 14))
+    {
+        const TileConfig configured(sizeof(T) == 2 && tiles_allowed);
+        Work<T> work;
+        const Team team{omp_get_thread_num(), omp_get_num_threads()};
+        for (index layer = 0; layer < s.n; ++layer) run_layer(s, layer, *planned[layer], room, tickets[layer], work, team);
+    }
+}
+
+}  // namespace
+
+RIDGELINE_API void rl_layers_bf16(const Layer<bf16>* layers, index n, const View* const* views, bf16* const* caches,
+                                  bf16* stream, index tokens, index d_model) {
+    run(Stack<bf16>{layers, n, views, caches, stream, tokens, d_model});
+}
+RIDGELINE_API void rl_layers_f32(const Layer<float>* layers, index n, const View* const* views, float* const* caches,
+                                 float* stream, index tokens, index d_model) {
+    run(Stack<float>{layers, n, views, caches, stream, tokens, d_model});
+}
+
+}  // namespace ridgeline

@@ -1,0 +1,41 @@
+// One product of any size, by vectors or by AMX tiles.
+#pragma once
+
+#include "product_tiles.h"
+#include "product_vectors.h"
+
+namespace ridgeline {
+
+// How a product reads x. Tiles add in an order of their own, so where the order is fixed they take one row as well.
+template <class T> Form form_of(index m, bool fixed = false) {
+    const bool tiles = sizeof(T) == 2 && tiles_allowed;
+    if (fixed) return tiles ? Form::TILES : Form::ROWS;
+    if (m == 1) return Form::ROWS;
+    if (tiles) return Form::TILES;
+    return m > FEWER_ROWS && m <= FEW_ROWS ? Form::MIXED : Form::ROWS;
+}
+
+// x in the form in which the product reads it, in `room` (room_of(m, k) bytes that the team shares) where it is not so yet.
+template <class T, class Out> const T* prepare(const Problem<T, Out>& p, Form form, T* room, Team team) {
+    if (form == Form::ROWS && !p.norm.weight && padded_k<T>(p.k) == p.k) return p.x;
+    if (form == Form::MIXED) {
+        fill_mixed(p, room, team);
+    } else {
+        fill_rows(p, room, form, team);
+    }
+    team.wait();
+    return room;
+}
+
+// One thread's part of a product.
+template <class T> void product(const Problem<T>& p, T* room, Team team) {
+    const Form form = form_of<T>(p.m, p.fixed);
+    const T* x = prepare(p, form, room, team);
+#if RIDGELINE_AMX
+    if constexpr (sizeof(T) == 2)
+        if (form == Form::TILES) return by_tiles(p, x, team);
+#endif
+    by_vectors(p, x, share(p.units(), team.who, team.of));
+}
+
+}  // namespace ridgeline

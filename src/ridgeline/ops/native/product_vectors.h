@@ -1,0 +1,132 @@
+// Products without tiles: by fused multiply-adds along K, 16 outputs a vector.
+#pragma once
+
+#include "problem.h"
+
+namespace ridgeline {
+
+constexpr index PREFETCH_BYTES = 4096;
+constexpr index FEWER_ROWS = 6;  // up to so many a register points to each
+constexpr index FEW_ROWS = 16;   // up to so many every weight is read once
+
+// What one step along K takes: two bfloat16 numbers or one float32 of x, times 64 bytes of weights.
+inline __m512 step(__m512 sum, const bf16* x, __m512i w) {
+    std::int32_t both;
+    std::memcpy(&both, x, 4);
+    return dot_pairs(sum, _mm512_set1_epi32(both), w);
+}
+inline __m512 step(__m512 sum, const float* x, __m512i w) {
+    return _mm512_fmadd_ps(_mm512_set1_ps(*x), _mm512_castsi512_ps(w), sum);
+}
+
+// ROWS of x times BLOCKS blocks of weights from `block` on; SPLIT independent sums along K hide the latency of the
+// multiply-adds. GATED: the second half of the blocks is of the second half of the outputs. Only `rows` of ROWS are there.
+template <class T, int ROWS, int BLOCKS, int SPLIT, bool GATED, Form FORM, class Out>
+void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index block) {
+    constexpr index each = sizeof(T) == 2 ? PAIR : 1;
+    constexpr int OWN = GATED ? BLOCKS / 2 : BLOCKS;
+    const index wide = padded_k<T>(p.k);
+    const T* w[BLOCKS];
+    for (int b = 0; b < BLOCKS; ++b) w[b] = p.panel_of(block + b % OWN + b / OWN * p.half());
+    const T* from[ROWS];
+    for (int r = 0; r < ROWS; ++r) from[r] = x + (row + std::min<index>(r, rows - 1)) * wide;
+    const T* mixed = x + row * each;
+    __m512 sum[ROWS][BLOCKS][SPLIT];
+    for (auto& of_row : sum)
+        for (auto& of_block : of_row)
+            for (auto& one : of_block) one = _mm512_setzero_ps();
+    const auto go = [&](index at, int part) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int b = 0; b < BLOCKS; ++b) {
+            const T* weights = w[b] + at * LANES;
+            if (BLOCKS < 4) _mm_prefetch((const char*)weights + PREFETCH_BYTES, _MM_HINT_T0);
+            const __m512i line = _mm512_loadu_si512(weights);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                const T* numbers = FORM == Form::MIXED ? mixed + at * LANES + r * each : from[r] + at;
+                sum[r][b][part] = step(sum[r][b][part], numbers, line);
+            }
+        }
+    };
+    index at = 0;
+    for (; at + SPLIT * each <= wide; at += SPLIT * each)
+#pragma GCC unroll 8
+        for (int part = 0; part < SPLIT; ++part) go(at + part * each, part);
+    for (; at < wide; at += each) go(at, 0);
+    for (int r = 0; r < ROWS && r < rows; ++r) {
+        for (int b = 0; b < BLOCKS; ++b)
+            for (int part = 1; part < SPLIT; ++part) sum[r][b][0] = _mm512_add_ps(sum[r][b][0], sum[r][b][part]);
+        for (int b = 0; b < OWN; ++b)
+            if constexpr (GATED)
+                p.put_gated(row + r, (block + b) * LANES, sum[r][b][0], sum[r][b + OWN][0]);
+            else
+                p.put(row + r, (block + b) * LANES, sum[r][b][0]);
+    }
+}
+
+// Up to 16 rows by one block, or one pair of blocks.
+template <class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
+    constexpr Form ROWS = Form::ROWS, MIXED = Form::MIXED;
+    const index m = p.m;
+    if (p.gated()) {
+        if (m == 1) return stream<T, 1, 2, 4, true, ROWS>(p, x, 0, m, block);
+        if (m == 2) return stream<T, 2, 2, 4, true, ROWS>(p, x, 0, m, block);
+        if (m <= 4) return stream<T, 4, 2, 2, true, ROWS>(p, x, 0, m, block);
+        if (m <= 6) return stream<T, 6, 2, 1, true, ROWS>(p, x, 0, m, block);
+        if (m <= 8) return stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
+        if (m <= 12) return stream<T, 12, 2, 1, true, MIXED>(p, x, 0, m, block);
+        stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
+        return stream<T, 8, 2, 1, true, MIXED>(p, x, 8, m - 8, block);
+    }
+    if (m == 1) return stream<T, 1, 1, 8, false, ROWS>(p, x, 0, m, block);
+    if (m == 2) return stream<T, 2, 1, 4, false, ROWS>(p, x, 0, m, block);
+    if (m <= 4) return stream<T, 4, 1, 4, false, ROWS>(p, x, 0, m, block);
+    if (m <= 6) return stream<T, 6, 1, 2, false, ROWS>(p, x, 0, m, block);
+    if (m <= 8) return stream<T, 8, 1, 2, false, MIXED>(p, x, 0, m, block);
+    if (m <= 12) return stream<T, 12, 1, 2, false, MIXED>(p, x, 0, m, block);
+    return stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
+}
+
+// Many rows: 6 rows times 4 blocks at a time, x and a few blocks of weights staying in the cache.
+template <class T, bool GATED, class Out> void many_rows(const Problem<T, Out>& p, const T* x, Range own) {
+    constexpr index ROWS = 6, BLOCKS = 4, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
+    index block = own.begin;
+    for (; block + UNITS <= own.end; block += UNITS)
+        for (index row = 0; row < p.m; row += ROWS)
+            stream<T, ROWS, BLOCKS, 1, GATED, Form::ROWS>(p, x, row, std::min(ROWS, p.m - row), block);
+    for (; block < own.end; ++block)
+        for (index row = 0; row < p.m; row += ROWS)
+            stream<T, ROWS, GATED ? 2 : 1, 2, GATED, Form::ROWS>(p, x, row, std::min(ROWS, p.m - row), block);
+}
+
+// Any number of rows with one sum along K for each output: up to 6 rows times BLOCKS blocks from `block` on.
+template <class T, int BLOCKS, bool GATED, class Out> void rows_in_order(const Problem<T, Out>& p, const T* x, index block) {
+    constexpr Form ROWS = Form::ROWS;
+    for (index row = 0; row < p.m; row += FEWER_ROWS) {
+        const index rows = std::min(FEWER_ROWS, p.m - row);
+        if (rows == 1) {
+            stream<T, 1, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
+        } else if (rows <= 3) {
+            stream<T, 3, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
+        } else {
+            stream<T, 6, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
+        }
+    }
+}
+
+// Four blocks side by side hide the latency of the multiply-adds, as no second sum along K may.
+template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p, const T* x, Range own) {
+    constexpr index BLOCKS = 4, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
+    index block = own.begin;
+    for (; block + UNITS <= own.end; block += UNITS) rows_in_order<T, BLOCKS, GATED>(p, x, block);
+    for (; block < own.end; ++block) rows_in_order<T, GATED ? 2 : 1, GATED>(p, x, block);
+}
+
+// The blocks, or pairs of blocks, `own`.
+template <class T, class Out> void by_vectors(const Problem<T, Out>& p, const T* x, Range own) {
+    if (p.fixed) return p.gated() ? in_order<T, true>(p, x, own) : in_order<T, false>(p, x, own);
+    if (p.m > FEW_ROWS) return p.gated() ? many_rows<T, true>(p, x, own) : many_rows<T, false>(p, x, own);
+    for (index block = own.begin; block < own.end; ++block) few_rows(p, x, block);
+}
+
+}  // namespace ridgeline

@@ -1,0 +1,65 @@
+// Per-head norms, rotary embedding and the write into the cache, head by head.
+#pragma once
+
+#include "norm.h"
+#include "view.h"
+
+namespace ridgeline {
+
+// One call of qkv_write; qkv and out are [tokens, heads + 2 kv_heads, dim], out may be qkv.
+template <class T> struct Qkv {
+    const View& view;
+    const T* qkv;
+    T* out;
+    T* cache;
+    const float* cos_sin;
+    const T* q_norm;
+    const T* k_norm;
+    index heads, half;
+    float eps, offset;
+
+    index all() const { return heads + 2 * view.kv_heads; }
+};
+
+// The first 2 half of n numbers turn, halves paired; the rest stays. from may be to.
+template <class T> void turn(const T* from, T* to, const float* cos_sin, index n, index half) {
+    for (index at = 0; at < half; at += LANES) {
+        const __mmask16 lanes = first_lanes(half - at);
+        const __m512 cos = load(cos_sin + at, lanes), sin = load(cos_sin + half + at, lanes);
+        const __m512 first = load(from + at, lanes), second = load(from + half + at, lanes);
+        store(to + at, _mm512_fmsub_ps(first, cos, _mm512_mul_ps(second, sin)), lanes);
+        store(to + half + at, _mm512_fmadd_ps(second, cos, _mm512_mul_ps(first, sin)), lanes);
+    }
+    if (from != to && n > 2 * half) std::memcpy(to + 2 * half, from + 2 * half, (n - 2 * half) * sizeof(T));
+}
+
+template <class T> void write_head(const Qkv<T>& s, index token, index head) {
+    const View& view = s.view;
+    const index dim = view.dim, turned = s.heads + view.kv_heads, at = (token * s.all() + head) * dim;
+    const T* from = s.qkv + at;
+    T* to = s.out + at;
+    const float* cos_sin = s.cos_sin + index(view.position[token]) * 2 * s.half;
+    const T* weight = head < s.heads ? s.q_norm : s.k_norm;
+    if (head >= turned) {
+        if (from != to) std::memcpy(to, from, dim * sizeof(T));
+    } else if (weight) {
+        norm_row(from, to, dim, Norm<T>{weight, s.eps, s.offset});
+        turn(to, to, cos_sin, dim, s.half);
+    } else {
+        turn(from, to, cos_sin, dim, s.half);
+    }
+    if (head < s.heads) return;
+    const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
+    const index kind = head >= turned, kv_head = head - (kind ? turned : s.heads);
+    T* cached = s.cache + page * view.page_stride + place * view.place_stride;
+    std::memcpy(cached + kind * view.kind_stride + kv_head * view.head_stride, to, dim * sizeof(T));
+}
+
+// One thread's part.
+template <class T> void qkv_write(const Qkv<T>& s, Team team) {
+    const index all = s.all();
+    const Range own = share(s.view.n_tokens * all, team.who, team.of);
+    for (index at = own.begin; at < own.end; ++at) write_head(s, at / all, at % all);
+}
+
+}  // namespace ridgeline

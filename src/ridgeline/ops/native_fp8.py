@@ -1,0 +1,102 @@
+"""8-bit linears of the compiled library: see native/fp8.cpp. Values and sums are those of the reference; x is quantized while a
+product reads it, so norms and activations hand over plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ridgeline.ops.native.arena import LANES, Arena
+from ridgeline.ops.native.binding import Library
+from ridgeline.ops.reference import FP8, fp8_pack
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
+
+PAD_INPUTS = 32
+
+
+class NativeFp8:
+    """The functions of Fp8Ops over one opened library. fixed: a token's sums are added in one order."""
+
+    __slots__ = ("_arena", "_fixed", "_kernels", "_pack")
+
+    def __init__(self, library: Library, arena: Arena, fixed: bool) -> None:
+        self._kernels, self._pack, self._arena, self._fixed = library.kernels, library.fp8_pack, arena, fixed
+
+    def pack(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
+        """values e4m3 [out, in] -> a matrix whose values hold blocks of 16 outputs."""
+        if values.device.type != "cpu":  # the meta device: a model that is only measured
+            return fp8_pack(values, scales)
+        outputs, inputs = values.shape
+        packed = self._arena.take(-(-outputs // LANES) * LANES, -(-inputs // PAD_INPUTS) * PAD_INPUTS, FP8)
+        values = values.contiguous()
+        self._pack(values.data_ptr(), packed.data_ptr(), outputs, inputs)
+        return fp8_pack(packed[:outputs], scales.contiguous())
+
+    def linear(self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """See reference.fp8_linear."""
+        return self._product(x, matrix, bias, dtype)
+
+    def linear_add(
+        self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """See reference.fp8_linear_add; the result lies in the stream's memory where that is one run."""
+        if stream.dtype not in self._kernels or not stream.is_contiguous():
+            return stream + self._product(x, matrix, bias, stream.dtype)
+        return self._product(x, matrix, bias, stream.dtype, stream)
+
+    def _product(
+        self,
+        x: Activation,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        stream: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        norm = x if isinstance(x, Normed) else None
+        given = _numbers(x)
+        if given.dtype is not dtype or dtype not in self._kernels:
+            return self._in_float32(x, matrix, bias, stream).to(dtype)
+        given = given if given.is_contiguous() else given.contiguous()
+        rows, inputs = given.shape
+        outputs = matrix.values.shape[0]
+        out = given.new_empty((rows, outputs)) if stream is None else stream
+        self._kernels[dtype].fp8_linear(
+            given.data_ptr(),
+            matrix.values.data_ptr(),
+            matrix.scales.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if stream is None else stream.data_ptr(),
+            out.data_ptr(),
+            rows,
+            outputs,
+            inputs,
+            0 if norm is None else norm.weight.data_ptr(),
+            0.0 if norm is None else norm.eps,
+            norm is not None and norm.offset,
+            self._fixed,
+        )
+        return out
+
+    def _in_float32(
+        self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None
+    ) -> torch.Tensor:
+        """For numbers that the kernels do not know, and for what is quantized already: that comes out the same again."""
+        given = _numbers(x).float()
+        wide = Normed(given, x.weight.float(), x.eps, x.offset) if isinstance(x, Normed) else given
+        added = None if stream is None else stream.float()
+        return self._product(wide, matrix, None if bias is None else bias.float(), torch.float32, added)
+
+
+def _numbers(x: Activation) -> torch.Tensor:
+    if isinstance(x, Scaled):
+        return x.values.float() * x.scales.unsqueeze(-1)
+    return x.x if isinstance(x, Normed) else x
+
+
+def fp8_ops(
+    library: Library, arena: Arena, fixed: bool, activate: Callable[[torch.Tensor, str], torch.Tensor]
+) -> Fp8Ops:
+    """The table for 8-bit linears; activate: that of plain numbers."""
+    ops = NativeFp8(library, arena, fixed)
+    return Fp8Ops(activate=activate, pack=ops.pack, linear=ops.linear, linear_add=ops.linear_add)

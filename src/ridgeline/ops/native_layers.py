@@ -1,0 +1,80 @@
+"""All layers of a decoder in one foreign call: see native/layers.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
+
+import torch
+
+from ridgeline.ops.native.binding import GATES, Kernels, Layer
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import LayerParts, Matrix, RunLayers
+
+ViewOf = Callable[[KvView, StepInputs], ctypes.c_void_p]
+
+
+class NativeLayers:
+    """Runs a stream [T, d_model] through `parts`, in place; weights and caches stay where they are for good.
+
+    view_of: pointer to what the kernels need of a layer's view. otherwise: for a cache in another number format.
+    """
+
+    __slots__ = ("_otherwise", "_parts", "_pointers", "_run", "_structs", "_view_of")
+
+    def __init__(self, parts: Sequence[LayerParts], kernels: Kernels, view_of: ViewOf, otherwise: RunLayers) -> None:
+        self._parts, self._run, self._view_of, self._otherwise = tuple(parts), kernels.layers, view_of, otherwise
+        self._structs = (Layer * len(parts))(*(_layer(one) for one in parts))
+        self._pointers = c_void_p * len(parts)
+
+    def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+        if views[0].kv.dtype is not stream.dtype:
+            return self._otherwise(stream, views, step)
+        stream = stream if stream.is_contiguous() else stream.contiguous()
+        known: dict[tuple[int, int, int | None, float | None], int | None] = {}
+        found = []
+        for view in views:
+            kv = view.kv
+            alike = (id(view.slots), kv.shape[2], view.window, view.softcap)
+            if alike not in known:
+                known[alike] = self._view_of(view, step).value
+            found.append(known[alike])
+        self._run(
+            self._structs,
+            len(self._parts),
+            self._pointers(*found),
+            self._pointers(*(view.kv.data_ptr() for view in views)),
+            stream.data_ptr(),
+            *stream.shape,
+        )
+        return stream
+
+
+def _layer(parts: LayerParts) -> Layer:
+    shape = parts.shape
+    return Layer(
+        parts.attention_norm.data_ptr(),
+        parts.feed_forward_norm.data_ptr(),
+        _pointer(shape.q_norm),
+        _pointer(shape.k_norm),
+        *_matrix(parts.qkv),
+        *_matrix(parts.out),
+        *_matrix(parts.gate_up),
+        *_matrix(parts.down),
+        shape.cos_sin.data_ptr(),
+        shape.n_heads,
+        shape.cos_sin.shape[2],
+        parts.gate_up.packed.shape[0] // 2,
+        GATES[parts.activation],
+        shape.norm_eps,
+        shape.norm_offset,
+    )
+
+
+def _matrix(matrix: Matrix) -> tuple[int, int | None]:
+    return matrix.packed.data_ptr(), _pointer(matrix.bias)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,279 @@
+"""Batch-invariant products: a token's sums are added in one order, however many tokens are multiplied with it.
+
+One rule, which the weight's shape alone decides (n outputs, k inputs): k is cut into `runs(n, k)` runs of whole BLOCKs;
+the matrix unit sums each run from zero, block by block, in float32; runs are added in their order. Few tokens are
+computed by gemm_small's kernel, whose split parts are the runs, many by one with large tiles, which walks them. In both
+the weight is the left operand, so that tokens differ in the tile's short side only. (He et al. 2025, "Defeating
+Nondeterminism in LLM Inference", name the cause: sums whose order depends on the batch.)
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Plain, Scaled, plain
+from ridgeline.ops.triton import fp8, quantize
+from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.fp8 import Small
+from ridgeline.ops.triton.gemm_small import _biased, matrix_product
+from ridgeline.ops.triton.invariant_attention import attention
+from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.qkv import qkv_write
+from ridgeline.ops.triton.shapes import MatrixTile
+from ridgeline.ops.triton.table import TRITON
+
+BLOCK = 128
+"""Inputs by which runs are counted: a block of the kernel for few tokens, a multiple of the other's."""
+ROWS = 64
+"""Rows of the weight in a tile of few tokens."""
+MOST_FEW = 256
+"""Tokens up to which the kernel for few serves."""
+# Tokens of a tile -> its launch; `splits` comes with the weight.
+FEW = {
+    16: MatrixTile(16, ROWS, BLOCK, 4, 5, asked=512),
+    32: MatrixTile(32, ROWS, BLOCK, 4, 4, asked=512),
+    64: MatrixTile(64, ROWS, BLOCK, 4, 6, asked=512),
+    128: MatrixTile(128, ROWS, BLOCK, 4, 4, asked=512),
+}
+MANY = MatrixTile(256, 128, 64, 8, 4)
+MANY_RUNS = MatrixTile(128, 128, 64, 8, 4)
+"""With more than one run, whose sums take as many registers as their total."""
+FLOAT32_FEW, FLOAT32_MANY = MatrixTile(16, ROWS, 32, 4, 2), MatrixTile(64, ROWS, 32, 4, 2)
+MOST_RUNS = 8
+SMALLEST_RUN = 4 * BLOCK
+PROCESSORS = 132
+"""Programs that fill an H200; a constant, so that sums are the same on every GPU of one kind."""
+GROUP = 16
+"""Tiles of rows that programs go through before the next tiles of tokens, so that what they share stays in L2."""
+
+
+def runs(n: int, k: int) -> int:
+    """Into how many runs the sums of a weight [n, k] are cut: as many as fill one wave where n is small."""
+    return max(1, min(MOST_RUNS, k // SMALLEST_RUN, PROCESSORS // -(-n // ROWS)))
+
+
+# --- many tokens ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _place(program, row_tiles, batches, GROUP: tl.constexpr):
+    """(tile of rows, tile of tokens): GROUP tiles of rows at a time go over all tokens."""
+    group = program // (GROUP * batches)
+    first = group * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    inner = program % (GROUP * batches)
+    return first + inner % size, inner // size
+
+
+@triton.jit(do_not_specialize=["m", "row_tiles", "batches"])
+def _many_kernel(
+    w_desc,
+    x_desc,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    row_tiles,
+    batches,
+    RUNS: tl.constexpr,
+    RUN_BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """gemm_small.matrix_kernel with all runs of a tile in one program; see there. RUN_BLOCK: inputs by which runs are
+    counted, a multiple of BLOCK."""
+    await_inputs(PDL)
+    row_tile, batch_tile = _place(tl.program_id(0), row_tiles, batches, GROUP)
+    counted = (k + RUN_BLOCK - 1) // RUN_BLOCK
+    blocks = (k + BLOCK - 1) // BLOCK
+    EACH: tl.constexpr = RUN_BLOCK // BLOCK
+    total = tl.zeros((ROWS, BATCH), tl.float32)
+    total_up = total
+    for run in tl.static_range(RUNS):
+        begin = run * counted // RUNS * EACH
+        end = tl.minimum((run + 1) * counted // RUNS * EACH, blocks)
+        acc = tl.zeros((ROWS, BATCH), tl.float32)
+        up = acc
+        for block in tl.range(begin, end, num_stages=STAGES):
+            w = w_desc.load([row_tile * ROWS, block * BLOCK])
+            x = x_desc.load([batch_tile * BATCH, block * BLOCK])
+            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+            if KIND != 0:
+                w = w_desc.load([n + row_tile * ROWS, block * BLOCK])
+                up = tl.dot(w, x.T, up, input_precision=PRECISION)
+        if run == 0:
+            total, total_up = acc, up
+        else:
+            total, total_up = total + acc, total_up + up
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    token = batch_tile * BATCH + tl.arange(0, BATCH)
+    where = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+    real = (row < n)[:, None] & (token < m)[None, :]
+    total = _biased(total, bias_ptr, row, n, BIAS)
+    if KIND != 0:
+        total = gated(total, _biased(total_up, bias_ptr + n, row, n, BIAS), KIND)
+    if ADD:
+        total += tl.load(where, mask=real, other=0.0).to(tl.float32)
+    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def many_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatrixTile,
+    stream: torch.Tensor | None,
+    kind: str | None,
+) -> torch.Tensor:
+    """See matrix_product; tile.splits runs."""
+    tokens, k = x.shape
+    sides = 1 if kind is None else 2
+    n, rows = weight.shape[0] // sides, tile.rows // sides
+    row_tiles, batches = triton.cdiv(n, rows), triton.cdiv(tokens, tile.batch)
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
+    _many_kernel[(row_tiles * batches,)](
+        TensorDescriptor.from_tensor(weight, [rows, tile.block]),
+        TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
+        weight if bias is None else bias,
+        out,
+        tokens,
+        n,
+        k,
+        row_tiles,
+        batches,
+        RUNS=tile.splits,
+        RUN_BLOCK=FLOAT32_FEW.block if x.dtype == torch.float32 else BLOCK,
+        BIAS=bias is not None,
+        ADD=stream is not None,
+        KIND=KINDS[kind],
+        BATCH=tile.batch,
+        ROWS=rows,
+        BLOCK=tile.block,
+        GROUP=GROUP,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **overlap(x.device),
+    )
+    return out
+
+
+# --- the operations ---------------------------------------------------------------------------------------------------
+
+
+def tile_of(tokens: int, n: int, k: int, dtype: torch.dtype) -> MatrixTile:
+    """The launch of x [tokens, k] times a weight [n, k]; `splits` is the same for any number of tokens."""
+    count = runs(n, k)
+    if dtype == torch.float32:
+        tile = FLOAT32_FEW if tokens <= MOST_FEW else FLOAT32_MANY
+    elif tokens <= MOST_FEW:
+        tile = FEW[min(128, max(16, triton.next_power_of_2(tokens)))]
+    else:
+        tile = MANY if count == 1 else MANY_RUNS
+    return replace(tile, splits=count)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
+) -> torch.Tensor:
+    tokens, k = x.shape
+    if not tokens:
+        return x.new_empty((0, weight.shape[0] // (1 if kind is None else 2))) if stream is None else stream
+    if x.stride(1) != 1 or (x.stride(0) * x.element_size() | x.data_ptr()) % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    tile = tile_of(tokens, weight.shape[0], k, x.dtype)
+    return (matrix_product if tokens <= MOST_FEW else many_product)(x, weight, bias, tile, stream, kind)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as it is, where the copy engine can address its rows. Raises ConfigError for widths that it cannot."""
+    if weight.shape[1] * weight.element_size() % 16:
+        raise ConfigError(
+            f"a matrix with {weight.shape[1]} inputs has no batch-invariant product: its rows must be multiples of "
+            "16 bytes. Serve without --deterministic.",
+            param="deterministic",
+        )
+    return weight.contiguous()
+
+
+def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See reference.linear."""
+    return _product(plain(x, rms_norm), packed, bias, None, None)
+
+
+def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.linear_add; the result takes the stream's memory."""
+    return _product(x, packed, bias, stream.contiguous(), None)
+
+
+def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """See reference.linear_activate."""
+    return _product(plain(x, rms_norm), packed, bias, None, kind)
+
+
+# --- 8 bits -----------------------------------------------------------------------------------------------------------
+
+FP8_TILE = Small(64, 128, PROCESSORS, 4, 6)
+FP8_TOKENS = 128
+"""Tokens at a time: so few that reading the weights again costs about as much as multiplying with them."""
+
+
+def _fp8_product(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
+    """All tokens by the small kernel, FP8_TOKENS at a time: how it splits the inputs depends on the weight alone then."""
+    if isinstance(x, Normed):
+        x = quantize.rms_norm(x.x, x.weight, x.eps, x.offset)
+    elif not isinstance(x, Scaled):
+        x = quantize.quantize(x)
+    for at in range(0, out.shape[0], FP8_TOKENS):
+        part = slice(at, at + FP8_TOKENS)
+        fp8.small(Scaled(x.values[part], x.scales[part]), matrix, bias, out[part], FP8_TILE, add)
+
+
+def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See reference.fp8_linear."""
+    given = x.values if isinstance(x, Scaled) else x.x if isinstance(x, Normed) else x
+    out = torch.empty((given.shape[0], matrix.values.shape[0]), dtype=dtype, device=given.device)
+    _fp8_product(x, matrix, bias, out, False)
+    return out
+
+
+def fp8_linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See reference.fp8_linear_add; the result takes the stream's memory."""
+    stream = stream.contiguous()
+    _fp8_product(x, matrix, bias, stream, True)
+    return stream
+
+
+FP8_INVARIANT = Fp8Ops(activate=quantize.activate, pack=fp8.pack, linear=fp8_linear, linear_add=fp8_linear_add)
+
+
+INVARIANT = replace(
+    TRITON,
+    name="triton, batch-invariant",
+    # A program's share of the heads decides how they are normed; one KV head whatever the number of tokens.
+    qkv_write=partial(qkv_write, kv_heads=1),
+    attention=attention,
+    pack=pack,
+    linear=linear,
+    linear_add=linear_add,
+    linear_activate=linear_activate,
+    fp8=FP8_INVARIANT,
+)

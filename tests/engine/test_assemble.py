@@ -1,0 +1,35 @@
+"""The engine says where its start-up went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine import assemble as module
+from ridgeline.engine.assemble import assemble
+from tests.models.families import save
+
+
+def test_stages_are_told_and_kept(tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path)
+    told: list[tuple[str, int, int]] = []
+    config = EngineConfig(device="cpu", kv_cache_memory=1 << 24)
+    engine = assemble(ModelConfig(str(tmp_path)), config, lambda *what: told.append(what), imports_s=1.25)
+    seconds = engine.setup.facts["startup_s"]
+    assert list(seconds) == ["imports", "device", "config", "weights", "runner", "grammar"]
+    assert seconds["imports"] == 1.25 and all(spent >= 0 for spent in seconds.values())
+    assert {stage for stage, _, _ in told} == {"weights"}
+    assert told[-1][1] == told[-1][2]
+
+
+def test_a_stage_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter((10.0, 11.0, 13.0, 16.0, 20.0))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
+    stages = module._Stages(0.0, lambda stage, done, total: None)
+    stages.ends("device")
+    stages.progress("kernels", 1, 2)
+    stages.progress("kernels", 2, 2)
+    stages.ends("rest")
+    assert stages.seconds == {"device": 1.0, "kernels": 5.0, "rest": 4.0}

@@ -1,0 +1,169 @@
+"""With `deterministic` a request's tokens and log-probabilities are its own: bit-equal alone, in company, in chunks, after
+preemption and behind a prefix hit. On the model that ships with Ridgeline."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.ops import choose as choosing
+from ridgeline.ops import native_cpu
+from ridgeline.wire.messages import Submit
+
+Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
+VOCAB = 8192
+PREFIX = [random.Random(7).randrange(4, VOCAB) for _ in range(70)]
+ANSWER = 40
+ROOM = EngineConfig(
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    kv_cache_memory=32 << 20,
+    block_size=16,
+    deterministic=True,
+    enable_prefix_caching=False,
+)
+SAMPLING = [
+    SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(temperature=1.0, seed=1, logprobs=0),
+    SamplingParams(temperature=0.8, seed=2, top_p=0.9, logprobs=2),
+    SamplingParams(temperature=1.2, seed=3, top_k=40, top_p=0.95, repetition_penalty=1.1),
+]
+DEVICES = [
+    pytest.param("cpu"),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+BUILT = ["bfloat16", "float32", "fp8"]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """An engine sets them for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def requests(answer: int = ANSWER) -> list[Submit]:
+    """Half of the prompts begin alike."""
+    draw = random.Random(3)
+    made = []
+    for number in range(8):
+        own = [draw.randrange(4, VOCAB) for _ in range(draw.choice((1, 5, 33, 100, 150)))]
+        sampling = replace(SAMPLING[number % len(SAMPLING)], max_tokens=answer, ignore_eos=True)
+        made.append(Submit(f"r{number}", PREFIX + own if number % 2 else own, sampling, float(number)))
+    return made
+
+
+def replace_prompt(request: Submit, size: int) -> Submit:
+    """The same request after the first `size` tokens of PREFIX."""
+    return Submit(request.id, PREFIX[:size], request.sampling, request.arrival)
+
+
+class Session:
+    """One engine; `ask` returns what each request was told."""
+
+    def __init__(self, device: str, dtype: str, config: EngineConfig) -> None:
+        if device == "cpu" and dtype in BUILT and native_cpu.load(fixed=True)[0] is None:
+            pytest.skip("the native operations are not built")
+        model = ModelConfig(max_model_len=288, dtype="bfloat16" if dtype == "fp8" else dtype)
+        if dtype == "fp8":
+            model = replace(model, quantization="fp8")
+        self.engine = LocalEngine.start(model, replace(config, device=device))
+        self.cached: dict[str, int] = {}
+        self.preempted = 0
+
+    def ask(self, given: Sequence[Submit]) -> Answers:
+        answers: Answers = {one.id: ([], []) for one in given}
+        for delta in self.engine.run(given):
+            assert not delta.error
+            answers[delta.id][0].extend(delta.tokens)
+            answers[delta.id][1].extend(delta.logprobs or [])
+            if delta.cached >= 0:
+                self.cached[delta.id] = delta.cached
+            if delta.finish and delta.times:
+                self.preempted += int(delta.times[3])
+        assert all(len(answers[one.id][0]) == one.sampling.max_tokens for one in given)
+        return answers
+
+
+@cache
+def alone(device: str, dtype: str) -> Answers:
+    """What each request is told when nobody else is there and all of its prompt fits one step."""
+    session = Session(device, dtype, ROOM)
+    answers: Answers = {}
+    for one in requests():
+        answers |= session.ask([one])
+    return answers
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BUILT)
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_in_company(device: str, dtype: str, steps_in_flight: int) -> None:
+    assert Session(device, dtype, replace(ROOM, steps_in_flight=steps_in_flight)).ask(requests()) == alone(
+        device, dtype
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BUILT)
+@pytest.mark.parametrize("step_tokens", [16, 50])
+def test_in_chunks(device: str, dtype: str, step_tokens: int) -> None:
+    """How much of a prompt a step takes depends on who else decodes meanwhile."""
+    assert Session(device, dtype, replace(ROOM, max_num_batched_tokens=step_tokens)).ask(requests()) == alone(
+        device, dtype
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BUILT)
+def test_after_preemption(device: str, dtype: str) -> None:
+    """Tokens that were decoded one by one are recomputed as parts of chunks."""
+    given = [replace_prompt(one, 5 + number) for number, one in enumerate(requests(answer=100))]
+    tight = Session(device, dtype, replace(ROOM, kv_cache_memory=(2 if dtype == "float32" else 1) * 1280 * 1024))
+    got = tight.ask(given)
+    assert tight.preempted
+    roomy = Session(device, dtype, ROOM)
+    for one in given[:3] + given[-2:]:
+        assert roomy.ask([one]) == {one.id: got[one.id]}
+    assert not roomy.preempted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BUILT)
+def test_behind_a_prefix_hit(device: str, dtype: str) -> None:
+    session = Session(device, dtype, replace(ROOM, enable_prefix_caching=True))
+    for _ in range(2):
+        assert session.ask(requests()) == alone(device, dtype)
+    assert all(session.cached[f"r{number}"] > 0 for number in (1, 3, 5, 7))
+
+
+def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token alone: slow, and as invariant. In 8 bits there is no such thing."""
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (None, "not built"))
+    few = [replace_prompt(one, size) for one, size in zip(requests(answer=4)[:3], (3, 24, 11), strict=True)]
+    session = Session("cpu", "auto", ROOM)
+    assert session.engine.engine.setup.facts["ops"] == "cpu, batch-invariant"
+    want: Answers = {}
+    for one in few:
+        want |= session.ask([one])
+    assert session.ask(few) == want
+    assert Session("cpu", "auto", replace(ROOM, max_num_batched_tokens=16)).ask(few) == want
+    with pytest.raises(ConfigError, match="without quantization"):
+        LocalEngine.start(ModelConfig(quantization="fp8"), replace(ROOM, device="cpu"))
