@@ -3,12 +3,16 @@
 For each model folder (a config.json is enough; weights are random) the cost model is fitted on one set of steps and
 judged on another, of compositions the fit has not seen; both are measured in turns, since a machine's speed drifts. A row
 per judged step, and one with the median error.
+
+With --steps FOLDER nothing is run: the steps are those that `benchmarks/gpu.py --steps FOLDER` noted on --machine. Fitted are a
+few of every other row of its table and each SAMPLE-th step of its last one, a whole workload; judged are all others of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,33 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.engine.local import LocalEngine
-from ridgeline.hardware.probe import probe
+from ridgeline.hardware.probe import Device, probe
 from ridgeline.planner.calibrate import Calibration, Errors, Measured, calibrate, errors
 
 MAX_LEN = 10_240
 TURNS = 6
+SAMPLE = 12
+FITTED_OF_A_ROW = 40
+SHOWN = 24
+"""Of a workload's judged steps, as rows; the errors are those of all."""
+
+
+def noted(path: Path) -> tuple[list[Measured], list[Measured]]:
+    """Steps to fit on and steps to judge by, from a file of `gpu.py --steps`; the last row ran a warm-up, then its work."""
+    *others, work = [[_measured(one) for one in row] for row in json.loads(path.read_text()).values()]
+    begun = next(
+        place
+        for place in range(1, len(work))
+        if not work[place].decode and work[place].chunks[0][0] == 0 and not work[place - 1].chunks
+    )
+    work = work[begun:]
+    fit = [step for row in others for step in row[len(row) // 8 :][:: max(1, len(row) // FITTED_OF_A_ROW)]]
+    return fit + work[::SAMPLE], [step for place, step in enumerate(work) if place % SAMPLE]
+
+
+def _measured(note: list[Any]) -> Measured:
+    decode, chunks, logits, seconds = note
+    return Measured(tuple(decode), tuple((start, count) for start, count in chunks), logits, seconds)
 
 
 def take(model: ModelConfig, arguments: argparse.Namespace) -> tuple[list[Measured], list[Measured]]:
@@ -54,7 +80,8 @@ def rows_of(
     """Result rows: each judged step, then the errors over all. blind: the model before its calibration."""
     missed = errors(found.cost, judge)
     rows = []
-    for step, error in zip(judge, missed, strict=True):
+    shown = max(1, len(judge) // SHOWN) if len(judge) > 10 * SHOWN else 1
+    for step, error in list(zip(judge, missed, strict=True))[::shown]:
         facts = {
             "row": f"{name} {step.label}",
             "device": found.device,
@@ -91,9 +118,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--most-tokens", type=int, default=None, help="most tokens of cache that one shape holds")
     parser.add_argument("--calibrations", default=None, help="folder for each model's calibration JSON")
+    parser.add_argument("--steps", default=None, help="folder of notes to judge instead of running anything")
+    parser.add_argument("--machine", default="NVIDIA H200", help="where the notes were taken")
     arguments = parser.parse_args()
     device = probe().device(arguments.device)
     machine = torch.cuda.get_device_name() if device.kind == "cuda" else cpu_name()
+    if arguments.steps:
+        device, machine = Device("cuda", arguments.machine, 0, 0), arguments.machine
     origin = provenance(machine)
     for name in arguments.models.split(","):
         folder = HERE / "models" / name
@@ -102,7 +133,8 @@ def main() -> None:
         else:
             found = str(folder if folder.is_dir() else name)
             model = ModelConfig(model=found, load_format="dummy", max_model_len=MAX_LEN)
-        fit, judge = take(model, arguments)
+        notes = Path(arguments.steps or "") / f"steps-{name}.json"
+        fit, judge = noted(notes) if arguments.steps else take(model, arguments)
         gc.collect()
         blind = guess(read_spec(model), device)
         calibration = calibrate(blind, fit, machine, datetime.now(UTC).strftime("%Y-%m-%d"))

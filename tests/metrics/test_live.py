@@ -128,6 +128,12 @@ def test_why_names_what_happened() -> None:
     assert told["numbers"]["arrival"]["running"] == 16
 
 
+def test_what_an_output_token_costs_in_prompt_tokens() -> None:
+    live = Live(Slo(), Clock())
+    live.on_request(GOOD)  # 40 prompt tokens in 0.1 s, 0.1 s per output token
+    assert live.figures()["input_tokens_per_output_token"] == pytest.approx(40)
+
+
 def test_the_ledger_finds_and_orders() -> None:
     live = Live(Slo(), Clock(), wall=lambda: 1010.0)
     for index in range(30):

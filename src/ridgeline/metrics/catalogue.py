@@ -99,6 +99,9 @@ LIVE: Mapping[str, Entry] = {
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),
     "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),
+    "input_tokens_per_output_token": Entry(
+        "Prompt tokens that cost as much latency as one output token (medians).", ours=True
+    ),
     "watts": Entry("Power the device took.", ours=True),
     "joules_per_token": Entry("Energy per token, prompt and output.", ours=True),
     "cost_per_million_tokens": Entry("Money per million tokens, prompt and output, idle time included.", ours=True),

@@ -59,6 +59,8 @@ class Live:
         self._clock, self._wall = clock, wall
         self._windows = {name: Window(SPAN_S) for name in LATENCIES}
         self._error = Window(SPAN_S)
+        self._prompt_token = Window(SPAN_S)
+        """Seconds from admission to first token, per prompt token computed."""
         self._sums = Sums(SPAN_S)
         self._rows: deque[RequestRecord] = deque(maxlen=KEPT_REQUESTS)
         self._minute_ends: float | None = None
@@ -119,6 +121,8 @@ class Live:
         for name, value in seen.items():
             if value is not None:
                 self._windows[name].add(now, value)
+        if (computed := record.prompt_tokens - record.cached_tokens) > 0 and spent.prefill_s > 0:
+            self._prompt_token.add(now, spent.prefill_s / computed)
 
     # --- the ledger -------------------------------------------------------------------------------------------------
 
@@ -195,6 +199,9 @@ class Live:
                     found[name] = rate / busy / peak
         if (error := self._error.quantiles(now, (0.5,))[0]) == error:
             found["step_prediction_error"] = error
+        output, prompt = (one.quantiles(now, (0.5,))[0] for one in (self._windows["tpot"], self._prompt_token))
+        if output / prompt > 0:
+            found["input_tokens_per_output_token"] = output / prompt
         if sums.get("joules"):
             found["watts"] = sums["joules"] / seconds
             if tokens:

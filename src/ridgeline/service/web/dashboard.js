@@ -116,6 +116,8 @@ function use(data) {
   });
   if (figures.step_prediction_error !== undefined)
     made.push(text("p", `Predicted step times are off by ${number(100 * figures.step_prediction_error)} % (median).`, "note"));
+  if (figures.input_tokens_per_output_token !== undefined)
+    made.push(text("p", `One output token costs as much latency as ${number(figures.input_tokens_per_output_token)} prompt tokens.`, "note"));
   if (Object.keys(data.blamed).length)
     made.push(text("p", "Missed the SLO: " + Object.entries(data.blamed).map(([name, count]) => `${count} by ${name}`).join(", ") + ".", "note"));
   byId("use").replaceChildren(...(made.length ? made : [text("p", "No step yet.", "note")]));
