@@ -80,13 +80,11 @@ def _summary(record: RequestRecord, slo: Slo, verdict: str) -> str:
 def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
     """(seconds, sentence) for each part of the request's life."""
     spent, found, computed = record.spent, record.arrival, record.prompt_tokens - record.cached_tokens
-    cause = "all places were taken"
-    if found.kv_used >= FULL:
-        cause = f"the KV cache was {found.kv_used:.0%} full"
+    full = f", and the KV cache was {found.kv_used:.0%} full" if found.kv_used >= FULL else ""
     queue = (
         f"Waited {_s(spent.queue_s)} to be admitted{_beside(spent.queue_s, typical.queue_s)}: {found.waiting} waited "
     )
-    queue += f"before it and {found.running} ran, {cause}."
+    queue += f"before it and {found.running} ran{full}."
     prefill = (
         f"First token {_s(spent.prefill_s)} after admission{_beside(spent.prefill_s, typical.prefill_s)}: {computed} "
     )
