@@ -121,7 +121,7 @@ def test_why_names_what_happened() -> None:
     told = why(record, SLO, Typical(queue_s=0.01, prefill_s=0.2, tpot_s=0.05))
     assert told["verdict"] == "ttft 3200 ms > 200 ms" and told["blame"] == "queue"
     decode, queue, prefill = told["reasons"]
-    assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15 requests" in decode
+    assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15.0 requests" in decode
     assert "usually 50 ms" in decode and "4 of its tokens were hidden" in decode
     assert "7 waited" in queue and "97% full" in queue and "usually 10 ms" in queue
     assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill

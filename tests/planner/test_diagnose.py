@@ -53,6 +53,10 @@ def test_cures_that_are_in_place_are_not_advised() -> None:
     names = [one.cure.name for one in diagnose(replace(DECODING, quantization="fp8")).advice]
     assert "8-bit weights" not in names
     waiting = replace(DECODING, waiting=5.0, kv_used=0.99, options={"enable_prefix_caching": False})
+    overlapped = replace(DECODING, bubble=0.4, options={"steps_in_flight": 1})
+    assert not diagnose(overlapped).advice
+    alone = diagnose(replace(overlapped, options={"steps_in_flight": 0})).advice
+    assert [(one.cure.name, one.gain) for one in alone] == [("plan while the device runs", 0.4)]
     advice = diagnose(waiting).advice
     assert math.isnan(next(one.gain for one in advice if one.cure.name == "prefix cache"))
     assert [one.gain for one in advice if one.gain == one.gain] == sorted(

@@ -104,7 +104,7 @@ def _decode(record: RequestRecord, typical: Typical) -> str:
     pace = "" if record.tpot_s is None else f", {_s(record.tpot_s)} per token{_beside(record.tpot_s, typical.tpot_s)}"
     text = f"Decoding took {_s(spent.decode_s)}{pace}"
     if around.device_s > 0:
-        text += f", {around.row_s / around.device_s:.0f} requests running on average"
+        text += f", {around.row_s / around.device_s:.1f} requests running on average"
         if around.mixed_s / around.device_s >= CROWDED:
             text += f", {around.mixed_s / around.device_s:.0%} of it in steps that also computed prompts"
     if spent.preempted:

@@ -103,7 +103,7 @@ def observe(snapshot: Mapping[str, Any]) -> Observation:
         outside_s=median("outside"),
         device=facts.get("device", ""),
         quantization=facts.get("quantization", ""),
-        options=facts.get("options", {}),
+        options={**facts.get("options", {}), "steps_in_flight": facts.get("steps_in_flight")},
     )
 
 
@@ -168,7 +168,7 @@ def _fp8_cache_room(seen: Observation) -> float | None:
 
 
 def _overlap(seen: Observation) -> float | None:
-    return seen.bubble if seen.options.get("steps_in_flight") == 0 else None
+    return seen.bubble if seen.options.get("steps_in_flight") == 0 and seen.device != "cpu" else None
 
 
 def _graphs(seen: Observation) -> float | None:

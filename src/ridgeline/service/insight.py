@@ -21,7 +21,7 @@ SLOWEST_SHOWN = 10
 MINUTES_SHOWN = 120
 FACTS = (
     "root", "architecture", "params", "dtype", "quantization", "device", "max_len", "max_num_seqs", "weight_bytes",
-    "kv_bytes_per_token", "page_tokens", "blocks", "options", "startup_s",
+    "kv_bytes_per_token", "page_tokens", "blocks", "options", "steps_in_flight", "startup_s",
 )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ export function roofline(target, roofs, trail) {
     svg.append(element("text", {x: LEFT - 6, y: y(10 ** power) + 4, "text-anchor": "end"}, number(10 ** power)));
   }
   for (let power = Math.ceil(low); power <= high; power++)
-    svg.append(element("text", {x: x(10 ** power), y: HEIGHT - 8, "text-anchor": "middle"}, number(10 ** power)));
+    if (x(10 ** power) < WIDTH - 90) svg.append(element("text", {x: x(10 ** power), y: HEIGHT - 8, "text-anchor": "middle"}, number(10 ** power)));
   for (const roof of roofs) {
     const ridge = roof.flops / roof.bytes, start = 10 ** low;
     const from = Math.max(start, 10 ** bottom / roof.bytes);
