@@ -18,7 +18,7 @@ def test_stages_are_told_and_kept(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", kv_cache_memory=1 << 24)
     engine = assemble(ModelConfig(str(tmp_path)), config, lambda *what: told.append(what), imports_s=1.25)
     seconds = engine.setup.facts["startup_s"]
-    assert list(seconds) == ["imports", "device", "config", "weights", "runner", "grammar"]
+    assert list(seconds) == ["imports", "device", "config", "ceilings", "weights", "runner", "grammar"]
     assert seconds["imports"] == 1.25 and all(spent >= 0 for spent in seconds.values())
     assert {stage for stage, _, _ in told} == {"weights"}
     assert told[-1][1] == told[-1][2]
