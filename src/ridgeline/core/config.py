@@ -23,7 +23,7 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     load_format: str = option("auto", "auto reads safetensors; dummy fills random weights from config.json alone")
     dtype: str = option("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
-    quantization: str = option("", "fp8: layers in 8 bits, quantized while loading (slow on a CPU)", "-q")
+    quantization: str = option("", "fp8: layers in 8 bits, quantized while loading", "-q")
     max_model_len: int | None = option(None, "longest prompt plus answer in tokens", "--context-length", "-c")
     seed: int = option(0, "seed of dummy weights and of requests that bring none")
 

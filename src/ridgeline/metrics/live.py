@@ -29,7 +29,7 @@ class Ceilings:
     """What the device can do and what it costs; 0: not known.
 
     flops, bytes: per second by its specification, at the precision the model computes in. measured_flops,
-    measured_bytes: what plain kernels reached on this machine. price: per hour, in `currency`. power: how joules are
+    measured_bytes: what plain kernels reached on this machine. price: US dollars per hour. power: how joules are
     known: "nvml", "rapl", "estimate" or "".
     """
 
@@ -39,7 +39,6 @@ class Ceilings:
     measured_flops: float = 0.0
     measured_bytes: float = 0.0
     price: float = 0.0
-    currency: str = "USD"
     power: str = ""
 
 

@@ -24,6 +24,8 @@ HOST_ABOVE = 0.15
 """Share of time the device waits for the host from which the host is named."""
 CLIENT_ABOVE = 0.3
 """Part of a median request spent outside of the engine from which its client is named."""
+NOTICED_S = 0.05
+"""Seconds outside of the engine below which nobody looks for a cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ def _bottleneck(seen: Observation) -> tuple[Bottleneck, list[str]]:
         return "queue", [f"{waits}: all {seen.most_running:.0f} places are taken, KV cache {seen.kv_used:.0%} held"]
     if seen.bubble >= HOST_ABOVE:
         return "host", [f"the device waited for the host {seen.bubble:.0%} of the time that there was work"]
-    if seen.outside_s > CLIENT_ABOVE * seen.e2e_s:
+    if seen.outside_s > max(CLIENT_ABOVE * seen.e2e_s, NOTICED_S):
         return "client", [f"of {seen.e2e_s:.2f} s a request took, {seen.outside_s:.2f} s passed outside of the engine"]
     if seen.busy < IDLE_BELOW and seen.waiting < 1:
         return "none", [f"{busy} and nothing waits: more load would be served as fast"]
