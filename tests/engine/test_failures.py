@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ridgeline.core.errors import BadGrammar
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.engine.fake import FakeRunner
+from ridgeline.engine.loop import Loop
 from ridgeline.engine.scheduler import Scheduler
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, oracle, prompts
 
@@ -125,3 +126,28 @@ def test_who_leaves_before_its_join_went_out_is_never_heard_of() -> None:
     bench.submit("whole", [4, 5, 6], max_tokens=3)
     bench.run()
     assert bench.finish == {("broken", 0): "refused", ("whole", 0): "length"}
+
+
+def test_a_heart_that_turns_without_moving_anything_shows_no_progress() -> None:
+    """/health reads `turns`: requests that run and are never planned must not look like work."""
+
+    class Stuck:
+        steps_in_flight = 0
+
+        def plan(self, now: float) -> None: ...
+
+        def rest(self, now: float) -> float:
+            return self.due
+
+        def take_updates(self) -> list[object]:
+            return []
+
+        due = 0.0
+
+    scheduler = Stuck()
+    loop = Loop(scheduler, None)  # type: ignore[arg-type]
+    loop.turn()
+    assert loop.turns == 0
+    scheduler.due = 1.0
+    loop.turn()
+    assert loop.turns == 1, "a batch that waits for its window is no trouble"

@@ -50,6 +50,7 @@ class Loop:
         self.plan_s = self.commit_s = 0.0
         """Host time of the last turn, in seconds."""
         self.turns = 0
+        """Turns that moved something, or rightly waited: what /health takes for progress."""
         self.device_s = self.idle_s = 0.0
         """Of the last step committed: seconds on the device, and seconds that it waited for the step with work to do."""
         self._fresh = 0
@@ -61,10 +62,11 @@ class Loop:
     def turn(self) -> News:
         """One turn of the heart. Launches a step if one can be planned, commits the oldest when the device has enough."""
         scheduler = self.scheduler
-        self.turns += 1
         started = time.perf_counter()
         plan = scheduler.plan(self._clock())
         self.plan_s, self.commit_s = time.perf_counter() - started, 0.0
+        if plan is not None or scheduler.steps_in_flight or self.rest() > 0:
+            self.turns += 1
         if plan is not None:
             if self._drained:
                 self._fresh, self._drained = plan.step, False

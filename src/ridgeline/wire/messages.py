@@ -158,8 +158,8 @@ class Loading(msgspec.Struct, tag="loading", array_like=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """A sign of life, from a thread beside the heart. `turn`: how often the heart has turned, which grows also while requests
-    only wait for their batch. `busy`: requests wait or run."""
+    """A sign of life, from a thread beside the heart. `turn`: how often the heart has turned and moved something, or rightly
+    waited (for a batch to open). `busy`: requests wait or run."""
 
     turn: int
     busy: bool
