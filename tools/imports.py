@@ -41,7 +41,7 @@ The package's own `llm` (offline use) stands outside like bench: it knows the en
 
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
-    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight",
+    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.speculation",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
@@ -52,6 +52,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
     "engine.flight": _PLANNING,
+    "engine.speculation": _PLANNING,
     "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.fake"),
 }
 """Module -> all it may import of ours, where that differs from its room."""

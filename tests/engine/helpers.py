@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.core.draft import Draft
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvGroup, KvLayout
 from ridgeline.engine.fake import FakeRunner, next_token
@@ -15,7 +16,8 @@ from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import admission
 from ridgeline.engine.request import Request
-from ridgeline.engine.scheduler import Drafter, Limits, Scheduler
+from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.engine.speculation import NoDrafts, Speculation
 from ridgeline.kv.prefix import chain_root
 
 VOCAB = 97
@@ -45,8 +47,10 @@ class Shape:
     batching: str = "continuous"
     depth: int = 0
     prefix_cache: bool = True
-    drafter: Drafter | None = None
+    speculation: Speculation | None = None
     fail_at: Sequence[int] = ()
+    luck: float = 0.0
+    parents: tuple[int, ...] = ()
 
 
 class Bench:
@@ -57,8 +61,15 @@ class Bench:
         self.clock = Clock()
         self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache)
         limits = Limits(shape.rows, shape.step_tokens, 256)
-        self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.drafter)
-        self.runner = FakeRunner(shape.layout, shape.blocks, vocab=VOCAB, fail_at=frozenset(shape.fail_at))
+        self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.speculation)
+        self.runner = FakeRunner(
+            shape.layout,
+            shape.blocks,
+            vocab=VOCAB,
+            fail_at=frozenset(shape.fail_at),
+            luck=shape.luck,
+            parents=shape.parents,
+        )
         self.loop = Loop(self.scheduler, self.runner, steps_in_flight=shape.depth, clock=self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
@@ -110,6 +121,32 @@ class Bench:
             self.turn()
         assert self.scheduler.idle, "requests hang"
         assert self.leases.pool.used == 0
+
+
+class Guesser(NoDrafts):
+    """Drafts chains, or trees, whose nodes are right with a given chance if those above them are."""
+
+    waits = True
+
+    def __init__(self, chance: float, most: int, seed: int, *, trees: bool = False) -> None:
+        self._random = random.Random(seed)
+        self._chance, self.most, self._trees = chance, most, trees
+
+    def propose(self, request: Request, most: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node in range(min(most, request.limit - request.expected - 1, self._random.randint(0, self.most))):
+            parent = self._random.randint(-1, node - 1) if self._trees else node - 1
+            path, up = [], parent
+            while up >= 0:
+                path.append(tokens[up])
+                up = parents[up]
+            right = next_token([*request.tokens, *path[::-1]], request.seed, request.choice, VOCAB)
+            taken = {tokens[one] for one in range(node) if parents[one] == parent}
+            hit = self._random.random() < self._chance and right not in taken
+            tokens.append(right if hit else next(one for one in range(right + 1, 3 * VOCAB) if one not in taken))
+            parents.append(parent)
+        return Draft(tuple(tokens), tuple(parents) if self._trees else ())
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:

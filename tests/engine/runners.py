@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.plan import StepResult, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
+from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import admission
 from ridgeline.engine.request import Constraint, Request
 from ridgeline.engine.runner import Runner, Sizes, build_runner
-from ridgeline.engine.scheduler import Drafter, Limits, Scheduler
+from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
@@ -44,12 +46,16 @@ def pair(family: str, device: str = "cpu") -> tuple[torch.nn.Module, LoadedModel
     return theirs, ours
 
 
-def layout_of(model: LoadedModel) -> KvLayout:
-    return kv_layout(model.spec, PAGE)
+def layout_of(model: LoadedModel, drafter: DeviceDrafter = NoDrafter()) -> KvLayout:
+    return kv_layout(model.spec, PAGE, guests=drafter.layers)
 
 
-def make_runner(model: LoadedModel, sizes: Sizes = Sizes(6, 64, MAX_LEN, 200, False)) -> Runner:
-    return build_runner(model, layout_of(model), sizes)
+def make_runner(
+    model: LoadedModel,
+    sizes: Sizes = Sizes(6, 64, MAX_LEN, 200, False),
+    drafter: DeviceDrafter = NoDrafter(),
+) -> Runner:
+    return build_runner(model, layout_of(model, drafter), sizes, drafter=drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,9 @@ class Engine:
     depth: int = 0
     graphs: bool = False
     prefix_cache: bool = True
-    drafter: Drafter | None = None
+    speculation: Speculation | None = None
+    drafter: DeviceDrafter = field(default_factory=NoDrafter)
+    drafts: tuple[int, ...] = ()
 
 
 class DeviceBench:
@@ -73,11 +81,12 @@ class DeviceBench:
     def __init__(self, family: str = "llama-gqa", **facts: object) -> None:
         how = Engine(family, **facts)  # type: ignore[arg-type]
         _, self.model = pair(family, how.device)
-        layout = layout_of(self.model)
+        layout = layout_of(self.model, how.drafter)
         self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
         limits = Limits(how.rows, how.step_tokens, MAX_LEN)
-        self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.drafter)
-        self.runner = make_runner(self.model, Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs))
+        self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.speculation)
+        sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, drafts=how.drafts)
+        self.runner = make_runner(self.model, sizes, how.drafter)
         self.loop = Loop(self.scheduler, self.runner, steps_in_flight=how.depth, clock=lambda: 0.0)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}

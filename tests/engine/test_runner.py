@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from ridgeline.core.draft import Draft
 from ridgeline.engine.request import Request
+from ridgeline.engine.speculation import NoDrafts
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -163,24 +165,43 @@ def test_seeds() -> None:
 # --- drafts ---------------------------------------------------------------------------------------------------------
 
 
-class Guesser:
-    """Drafts of random length, each token right with probability `skill`."""
+class Guesser(NoDrafts):
+    """Drafts of random length, each token right with probability `skill`; in a tree, wrong ones beside it."""
 
-    waits = False
+    most = 12
 
-    def __init__(self, answers: dict[str, list[int]], skill: float) -> None:
-        self.answers, self.skill, self.draw = answers, skill, random.Random(5)
+    def __init__(self, answers: dict[str, list[int]], skill: float, *, trees: bool) -> None:
+        self.answers, self.skill, self.trees, self.draw = answers, skill, trees, random.Random(5)
 
-    def propose(self, request: Request, room: int) -> Sequence[int]:
+    def propose(self, request: Request, most: int) -> Draft:
         said = request.expected - request.prompt_len
-        truth = self.answers[request.id][said : said + min(room, self.draw.randrange(0, 6))]
-        return [token if self.draw.random() < self.skill else self.draw.randrange(320) for token in truth]
+        count = min(self.draw.randrange(0, 6), request.limit - request.expected - 1)
+        truth = self.answers[request.id][said : said + max(0, count)]
+        if not self.trees:
+            return Draft(
+                tuple(token if self.draw.random() < self.skill else self.draw.randrange(320) for token in truth)
+            )
+        tokens: list[int] = []
+        parents: list[int] = []
+        right = -1
+        for token in truth:
+            wrong = [one for one in self.draw.sample(range(320), 3) if one != token][: self.draw.randrange(3)]
+            own = [*wrong, *[token] * (self.draw.random() < self.skill)]
+            self.draw.shuffle(own)
+            tokens += own
+            parents += [right] * len(own)
+            if token not in own:
+                break
+            right = len(tokens) - len(own) + own.index(token)
+        draft = Draft(tuple(tokens), tuple(parents)).first(most)
+        return draft.chain() if request.sampling.penalized else draft
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("skill", [0.0, 0.6, 1.0])
-def test_speculated_is_plain(family: str, depth: int, skill: float) -> None:
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_speculated_is_plain(family: str, depth: int, skill: float, trees: bool) -> None:
     """Sampled, penalized and stopped rows too: the draw at a position is the one that plain decoding makes."""
     options: dict[str, dict[str, object]] = {
         "greedy": {},
@@ -190,7 +211,7 @@ def test_speculated_is_plain(family: str, depth: int, skill: float) -> None:
     given = dict(zip(options, prompts(len(options), 20), strict=True))
     answers = {name: alone(given[name], family, **options[name]) for name in options}
     stop = answers["greedy"][11]
-    bench = DeviceBench(family, depth=depth, drafter=Guesser(answers, skill))
+    bench = DeviceBench(family, depth=depth, speculation=Guesser(answers, skill, trees=trees))
     for name, prompt in given.items():
         bench.submit(name, prompt, stop_ids=(stop,) if name == "greedy" else (), **options[name])  # type: ignore[arg-type]
     bench.run()
@@ -200,8 +221,9 @@ def test_speculated_is_plain(family: str, depth: int, skill: float) -> None:
     assert [one.token for one in bench.logprobs["warm", 0]] == answers["warm"]
     counts = bench.scheduler.counts
     assert counts.drafted > 0
-    if skill == 1.0:
+    if skill == 1.0 and not trees:
         assert counts.accepted > counts.drafted // 2
+    assert counts.accepted > 0 or not skill
 
 
 # --- log-probabilities ----------------------------------------------------------------------------------------------

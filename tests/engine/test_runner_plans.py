@@ -164,7 +164,7 @@ def test_a_mask_that_leaves_only_an_end(runner: Runner) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tree": [-1]}, "tree"),
+        ({"tree": [-1]}, "parents"),
         ({"drafts": [5]}, "draft tokens"),
     ],
 )

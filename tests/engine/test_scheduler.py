@@ -4,35 +4,18 @@ the tokens it would get alone, and every block returns."""
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.core.spec import KvGroup, KvLayout
-from ridgeline.engine.request import Request
-from tests.engine.helpers import PLAIN, VOCAB, WINDOWED, Bench, oracle, prompts
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
+from tests.engine.helpers import PLAIN, WINDOWED, Bench, Guesser, oracle, prompts
 
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, WINDOWED], ids=["plain", "windowed"])
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 3])
-
-
-class Guesser:
-    """Drafts the right tokens with a given chance, wrong ones otherwise."""
-
-    waits = True
-
-    def __init__(self, chance: float, most: int, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._chance = chance
-        self._most = most
-
-    def propose(self, request: Request, room: int) -> Sequence[int]:
-        count = min(room, self._random.randint(0, self._most))
-        right = oracle(request.tokens, count, seed=request.seed, choice=request.choice)
-        return [token if self._random.random() < self._chance else (token + 1) % VOCAB for token in right]
 
 
 @LAYOUTS
@@ -57,9 +40,12 @@ def test_every_request_gets_what_it_would_get_alone(
 
 @LAYOUTS
 @DEPTHS
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
-def test_drafts_change_the_number_of_steps_and_nothing_else(layout: KvLayout, depth: int, chance: float) -> None:
-    bench = Bench(layout=layout, depth=depth, blocks=40, drafter=Guesser(chance, 4, seed=5))
+def test_drafts_change_the_number_of_steps_and_nothing_else(
+    layout: KvLayout, depth: int, chance: float, trees: bool
+) -> None:
+    bench = Bench(layout=layout, depth=depth, blocks=40, speculation=Guesser(chance, 4, seed=5, trees=trees))
     wanted = prompts(3, 6)
     stop = () if chance == 1.0 else (3, 50)
     for index, prompt in enumerate(wanted):
@@ -69,7 +55,39 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(layout: KvLayout, de
         assert bench.tokens[f"r{index}", 0] == oracle(prompt, 17, stop=stop)
     counts = bench.loop.take_counts()
     assert counts.drafted > 0
-    assert (counts.accepted == counts.drafted) if chance == 1.0 else (counts.accepted < counts.drafted)
+    assert sum(counts.accepted_at) == counts.accepted
+    if trees or chance < 1.0:
+        assert counts.accepted < counts.drafted
+    else:
+        assert counts.accepted == counts.drafted
+    assert (counts.accepted > 0) is (chance > 0)
+
+
+@LAYOUTS
+@DEPTHS
+@pytest.mark.parametrize("parents", [(), (-1, -1, 0, 0, 1, 2, -1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("luck", [0.0, 0.6, 1.0])
+def test_what_the_device_drafts_needs_no_host(
+    layout: KvLayout, depth: int, luck: float, parents: tuple[int, ...]
+) -> None:
+    """Drafts of a step in flight are verified by the next one, whose plan does not know them."""
+    speculation = Drafts(None, OnDevice(5, parents, reads=True), Pace((0, 5), fixed=True))
+    bench = Bench(layout=layout, depth=depth, blocks=60, speculation=speculation, luck=luck, parents=parents)
+    wanted = prompts(3, 6)
+    for index, prompt in enumerate(wanted):
+        bench.submit(f"r{index}", prompt, max_tokens=17, stop_token_ids=(3, 50))
+    bench.run()
+    for index, prompt in enumerate(wanted):
+        assert bench.tokens[f"r{index}", 0] == oracle(prompt, 17, stop=(3, 50))
+    counts = bench.loop.take_counts()
+    assert counts.drafted > 0
+    assert (counts.accepted > 0) is (luck > 0)
+
+
+def _speculations(most: int) -> list[Speculation]:
+    """Host chains, host trees, device chains that wait for nobody."""
+    device = Drafts(None, OnDevice(3, reads=True), Pace((0, 3), fixed=True))
+    return [Guesser(0.5, most, seed=1), Guesser(0.5, most, seed=1, trees=True), device]
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,7 +102,8 @@ def test_any_mix_of_arrivals_cancels_and_priorities(data: st.DataObject) -> None
         step_tokens=data.draw(st.integers(1, 20)),
         batching=data.draw(st.sampled_from(["continuous", "static:3", "dynamic:2,50"])),
         prefix_cache=data.draw(st.booleans()),
-        drafter=Guesser(0.5, data.draw(st.integers(0, 3)), seed=1),
+        speculation=data.draw(st.sampled_from(_speculations(data.draw(st.integers(0, 3))))),
+        luck=0.5,
     )
     wanted: dict[str, tuple[list[int], int, int]] = {}
     cancelled: set[str] = set()

@@ -52,6 +52,12 @@ class StepCounts:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0
+    """Drafts verified, of one node or more."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Of the accepted tokens, how many stood first in their draft, second, and so on."""
+    saved_s: float = 0.0
+    """Seconds that drafts saved, by what steps without any take."""
     dropped: int = 0
     """Tokens drawn for choices that had ended: behind a stop string, or after a cancel."""
     preempted: int = 0
@@ -59,3 +65,12 @@ class StepCounts:
     prefix_hits: int = 0
     failed: int = 0
     """Steps that failed."""
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """A draft of `drafted` nodes was verified and `accepted` of them kept."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at.extend([0] * (accepted - len(self.accepted_at)))
+        for depth in range(accepted):
+            self.accepted_at[depth] += 1

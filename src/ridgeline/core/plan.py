@@ -62,11 +62,14 @@ class StepPlan:
 
     rows, generations, n_query, n_draft, logits, samples: per scheduled row. n_query counts the drafts. `samples[i]` is 1
     when the query tokens reach the end of what the row knows, so that a new token is drawn.
-    drafts: host-made draft tokens, flat, for rows with n_draft > 0 (empty when the device drafts itself).
+    drafts: draft tokens, flat, of rows with n_draft > 0; core.draft.DEVICE for those that the device drafted itself.
     tree: parent index of each draft (-1 is the row's last known token), flat like `drafts`; empty means chains.
+    ahead: nodes that the device drafts at the end of the step for every row that draws. unread: for each such row, how many
+    of its last tokens, the drawn ones among them, a draft model has not read (an upper bound); empty where nothing reads.
     pages: flat quadruples (row, group, index in the row's table, page). Device tables change before anything else runs.
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
-    masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows.
+    masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
+    with drafts one mask after the other, for the last known token and for each node.
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none), the token *after* each query.
     bound: an upper bound of the tokens that any scheduled row holds after this step, to choose launch shapes.
     """
@@ -83,6 +86,8 @@ class StepPlan:
     bound: int = 0
     drafts: array[int] = field(default_factory=lambda: array("i"))
     tree: array[int] = field(default_factory=lambda: array("i"))
+    ahead: int = 0
+    unread: array[int] = field(default_factory=lambda: array("i"))
     pages: array[int] = field(default_factory=lambda: array("i"))
     copies: array[int] = field(default_factory=lambda: array("i"))
     masks: dict[int, bytes] = field(default_factory=dict)
@@ -94,7 +99,9 @@ class StepPlan:
 
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages."""
-        if any((self.masks, self.drafts, self.score_ids, other.masks, other.drafts, other.score_ids)):
+        if any((self.masks, self.score_ids, other.masks, other.score_ids)):
+            return False
+        if self.drafts and max(self.drafts) >= 0:
             return False
         return all(
             mine is theirs or mine == theirs
@@ -104,6 +111,10 @@ class StepPlan:
                 (self.n_query, other.n_query),
                 (self.n_draft, other.n_draft),
                 (self.samples, other.samples),
+                (self.drafts, other.drafts),
+                (self.tree, other.tree),
+                (self.ahead, other.ahead),
+                (self.unread, other.unread),
             )
         )
 
@@ -130,6 +141,8 @@ class StepResult:
 
     counts: tokens each row gained (0 for a chunk, 1 + accepted drafts when it sampled). tokens: those tokens, flat.
     accepted: drafts kept. flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
+    drawn, kept: index in the step -> for rows with drafts, what was drawn behind the last known token and behind each node;
+    the nodes kept, in the order of their depth.
     scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
     between the end of the step before and its begin.
     lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
@@ -145,6 +158,8 @@ class StepResult:
     flags: Sequence[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    drawn: dict[int, list[int]] = field(default_factory=dict)
+    kept: dict[int, list[int]] = field(default_factory=dict)
     device_s: float = 0.0
     gap_s: float = 0.0
     lost: Sequence[int] = ()

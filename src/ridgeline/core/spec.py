@@ -268,11 +268,14 @@ class KvLayout:
         return total
 
 
-def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str | None = None) -> KvLayout:
+def kv_layout(
+    spec: ModelSpec, page_tokens: int, dtype: str | None = None, guests: tuple[LayerSpec, ...] = ()
+) -> KvLayout:
     """Cut the layers into groups of one kind (window, KV heads, head size) and of equal byte size per page.
 
     Kinds of different depth (Gemma 3: five local layers to one global) are cut into pieces as deep as the shallowest
-    kind, so that pages stay interchangeable; the last piece of a kind may be padded.
+    kind, so that pages stay interchangeable; the last piece of a kind may be padded. guests: layers of a draft model, whose
+    indices follow the spec's; each joins the smallest group of the whole past, so that one lease and one hit serve both.
     """
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
@@ -286,6 +289,12 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str | None = None) -> Kv
         for first in range(0, len(members), per_piece):
             part = tuple(members[first : first + per_piece])
             groups.append(KvGroup(part, window, elements * len(part)))
+    for index, guest in enumerate(guests, len(spec.layers)):
+        # A guest with a window of its own keeps its whole past all the same: it masks, nothing is freed behind it.
+        whole = [one for one in groups if one.window is None] or [KvGroup((), None, 0)]
+        host = min(whole, key=lambda one: one.kv_elements)
+        joined = KvGroup((*host.layers, index), None, host.kv_elements + guest.kv_elements)
+        groups = [one for one in groups if one is not host] + [joined]
     width = DTYPE_BYTES[dtype or spec.dtype]
     page_bytes = max(group.kv_elements for group in groups) * page_tokens * width
     return KvLayout(tuple(groups), page_tokens, page_bytes, dtype or spec.dtype)

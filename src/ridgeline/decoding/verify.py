@@ -6,6 +6,13 @@ removed, renormalized. Drawing y from p once, keeping d if y = d and returning y
 P(y = d) = p(d), and y given y != d is p without d. It also makes speculation exact: the draw is the one that plain
 decoding would have made at that position (decoding.noise), so tokens are equal, not only their distribution. For greedy
 rows it is the exact match.
+
+A drafter that samples draws its token with that same noise: given the noise its proposal is a fixed token, and the rule is
+the one above. Draft and target then agree wherever their perturbed logits have the same largest entry.
+
+In a tree the target draws once behind every node, all nodes of one depth with the noise of their common position. From the
+root the walk goes to the child that equals the draw; siblings differ, so the path is the only one, and its tokens are again
+those that plain decoding would have drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import torch
 
 
 def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> torch.Tensor:
-    """Drafts kept per row, int32 [S]: the longest prefix of drafts that equals what was drawn.
+    """Drafts of chains kept per row, int32 [S]: the longest prefix of drafts that equals what was drawn.
 
     drawn: int32 [S, K + 1], a token drawn from the target after each of 0 .. K drafts. drafts: int32 [S, K]. n_draft:
     int32 [S], how many drafts the row really has. The row gains drawn[:, : accepted + 1].
@@ -22,6 +29,31 @@ def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> 
     place = torch.arange(drafts.shape[1], device=drafts.device, dtype=torch.int32)
     right = (drawn[:, :-1] == drafts) & (place < n_draft.unsqueeze(1))
     return right.int().cumprod(dim=1).sum(dim=1).int()
+
+
+def accept_path(
+    drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts of trees kept per row, int32 [S], and the path to them, int64 [S, K + 1]: its nodes from the root on, where node
+    0 is the last known token and node i the i-th draft; beyond the path, nodes of no meaning.
+
+    drawn: int32 [S, K + 1], the draw behind each node. drafts: int32 [S, K]. n_draft: int32 [S]. parent: int64 [S, K + 1],
+    the node that each node hangs on, before it; 0 for the root. The row gains drawn at path[:, : accepted + 1].
+    """
+    nodes = parent.shape[1]
+    place = torch.arange(nodes, device=drafts.device, dtype=torch.int32)
+    right = torch.ones(parent.shape, dtype=torch.bool, device=drafts.device)
+    right[:, 1:] = drawn.gather(1, parent)[:, 1:] == drafts
+    right &= place <= n_draft.unsqueeze(1)
+    # A node is on the path if all above it are right: each round looks twice as far up.
+    above = parent
+    for _ in range((nodes - 1).bit_length()):
+        right = right & right.gather(1, above)
+        above = above.gather(1, above)
+    depth = right.cumsum(dim=1) - 1
+    path = parent.new_zeros(len(parent), nodes + 1)
+    path.scatter_(1, torch.where(right, depth, nodes), place.long().expand_as(parent))
+    return depth[:, -1].int(), path[:, :nodes]
 
 
 def until_end(ends: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:

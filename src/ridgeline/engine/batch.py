@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Logits, StepPlan
-from ridgeline.decoding.masks import read_mask
+from ridgeline.decoding.masks import mask_words, read_mask
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.residents import Residents, filtered
-from ridgeline.engine.rows import MAX_DRAFT
+from ridgeline.engine.trees import Branches, branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,9 @@ class Shape:
     1 + most drafts of a row.
 
     decode: each row has one query token and draws one. sampling: places in the step of the rows that draw, or None for
-    all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token.
+    all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token. deep: levels of
+    the deepest draft tree, 0 for chains. even: each row has `wide` query tokens and draws. chunked: a row has more query
+    tokens than its last known one and its drafts.
     """
 
     n_tokens: int
@@ -37,16 +40,20 @@ class Shape:
     greedy: bool
     plain: bool
     sampling: np.ndarray | None
+    deep: int = 0
+    even: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a step's arrays are padded to: rows B, rows that draw S, query tokens T. A padding row is row 0 and has no
-    query tokens; a padding token belongs to the last row, which must then be padding itself."""
+    """What a step's arrays are padded to: rows B, rows that draw S, query tokens T, logits of each row that draws. A
+    padding row is row 0 and has no query tokens; a padding token belongs to the last row, which must then be padding."""
 
     rows: int
     draws: int
     tokens: int
+    wide: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +88,23 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """How the drafts of a step hang together. shift int32 [T]: what a query token's position is beyond its slot's.
+    ancestors int64 [T], as in StepInputs. parent int64 [S, wide], depth int32 [S * wide]: of the wanted query tokens."""
+
+    shift: torch.Tensor
+    ancestors: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Ragged:
     """Where the query tokens of a step lie that is not pure decode; all int32.
 
     q_start [B + 1]; n_query [B]; advance [B], how far the position moves before drawn tokens count; row_of, place [T],
     each query token's row in the step and number in that row; at [S * wide], the query tokens whose logits are wanted;
-    n_draft [S]; drafts: (device row, place, token) of every draft.
+    n_draft [S]; drafts: (device row, place, token) of every draft that the host made; tree: None for chains.
     """
 
     q_start: torch.Tensor
@@ -97,12 +115,14 @@ class Ragged:
     at: torch.Tensor
     n_draft: torch.Tensor
     drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
-    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was."""
+    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead, unread: as in
+    StepPlan."""
 
     shape: Shape
     rows: torch.Tensor
@@ -111,17 +131,21 @@ class Batch:
     wishes: Wishes = Wishes()
     scores: Scores | None = None
     packed: torch.Tensor | None = None
+    ahead: int = 0
+    unread: Sequence[int] = ()
 
 
 _ALIGN = 16
 """Items to which the parts of a packed step are aligned, as in Packet."""
 
 
-def _places(room: Room, wide: int) -> tuple[dict[str, slice], int]:
-    """Where each part of a packed step lies, and how many items it has in all."""
-    rows, draws, tokens = room.rows, room.draws, room.tokens
+def _places(room: Room, tree: bool) -> tuple[dict[str, slice], int]:
+    """Where each part of a packed step lies, and how many items it has in all. int64 takes two items."""
+    rows, draws, tokens, wide = room.rows, room.draws, room.tokens, room.wide
     sizes = {"rows": rows, "sampled": draws, "q_start": rows + 1, "n_query": rows, "advance": rows}
     sizes |= {"n_draft": draws, "at": draws * wide, "row_of": tokens, "place": tokens}
+    if tree:
+        sizes |= {"shift": tokens, "ancestors": 2 * tokens, "parent": 2 * draws * wide, "depth": draws * wide}
     places, first = {}, 0
     for name, size in sizes.items():
         places[name] = slice(first, first + size)
@@ -129,19 +153,23 @@ def _places(room: Room, wide: int) -> tuple[dict[str, slice], int]:
     return places, first
 
 
-def packed_size(room: Room, wide: int = 1) -> int:
+def packed_size(room: Room, tree: bool = False) -> int:
     """Items of a packed step that is not pure decode."""
-    return _places(room, wide)[1]
+    return _places(room, tree)[1]
 
 
 def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
     """The batch over a packed step, without drafts and wishes. For pure decode that is its rows."""
     if shape.decode:
         return Batch(shape, packed, packed, packed=packed)
-    places, _ = _places(room, shape.wide)
+    places, _ = _places(room, shape.deep > 0)
     part = {name: packed[place] for name, place in places.items()}
     rows, sampled = part.pop("rows"), part.pop("sampled")
-    return Batch(shape, rows, sampled, Ragged(drafts=None, **part), packed=packed)
+    tree = None
+    if shape.deep:
+        ancestors, parent = part.pop("ancestors").view(torch.int64), part.pop("parent").view(torch.int64)
+        tree = Tree(part.pop("shift"), ancestors, parent.view(-1, shape.wide), part.pop("depth"))
+    return Batch(shape, rows, sampled, Ragged(drafts=None, tree=tree, **part), packed=packed)
 
 
 class BatchBuilder:
@@ -157,6 +185,7 @@ class BatchBuilder:
         self._n_query = np.frombuffer(plan.n_query, dtype=np.int32)
         self._n_draft = np.frombuffer(plan.n_draft, dtype=np.int32)
         self._check()
+        self._branches: list[Branches] = []
         samples = np.frombuffer(plan.samples, dtype=np.int8).astype(bool)
         self._where = np.flatnonzero(samples)
         self.shape = self._shape(residents)
@@ -171,16 +200,18 @@ class BatchBuilder:
 
     def _check(self) -> None:
         plan, most = self._plan, int(self._n_draft.max())
-        if len(plan.tree):
-            raise EngineFailed("Draft trees arrive with speculation; this runner verifies chains only.")
         if most > MAX_DRAFT:
             raise EngineFailed(f"A row has {most} drafts; at most {MAX_DRAFT} can be verified at once.")
         if int(self._n_draft.sum()) != len(plan.drafts):
             raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {self._n_draft.sum()} drafts.")
-        if plan.masks and most:
-            for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
-                if n_draft and row in plan.masks:
-                    raise EngineFailed(f"Row {row} has a mask and {n_draft} drafts; a mask holds for one token only.")
+        if len(plan.tree) not in (0, len(plan.drafts)):
+            raise EngineFailed(f"The plan brings {len(plan.tree)} parents for {len(plan.drafts)} drafts.")
+        if plan.tree and bool(((self._n_draft > 0) & (self._n_query != self._n_draft + 1)).any()):
+            raise EngineFailed("A draft tree stands behind several query tokens; it hangs on the last known one alone.")
+        size = 4 * mask_words(self._vocab)
+        for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
+            if row in plan.masks and n_draft and len(plan.masks[row]) != (1 + n_draft) * size:
+                raise EngineFailed(f"Row {row} has masks of {len(plan.masks[row])} bytes for {n_draft} drafts.")
 
     def _shape(self, residents: Residents) -> Shape:
         everyone = len(self._where) == len(self._rows)
@@ -196,17 +227,32 @@ class BatchBuilder:
             greedy=bool(residents.greedy[drawing].all()),
             plain=not self._plan.masks and bool(residents.plain[drawing].all()),
             sampling=None if everyone else self._where,
+            deep=self._read_tree(),
+            even=everyone and bool((self._n_draft == max_query - 1).all()),
+            chunked=bool((self._n_query > self._n_draft + 1).any()),
         )
+
+    def _read_tree(self) -> int:
+        """How the drafts of each row that draws hang together; returns the levels of the deepest tree, 0 for chains."""
+        if not self._plan.tree:
+            return 0
+        ends = np.cumsum(self._n_draft)
+        parents = self._plan.tree
+        self._branches = [
+            branches(tuple(parents[ends[place] - self._n_draft[place] : ends[place]])) for place in self._where
+        ]
+        return max(one.levels for one in self._branches)
 
     # --- what goes up -----------------------------------------------------------------------------------------------
 
     def room(self) -> Room:
         """Without padding."""
-        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens)
+        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens, self.shape.wide)
 
     def pack(self, room: Room) -> None:
         """Add the step to the packet, padded to `room`."""
         self._room = room
+        self.shape = replace(self.shape, wide=room.wide)
         if self.shape.decode:
             self._packet.add("step", np.pad(self._rows, (0, room.rows - len(self._rows))))
         else:
@@ -219,7 +265,7 @@ class BatchBuilder:
 
     def _packed(self, room: Room) -> np.ndarray:
         n_query, n_draft, where = self._n_query, self._n_draft, self._where
-        places, size = _places(room, self.shape.wide)
+        places, size = _places(room, self.shape.deep > 0)
         packed = np.zeros(size, dtype=np.int32)
         part = {name: packed[place] for name, place in places.items()}
         n_rows, n_draws, n_tokens = self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens
@@ -242,15 +288,36 @@ class BatchBuilder:
         part["row_of"][:n_tokens] = row_of
         part["row_of"][n_tokens:] = room.rows - 1
         part["place"][:n_tokens] = np.arange(n_tokens, dtype=np.int32) - part["q_start"][row_of]
+        if self.shape.deep:
+            self._pack_tree(part, ends)
         return packed
 
+    def _pack_tree(self, part: Mapping[str, np.ndarray], ends: np.ndarray) -> None:
+        """Rows without drafts keep the causal order."""
+        wide = self.shape.wide
+        ancestors, parent = part["ancestors"].view(np.int64), part["parent"].view(np.int64).reshape(-1, wide)
+        depth = part["depth"].reshape(-1, wide)
+        ancestors[:] = -1
+        for index, (place, one) in enumerate(zip(self._where, self._branches, strict=True)):
+            nodes = len(one.depth)
+            own = slice(ends[place] - nodes, ends[place])
+            if nodes > 1:
+                part["shift"][own] = one.depth - np.arange(nodes)
+                ancestors[own] = one.ancestors
+            parent[index, :nodes] = one.parent
+            depth[index, :nodes] = one.depth
+
     def _pack_drafts(self) -> None:
-        drafts, n_draft, packet = self._plan.drafts, self._n_draft, self._packet
-        if drafts:
+        """The tokens that the host brings; those of the device stand in its rows already."""
+        n_draft, packet = self._n_draft, self._packet
+        tokens = np.frombuffer(self._plan.drafts, dtype=np.int32)
+        brought = np.flatnonzero(tokens >= 0)
+        if len(brought):
             starts = np.cumsum(n_draft) - n_draft
-            packet.add("draft_rows", np.repeat(self._rows, n_draft))
-            packet.add("draft_place", np.arange(len(drafts)) - np.repeat(starts, n_draft))
-            packet.add("draft_tokens", np.frombuffer(drafts, dtype=np.int32))
+            place = np.arange(len(tokens)) - np.repeat(starts, n_draft)
+            packet.add("draft_rows", np.repeat(self._rows, n_draft)[brought])
+            packet.add("draft_place", place[brought])
+            packet.add("draft_tokens", tokens[brought])
 
     def _pack_wishes(self) -> None:
         draws = [one.join.sampling for one in self._drawing]
@@ -290,16 +357,18 @@ class BatchBuilder:
             self._packet.add("bias", values, np.float32)
 
     def _pack_masks(self) -> None:
-        masks = self._plan.masks
+        masks, size, wide = self._plan.masks, 4 * mask_words(self._vocab), self.shape.wide
         wanted, words = [], []
         for one in self._drawing:
             given = masks.get(one.join.row)
-            word = None if given is None else read_mask(given, self._vocab)
+            own = [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
+            word = [read_mask(mask, self._vocab) for mask in own]
             if one.allowed is not None:
-                word = one.allowed if word is None else word & one.allowed
-            wanted.append(word is not None)
-            if word is not None:
-                words += [word] * self.shape.wide
+                word = [one.allowed] if given is None else [mask & one.allowed for mask in word]
+            wanted.append(bool(word))
+            if word:
+                # A row with fewer drafts than others repeats its last query.
+                words += [*word, *[word[-1]] * (wide - len(word))] if given is not None else word * wide
         self._pack_index("masked", wanted)
         if words:
             self._packet.add("words", np.stack(words))
@@ -327,7 +396,8 @@ class BatchBuilder:
             ragged = replace(ragged, drafts=(got["draft_rows"], got["draft_place"], got["draft_tokens"]))
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
-        return replace(batch, ragged=ragged, wishes=wishes, scores=scores)
+        ahead, unread = self._plan.ahead, self._plan.unread if max(self._plan.unread, default=0) > 2 else ()
+        return replace(batch, ragged=ragged, wishes=wishes, scores=scores, ahead=ahead, unread=unread)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

@@ -4,15 +4,17 @@ that the same code runs eagerly, on a CPU, and inside a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
 from ridgeline.decoding.sampler import Filters, apply_filters
-from ridgeline.decoding.verify import accept, until_end
+from ridgeline.decoding.verify import accept, accept_path, until_end
 from ridgeline.engine.batch import Batch, Wishes
 from ridgeline.engine.rows import Knob, Rows
 from ridgeline.kv.store import KvStore
@@ -28,7 +30,8 @@ class Outcome:
     """What a step leaves for the host, still on the device.
 
     packed: int32 [S, 2 + wide] for the rows that drew: tokens gained, flag, the drawn tokens (those beyond the gained
-    ones mean nothing). logprobs: for wished rows, one per logit row. scores: for scored query tokens.
+    ones mean nothing); with trees int32 [S, 2 + 3 wide]: then what was drawn behind each node, and the nodes of the path.
+    logprobs: for wished rows, one per logit row, along the path. scores: for scored query tokens.
     """
 
     packed: torch.Tensor | None
@@ -45,23 +48,38 @@ class _Logits:
     ints: torch.Tensor
     knobs: torch.Tensor
     place: torch.Tensor
+    """Where the token drawn from each will stand in its row."""
 
     def pick(self, index: torch.Tensor) -> _Logits:
         mine = (self.logits, self.rows, self.ints, self.knobs, self.place)
         return _Logits(*(one.index_select(0, index) for one in mine))
 
 
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What came of a draw. packed: Outcome.packed. last int64 [S]: the logit row that drew each row's last token. path int64
+    [S, wide]: see decoding.verify, None for chains."""
+
+    packed: torch.Tensor
+    last: torch.Tensor | None
+    path: torch.Tensor | None
+
+
 class DeviceStep:
     """The model over rows and cache. `longest`: most slots a row can ever hold."""
 
-    def __init__(self, model: LoadedModel, rows: Rows, store: KvStore, step_tokens: int) -> None:
+    def __init__(
+        self, model: LoadedModel, rows: Rows, store: KvStore, step_tokens: int, drafter: DeviceDrafter = NoDrafter()
+    ) -> None:
         self.decoder, self.spec, self.ops, self.rows, self.store = model.decoder, model.spec, model.ops, rows, store
+        self.drafter = drafter
         device = rows.ints.device
         longest = max(step_tokens, rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
         spec = model.spec
-        facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in spec.layers)
-        self._layers = tuple(zip(store.kv, store.groups, facts, strict=True))
+        facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
+        layers = tuple(zip(store.kv, store.groups, facts, strict=True))
+        self._layers, self._guests = layers[: len(spec.layers)], layers[len(spec.layers) :]
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -74,19 +92,24 @@ class DeviceStep:
             q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
         else:
             if ragged.drafts is not None:
-                self._write_drafts(*ragged.drafts)
+                self.write_drafts(*ragged.drafts)
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place)
         got = self.ops.gather(rows.state, own, spread)
-        step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length)
+        position, ancestors = got.position, None
+        if ragged is not None and ragged.tree is not None:
+            position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
+        step = StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
         hidden = self.decoder.forward(got.tokens, self._views(got.slots), step)
+        if batch.shape.chunked:
+            self.drafter.read(got.tokens, self._guest_views, got.slots, step)
         if ragged is not None:
             # A row that has ended advances by nothing here: all it knows was computed before.
             gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
             rows.ints[:, : Int.KNOWN].index_add_(0, own, gone)
         return hidden
 
-    def _write_drafts(self, row: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> None:
+    def write_drafts(self, row: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> None:
         """Drafts stand after what the row knows, where the gather and the penalties find them."""
         at = row * self.rows.width + self.rows.ints[:, Int.KNOWN].index_select(0, row) + place
         self.rows.flat_tokens.index_copy_(0, at.long(), token)
@@ -96,16 +119,33 @@ class DeviceStep:
         own, table = slots.unbind(0), self.rows.tables.unbind(0)
         return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._layers]
 
+    def _guest_views(self, slots: torch.Tensor) -> list[KvView]:
+        """The same for the drafter's layers."""
+        own, table = slots.unbind(0), self.rows.tables.unbind(0)
+        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._guests]
+
     # --- finish -----------------------------------------------------------------------------------------------------
 
-    def finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
-        """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw."""
+    def finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[Outcome, torch.Tensor]:
+        """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. -> what the
+        host is told, and the hidden state that drew the last token of each row that drew, [S, d_model]."""
         scores = self._score(batch, hidden)
         if not len(batch.sampled):
-            return Outcome(None, None, scores)
+            return Outcome(None, None, scores), hidden[:0]
+        if batch.ragged is not None:
+            hidden = hidden.index_select(0, batch.ragged.at)
         wanted = self._wanted(batch, hidden)
         drawn, logprobs = self._draw(batch, wanted, bound)
-        return Outcome(self._advance(batch, wanted, drawn), logprobs, scores)
+        moved = self._advance(batch, wanted, drawn)
+        if moved.last is not None:
+            hidden = hidden.index_select(0, moved.last)
+        return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
+
+    def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:
+        """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish."""
+        heat = self.rows.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
+        behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
+        self.drafter.draft(behind, ahead, unread, self._guest_views)
 
     def _score(self, batch: Batch, hidden: torch.Tensor) -> Ranked | None:
         scores = batch.scores
@@ -116,14 +156,18 @@ class DeviceStep:
         return score(self.decoder.logits, chosen, scores.ids, top, self.spec.vocab_size)
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
+        """hidden: of the query tokens that want logits."""
         wide, rows, ragged = batch.shape.wide, batch.sampled, batch.ragged
-        logits = self.decoder.logits(hidden if ragged is None else hidden.index_select(0, ragged.at))
+        logits = self.decoder.logits(hidden)
         if wide > 1:
             rows = rows.unsqueeze(1).expand(-1, wide).reshape(-1)
         ints = self.rows.ints.index_select(0, rows)
-        place = ints[:, Int.KNOWN]
+        place = known = ints[:, Int.KNOWN]
         if wide > 1:
-            place = place + self._count[:wide].repeat(len(batch.sampled))
+            node = self._count[:wide].repeat(len(batch.sampled))
+            place = known + (node if ragged is None or ragged.tree is None else ragged.tree.depth)
+            known = known + node
+        self.drafter.see(self.rows.state, rows, known, logits)
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
@@ -167,19 +211,58 @@ class DeviceStep:
             logits.index_copy_(0, wishes.filtered.long(), apply_filters(part.logits, filters))
         return logits
 
-    def _advance(self, batch: Batch, wanted: _Logits, drawn: torch.Tensor) -> torch.Tensor:
-        """Write the drawn tokens, flag ends, move the rows on. -> Outcome.packed."""
-        state, wide = self.rows.state, batch.shape.wide
-        if batch.ragged is None or wide == 1:
-            return self.ops.advance(state, batch.sampled, drawn)
-        flag = ends(state, wanted.rows, wanted.place, drawn)
-        at = (wanted.rows * self.rows.width + wanted.place).long()
-        live = 1 - wanted.ints[::wide, Int.DONE]
+    def _advance(self, batch: Batch, wanted: _Logits, drawn: torch.Tensor) -> _Moved:
+        """Verify, write the drawn tokens, flag ends, move the rows on."""
+        state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
+        if ragged is None or wide == 1:
+            return _Moved(self.ops.advance(state, batch.sampled, drawn), None, None)
+        place = wanted.ints[:, Int.KNOWN] + self._count[:wide].repeat(len(batch.sampled))
+        at = (wanted.rows * self.rows.width + place).long()
         # What the row drew is written only after its drafts were compared: they stand in the same places.
-        grid, flags = drawn.view(-1, wide), flag.view(-1, wide)
         drafts = self.rows.flat_tokens.index_select(0, at).view(-1, wide)[:, :-1]
-        count = until_end(flags > 0, accept(grid, drafts, batch.ragged.n_draft)).mul_(live)
-        flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
-        self.rows.flat_tokens.index_copy_(0, at, drawn)
+        grid, path = drawn.view(-1, wide), None
+        if ragged.tree is None:
+            said, accepted = grid, accept(grid, drafts, ragged.n_draft)
+        else:
+            accepted, path = accept_path(grid, drafts, ragged.n_draft, ragged.tree.parent)
+            said = grid.gather(1, path)
+        live = 1 - wanted.ints[::wide, Int.DONE]
+        flags = ends(state, wanted.rows, place, said.flatten()).view(-1, wide)
+        count = until_end(flags > 0, accepted).mul_(live)
+        end = (count - 1).clamp(min=0).long().unsqueeze(1)
+        flag = flags.gather(1, end).squeeze(1) * live
+        self.rows.flat_tokens.index_copy_(0, at, said.flatten())
+        packed = [torch.stack((count, flag), dim=1), said]
+        if path is not None:
+            self._gather_path(batch, wanted.ints[::wide, Int.LENGTH], path, count)
+            packed += [grid, path.int()]
+            end = path.gather(1, end)
         move(state, batch.sampled, count, flag)
-        return torch.cat((torch.stack((count, flag), dim=1), grid), dim=1)
+        last = end.squeeze(1) + self._count[: len(batch.sampled)].long() * wide
+        return _Moved(torch.cat(packed, dim=1), last, path)
+
+    def _gather_path(self, batch: Batch, root: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the keys and values of kept nodes to where those of a chain would lie. root int32 [S]: the last known token's
+        slot; count int32 [S]: tokens gained, the nodes kept and one more."""
+        depth = self._count[1 : batch.shape.deep + 1].long()
+        source = path[:, 1 : batch.shape.deep + 1]
+        goes = (depth < count.unsqueeze(1)) & (source != depth)
+        slots = root.long().unsqueeze(1) + torch.stack((source, depth.expand_as(source)))
+        size, own = self.rows.page_tokens, batch.sampled.long().unsqueeze(1)
+        for group, table in enumerate(self.rows.tables.unbind(0)):
+            pages = table.long()[own, slots // size]
+            # Whoever stays moves within the scratch page.
+            source_slot, target_slot = (goes * (pages * size + slots % size)).flatten(1).unbind(0)
+            self.store.move_slots(group, source_slot, target_slot)
+
+
+def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ranked | None:
+    """The log-probabilities of rows that asked, in the order of their path instead of their nodes."""
+    if ranked is None or path is None:
+        return ranked
+    wide, places = batch.shape.wide, list(batch.wishes.places)
+    first = torch.arange(len(places), device=path.device).unsqueeze(1) * wide
+    order = (path[places] + first).flatten()
+    return Ranked(
+        *(one.index_select(0, order) for one in (ranked.token, ranked.stats, ranked.top_ids, ranked.top_logprobs))
+    )

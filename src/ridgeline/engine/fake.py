@@ -7,11 +7,13 @@ A block freed too early, shared wrongly or copied too late therefore raises Asse
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ridgeline.core.draft import DEVICE, Draft
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult, TokenLogprobs
 from ridgeline.core.spec import KvLayout
 
@@ -33,15 +35,28 @@ class _Row:
     tokens: list[int]
     position: int
     done: bool = False
+    drafts: list[int] = field(default_factory=list)
+    """What the device drafted at the end of the last step."""
 
 
 class FakeRunner:
-    """launch / collect / close, as the real runner; `fail_at`: steps that fail with an error."""
+    """launch / collect / close, as the real runner; `fail_at`: steps that fail with an error. luck: the chance that a node
+    which the device drafts is right, given that its parent is; parents: those of its largest draft, empty for chains."""
 
-    def __init__(self, layout: KvLayout, pages: int, *, vocab: int = 97, fail_at: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        pages: int,
+        *,
+        vocab: int = 97,
+        fail_at: frozenset[int] = frozenset(),
+        luck: float = 0.0,
+        parents: tuple[int, ...] = (),
+    ) -> None:
         self._layout = layout
         self._vocab = vocab
         self._fail_at = fail_at
+        self._luck, self._parents, self._chance = luck, parents, random.Random(0)
         self._memory: list[list[tuple[int, int] | None]] = [[None] * layout.page_tokens for _ in range(pages + 1)]
         self._tables: dict[tuple[int, int], list[int]] = {}
         self._rows: dict[int, _Row] = {}
@@ -60,9 +75,16 @@ class FakeRunner:
         draft_at = 0
         for index, row in enumerate(plan.rows):
             assert self._rows[row].join.generation == plan.generations[index]
-            drafts = plan.drafts[draft_at : draft_at + plan.n_draft[index]]
-            draft_at += plan.n_draft[index]
-            gained, flag = self._run(row, plan, index, drafts, result)
+            end = draft_at + plan.n_draft[index]
+            given, mine = plan.drafts[draft_at:end], self._rows[row].drafts
+            draft = Draft(
+                tuple(mine[node] if token == DEVICE else token for node, token in enumerate(given)),
+                tuple(plan.tree[draft_at:end]) or tuple(range(-1, len(given) - 1)),
+            )
+            draft_at = end
+            gained, flag = self._run(row, plan, index, draft, result)
+            if plan.samples[index]:
+                self._draft(self._rows[row], plan.ahead)
             counts.append(len(gained))
             tokens.extend(gained)
             accepted.append(max(0, len(gained) - 1))
@@ -93,17 +115,20 @@ class FakeRunner:
             source, target = plan.copies[at : at + 2]
             self._memory[target] = list(self._memory[source])
 
-    def _run(
-        self, row: int, plan: StepPlan, index: int, drafts: Sequence[int], result: StepResult
-    ) -> tuple[list[int], int]:
+    def _run(self, row: int, plan: StepPlan, index: int, draft: Draft, result: StepResult) -> tuple[list[int], int]:
         state = self._rows[row]
-        queries = plan.n_query[index] - len(drafts)
-        seen = state.tokens[: state.position + queries] + list(drafts)
+        queries = plan.n_query[index] - len(draft.tokens)
+        root = state.position + queries - 1
         if not state.done:
-            assert len(state.tokens) >= state.position + queries
-            for position in range(state.position, len(seen)):
-                self._write(row, position, seen[position])
-                self._read(row, position, seen)
+            assert len(state.tokens) > root
+            for position in range(state.position, root + 1):
+                self._write(row, position, position, state.tokens[position])
+                self._read(row, position, [], state.tokens)
+            for node, token in enumerate(draft.tokens):
+                path = _path(draft, node)
+                self._write(row, root + 1 + node, root + len(path), token)
+                said = [*state.tokens[: root + 1], *(draft.tokens[one] for one in path)]
+                self._read(row, root + len(path), [root + 1 + one for one in path], said)
         if plan.logits[index] == Logits.ALL:
             result.scores[index] = [
                 TokenLogprobs(token, -1.0, 1, (token,), (-1.0,), 0.0) for token in plan.score_ids[row] if token >= 0
@@ -111,14 +136,30 @@ class FakeRunner:
         state.position += queries
         if not plan.samples[index] or state.done:
             return [], 0
-        return self._sample(state, drafts)
+        if draft.tokens:
+            places = [
+                state.tokens + [draft.tokens[one] for one in _path(draft, node)]
+                for node in range(-1, len(draft.tokens))
+            ]
+            result.drawn[index] = [self._say(state, tokens) for tokens in places]
+        gained, kept, flag = self._sample(state, draft)
+        if draft.tokens:
+            result.kept[index] = kept
+            self._gather_path(row, root, kept)
+        state.position += len(kept)
+        return gained, flag
 
-    def _sample(self, state: _Row, drafts: Sequence[int]) -> tuple[list[int], int]:
-        """Greedy verification: keep drafts while they are what the model says, then add one token."""
+    def _say(self, state: _Row, tokens: Sequence[int]) -> int:
+        return next_token(tokens, state.join.seed, state.join.choice, self._vocab)
+
+    def _sample(self, state: _Row, draft: Draft) -> tuple[list[int], list[int], int]:
+        """Greedy verification: walk to the child that is what the model says, while there is one. -> the tokens gained, the
+        nodes kept, the flag."""
         gained: list[int] = []
-        flag = Flag(0)
-        for draft in [*drafts, -1]:
-            token = next_token(state.tokens, state.join.seed, state.join.choice, self._vocab)
+        kept: list[int] = []
+        flag, node = Flag(0), -1
+        while True:
+            token = self._say(state, state.tokens)
             state.tokens.append(token)
             gained.append(token)
             outputs = len(state.tokens) - state.join.prompt_len
@@ -126,27 +167,64 @@ class FakeRunner:
                 flag |= Flag.STOP
             if len(state.tokens) >= state.join.limit:
                 flag |= Flag.LIMIT
-            if flag or token != draft:
-                break
-        state.position += len(gained) - 1
-        state.done = bool(flag)
-        return gained, int(flag)
+            right = (one for one, up in enumerate(draft.parents) if up == node and draft.tokens[one] == token)
+            node = next(right, -1)
+            if flag or node < 0:
+                state.done = bool(flag)
+                return gained, kept, int(flag)
+            kept.append(node)
 
-    def _write(self, row: int, position: int, token: int) -> None:
+    def _draft(self, state: _Row, count: int) -> None:
+        """Draft `count` nodes behind what the row knows. A wrong token differs from all of its siblings."""
+        parents = self._parents[:count] or tuple(range(-1, count - 1))
+        state.drafts = []
+        for node, parent in enumerate(parents):
+            draft = Draft(tuple(state.drafts), parents[:node])
+            path = [] if parent < 0 else _path(draft, parent)
+            right = self._say(state, state.tokens + [state.drafts[one] for one in path])
+            taken = {state.drafts[one] for one in range(node) if parents[one] == parent}
+            hit = self._chance.random() < self._luck and right not in taken
+            state.drafts.append(
+                right if hit else next(one for one in range(self._vocab, 2 * self._vocab) if one not in taken)
+            )
+
+    def _gather_path(self, row: int, root: int, kept: Sequence[int]) -> None:
+        """Kept nodes move to where a chain would have written them."""
         for group in range(len(self._layout.groups)):
-            page, slot = self._place(row, group, position)
+            held = [
+                self._memory[page][slot] for page, slot in (self._place(row, group, root + 1 + one) for one in kept)
+            ]
+            for depth, value in enumerate(held, 1):
+                page, slot = self._place(row, group, root + depth)
+                self._memory[page][slot] = value
+
+    def _write(self, row: int, at: int, position: int, token: int) -> None:
+        """In slot `at` of the row, a token that was said at `position`."""
+        for group in range(len(self._layout.groups)):
+            page, slot = self._place(row, group, at)
             self._memory[page][slot] = (position, token)
 
-    def _read(self, row: int, position: int, seen: Sequence[int]) -> None:
+    def _read(self, row: int, position: int, path: Sequence[int], said: Sequence[int]) -> None:
+        """What the token at `position` sees: all before it, the last ones in the slots `path`."""
         for number, group in enumerate(self._layout.groups):
             first = 0 if group.window is None else max(0, position - group.window + 1)
+            slots = [*range(position + 1 - len(path)), *path]
             for at in range(first, position + 1):
-                page, slot = self._place(row, number, at)
+                page, slot = self._place(row, number, slots[at])
                 held = self._memory[page][slot]
-                assert held == (at, seen[at]), f"row {row} group {number} position {at}: cache holds {held}"
+                assert held == (at, said[at]), f"row {row} group {number} position {at}: cache holds {held}"
 
     def _place(self, row: int, group: int, position: int) -> tuple[int, int]:
         index, slot = divmod(position, self._layout.page_tokens)
         page = self._tables[row, group][index]
         assert page > 0, f"row {row} group {group} position {position} has no page"
         return page, slot
+
+
+def _path(draft: Draft, node: int) -> list[int]:
+    """The nodes from below the root to `node`; empty for the root, -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = draft.parents[node]
+    return path[::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ridgeline.core.draft import Draft
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.engine.request import Request
 
@@ -13,7 +14,7 @@ class Share:
     """What a request got of a step, if that is not one query token that draws."""
 
     n_query: int
-    n_draft: int
+    draft: Draft
     samples: bool
     logits: Logits
 

@@ -3,15 +3,16 @@
 Two kinds of forward graphs: of steps in which each row has one query token and draws, and of small mixed steps, whose
 rows, query lengths and places are device data. A graph reads its step from a static buffer; positions, lengths and page
 tables are device data already. Finish is a graph of its own, by how many rows draw, and serves every step, also those
-that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. All are captures of DeviceStep, the
-same code that runs eagerly.
+that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. A step that verifies drafts is one graph,
+by rows and nodes; drafting ahead is another. All are captures of DeviceStep, the same code that runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +25,8 @@ MIXED_ROWS = 32
 """Rows that a graph of a mixed step holds: every row costs its attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Query tokens of mixed steps that have a graph; above, the device takes longer than Python needs to launch a step."""
+DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Rows of steps with drafts that have a graph."""
 
 
 def buckets(rows: int) -> list[int]:
@@ -35,7 +38,7 @@ def buckets(rows: int) -> list[int]:
 
 def mixed_step(span: int, room: Room) -> Shape:
     """A step of up to `span` query tokens, however they are spread over its rows; all draws are plain."""
-    return Shape(span, room.rows, room.draws, span, 1, False, False, True, None)
+    return Shape(span, room.rows, room.draws, span, 1, False, False, True, None, chunked=True)
 
 
 def decode_step(rows: int) -> Shape:
@@ -68,7 +71,12 @@ class Graphs:
     """
 
     def __init__(
-        self, step: DeviceStep, rows: int, tokens: int, record: Callable[[Callable[[], object]], Replay]
+        self,
+        step: DeviceStep,
+        rows: int,
+        tokens: int,
+        record: Callable[[Callable[[], object]], Replay],
+        drafts: tuple[int, ...] = (),
     ) -> None:
         self._step, self._record = step, record
         self._sizes = buckets(rows)
@@ -76,7 +84,12 @@ class Graphs:
         # One row more than a mixed step may bring, so that its padding tokens have a row of their own.
         self._some = min(rows, MIXED_ROWS) + 1
         device, embedding = step.rows.ints.device, step.decoder.embedding
-        longest = max((packed_size(self._mixed(span)) for span in self._spans), default=0)
+        self._widths = [1 + nodes for nodes in drafts if nodes]
+        self._draft_rows = [size for size in DRAFT_ROWS if size <= rows]
+        most = max(self._widths, default=1)
+        largest = Room(self._draft_rows[-1], self._draft_rows[-1], self._draft_rows[-1] * most, most)
+        rooms = [self._mixed(span) for span in self._spans] + [largest]
+        longest = max(packed_size(room, tree=True) for room in rooms)
         self._input = torch.zeros(longest, dtype=torch.int32, device=device)
         self._drawing = torch.zeros(max(rows, self._some), dtype=torch.int32, device=device)
         self._hidden = embedding.new_zeros(max(self._spans, default=0), step.spec.d_model)
@@ -85,6 +98,9 @@ class Graphs:
         self._decode: dict[int, Replay] = {}
         self._mix: dict[int, Replay] = {}
         self._finish: dict[int, Replay] = {}
+        self._verified = torch.zeros(self._draft_rows[-1], 2 + 3 * most, dtype=torch.int32, device=device)
+        self._verify: dict[tuple[Room, bool], Replay] = {}
+        self._draft: dict[tuple[int, int], Replay] = {}
 
     # --- which graph --------------------------------------------------------------------------------------------------
 
@@ -93,7 +109,9 @@ class Graphs:
         if shape.decode:
             size = self.bucket(shape.n_rows)
             return Room(size, size, size) if size else None
-        if shape.wide > 1 or shape.n_rows >= self._some:
+        if shape.wide > 1:
+            return self._draft_room(shape)
+        if shape.n_rows >= self._some:
             return None
         span = next((span for span in self._spans if span >= shape.n_tokens), 0)
         return self._mixed(span) if span else None
@@ -102,6 +120,15 @@ class Graphs:
         """The smallest finish graph that holds `rows` rows; 0 if none does."""
         return next((size for size in self._sizes if size >= rows), 0)
 
+    def _draft_room(self, shape: Shape) -> Room | None:
+        """For a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the rest."""
+        if shape.chunked or not shape.plain or shape.n_draws != shape.n_rows:
+            return None
+        wide = next((width for width in self._widths if width >= shape.wide), 0)
+        full = shape.n_tokens == shape.n_rows * wide
+        size = next((size for size in self._draft_rows if size > shape.n_rows - (full and size == shape.n_rows)), 0)
+        return Room(size, size, size * wide, wide) if size and wide else None
+
     def _mixed(self, span: int) -> Room:
         return Room(self._some, self._some, span)
 
@@ -109,10 +136,16 @@ class Graphs:
 
     def capture(self, progress: Progress) -> None:
         """Record every graph, the largest first so that the others fit into its memory."""
-        work: list[tuple[Callable[[int], Replay], int]] = []
+        work: list[tuple[Callable[[Any], Replay], Any]] = []
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
         work += [(self._mixed_graph, span) for span in reversed(self._spans)]
+        tree = bool(self._step.drafter.parents)
+        for size in reversed(self._draft_rows):
+            for wide in self._widths:
+                work.append((partial(self._verify_graph, tree=tree), Room(size, size, size * wide, wide)))
+        for size in reversed(self._sizes[: self._sizes.index(self.bucket(self._draft_rows[-1])) + 1]):
+            work += [(partial(self._draft_graph, wide - 1), size) for wide in self._widths]
         for number, (make, size) in enumerate(work, 1):
             make(size)
             progress("graphs", number, len(work))
@@ -123,8 +156,26 @@ class Graphs:
         if batch.shape.decode:
             self._drawing[: room.rows].copy_(batch.packed)
         else:
-            self._mixed_graph(room.tokens)
+            if room.wide > 1:
+                self._verify_graph(room, batch.shape.deep > 0)
+            else:
+                self._mixed_graph(room.tokens)
             self._input[: len(batch.packed)].copy_(batch.packed)
+            if batch.ragged is not None and batch.ragged.drafts is not None:
+                self._step.write_drafts(*batch.ragged.drafts)
+
+    def verify(self, room: Room, shape: Shape) -> torch.Tensor:
+        """Replay the loaded step with drafts to its end; Outcome.packed."""
+        self._verify_graph(room, shape.deep > 0).replay()
+        return self._verified[: room.rows, : 2 + (3 if shape.deep else 1) * room.wide]
+
+    def draft(self, rows: int, ahead: int, unread: Sequence[int]) -> None:
+        """Draft for the first `rows` rows of the step that was finished last."""
+        size = self.bucket(rows)
+        if unread or ahead + 1 not in self._widths:
+            self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, unread, False)
+        else:
+            self._draft_graph(ahead, size).replay()
 
     def forward(self, batch: Batch, room: Room) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]."""
@@ -179,12 +230,38 @@ class Graphs:
             batch = unpack(rows, decode_step(size), room)
 
             def work() -> None:
-                found = step.finish(batch, hidden, 0).packed
+                found = step.finish(batch, hidden, 0)[0].packed
                 assert found is not None
                 self._packed[:size].copy_(found)
 
             self._finish[size] = self._record(work)
         return self._finish[size]
+
+    def _verify_graph(self, room: Room, tree: bool) -> Replay:
+        if (room, tree) not in self._verify:
+            step, wide, rows = self._step, room.wide, room.rows
+            deep = wide - 1 if tree else 0
+            shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
+            batch = unpack(self._input[: packed_size(room, tree)], shape, room)
+
+            def work() -> None:
+                outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
+                assert outcome.packed is not None
+                self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
+                self._picked[:rows].copy_(last)
+                self._drawing[:rows].copy_(batch.sampled)
+
+            self._input.zero_()
+            work()
+            self._verify[room, tree] = self._record(work)
+        return self._verify[room, tree]
+
+    def _draft_graph(self, ahead: int, size: int) -> Replay:
+        if (size, ahead) not in self._draft:
+            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+            step.draft(torch.zeros_like(rows), hidden, ahead, (), False)
+            self._draft[size, ahead] = self._record(lambda: step.draft(rows, hidden, ahead, (), False))
+        return self._draft[size, ahead]
 
 
 def rehearse(step: DeviceStep, tokens: int, max_len: int) -> None:
@@ -194,7 +271,7 @@ def rehearse(step: DeviceStep, tokens: int, max_len: int) -> None:
     counts += [tokens - sum(counts)] * (tokens > sum(counts))
     n_query = torch.tensor(counts, dtype=torch.int32)
     room = Room(len(counts), len(counts), tokens)
-    shape = Shape(tokens, len(counts), len(counts), max(counts), 1, False, False, True, None)
+    shape = Shape(tokens, len(counts), len(counts), max(counts), 1, False, False, True, None, chunked=True)
     packed = torch.zeros(packed_size(room), dtype=torch.int32)
     ragged = unpack(packed, shape, room).ragged
     assert ragged is not None

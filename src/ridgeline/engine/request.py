@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from ridgeline.core.draft import Draft, Guess
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 
@@ -17,6 +18,9 @@ class Constraint(Protocol):
 
     def mask(self) -> bytes:
         """Packed bitmask of the tokens allowed next (see StepPlan.masks)."""
+
+    def masks(self, draft: Draft) -> tuple[Draft, bytes]:
+        """What of the draft the grammar allows before its end, and the masks behind the last token and each of its nodes."""
 
     def accept(self, tokens: Sequence[int]) -> None: ...
 
@@ -90,6 +94,14 @@ class Request:
     paid: float = -1.0
     drafted: int = 0
     accepted: int = 0
+    guess: Guess | None = None
+    """Its state of a host drafter."""
+    offered: int = 0
+    """Nodes that the device drafts for it at the end of its last planned step."""
+    unread: int = 0
+    """Tokens that a draft model has not read (an upper bound)."""
+    luck: float = 1.0
+    """How many of its drafts are kept, relative to all requests'."""
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

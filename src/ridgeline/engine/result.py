@@ -80,11 +80,12 @@ class Pending:
         places = np.arange(len(plan.rows)) if shape.sampling is None else shape.sampling
         counts, flags = np.zeros((2, len(plan.rows)), dtype=np.int32)
         tokens = np.zeros(0, dtype=np.int32)
+        packed = np.zeros((0, 0), dtype=np.int32)
         if self.outcome.packed is not None:
             # A graph's batch is padded at the end.
             packed = self.outcome.packed.numpy()[: len(places)]
             counts[places], flags[places] = packed[:, 0], packed[:, 1]
-            tokens = packed[:, 2:][np.arange(shape.wide) < packed[:, :1]]
+            tokens = packed[:, 2 : 2 + shape.wide][np.arange(shape.wide) < packed[:, :1]]
         result = StepResult(
             step=plan.step,
             rows=plan.rows,
@@ -96,9 +97,22 @@ class Pending:
             device_s=seconds,
             lost=self.lost,
         )
+        if shape.wide > 1:
+            self._read_drafts(result, places.tolist(), packed[:, 2:].tolist())
         self._read_logprobs(result, places.tolist())
         self._read_scores(result)
         return result
+
+    def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
+        """What was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
+        wide, tree = self.batch.shape.wide, self.batch.shape.deep > 0
+        for place, own in zip(places, found, strict=True):
+            n_draft = self.plan.n_draft[place]
+            if n_draft:
+                gained = result.counts[place]
+                result.drawn[place] = own[wide if tree else 0 :][: 1 + n_draft]
+                path = own[2 * wide + 1 : 2 * wide + gained] if tree else range(1, gained)
+                result.kept[place] = [node - 1 for node in path]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int]) -> None:
         ranked, wishes, wide = self.outcome.logprobs, self.batch.wishes, self.batch.shape.wide

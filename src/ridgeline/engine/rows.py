@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Join, StepPlan
 from ridgeline.core.sampling import MAX_STOP_IDS
@@ -21,9 +22,9 @@ from ridgeline.engine.packet import Packet
 from ridgeline.ops.noise import row_key
 from ridgeline.ops.rows import Int, RowState
 
-MAX_DRAFT = 64
-MARGIN = MAX_DRAFT + 8
-"""Places beyond max_len: a row that has ended may still be written by the step in flight."""
+MARGIN = 2 * MAX_DRAFT + 8
+"""Places beyond max_len: a draft may reach over the end, and a row that has ended may still be written by the step in
+flight, which drafts again behind what it draws."""
 
 
 class Knob(IntEnum):

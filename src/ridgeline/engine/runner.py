@@ -15,6 +15,7 @@ import torch
 from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
+from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room
 from ridgeline.engine.device import DeviceStep, Outcome
 from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress, rehearse
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What the runner makes room for. rows: requests at once; step_tokens: query tokens of a step; max_len: tokens of a
-    request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU); order: how pages lie in memory."""
+    request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU); order: how pages lie in memory. drafts:
+    numbers of draft nodes per row that have graphs."""
 
     rows: int
     step_tokens: int
@@ -39,13 +41,21 @@ class Sizes:
     blocks: int
     graphs: bool = True
     order: Order = "page"
+    drafts: tuple[int, ...] = ()
 
 
-def build_runner(model: LoadedModel, layout: KvLayout, sizes: Sizes, progress: Progress | None = None) -> Runner:
-    """A runner on the device that holds the model's weights. Allocates the cache and, on a GPU, compiles kernels and
-    captures graphs (`progress`: stage, done, total). Raises ConfigError if rows could not be addressed."""
+def build_runner(
+    model: LoadedModel,
+    layout: KvLayout,
+    sizes: Sizes,
+    progress: Progress | None = None,
+    drafter: DeviceDrafter = NoDrafter(),
+) -> Runner:
+    """A runner on the device that holds the model's weights; `layout` has room for the drafter's layers. Allocates the cache
+    and, on a GPU, compiles kernels and captures graphs (`progress`: stage, done, total). Raises ConfigError if rows could
+    not be addressed."""
     with torch.inference_mode():
-        runner = Runner(model, layout, sizes)
+        runner = Runner(model, layout, sizes, drafter)
         runner.prepare(progress or (lambda stage, done, total: None))
     return runner
 
@@ -63,7 +73,7 @@ class _Built:
 class Runner:
     """launch / collect / close over a model, its cache and its rows. Results come in the order of launches."""
 
-    def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes) -> None:
+    def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
         self.vocab = model.spec.vocab_size
         self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
@@ -72,11 +82,11 @@ class Runner:
                 f"{sizes.rows} rows of {sizes.max_len} tokens are more than 2^31: lower max_num_seqs or max_model_len.",
                 param="max_num_seqs",
             )
-        self.store = KvStore(layout, model.spec.layers, sizes.blocks, self.device, sizes.order)
-        self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens)
+        self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device, sizes.order)
+        self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self._graphs: Graphs | None = None
         if sizes.graphs and self.device.type == "cuda":
-            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, CudaRecorder())
+            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, CudaRecorder(), sizes.drafts)
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
@@ -202,16 +212,28 @@ class Runner:
         return replace(room, draws=self._graphs.bucket(shape.n_draws))
 
     def _run(self, built: _Built, bound: int) -> Outcome:
-        batch, graphs = built.batch, self._graphs
-        if graphs is None or (built.graph is None and batch.shape.decode):
-            return self._step.finish(batch, self._step.forward(batch, bound), bound)
-        if built.graph is not None:
-            hidden = graphs.forward(batch, built.graph)
+        batch, graphs, shape = built.batch, self._graphs, built.batch.shape
+        if graphs is None or (built.graph is None and shape.decode):
+            return self._finish(batch, self._step.forward(batch, bound), bound)
+        if built.graph is not None and shape.wide > 1:
+            outcome = Outcome(graphs.verify(built.graph, shape))
         else:
-            hidden = self._step.forward(batch, bound)
-        shape = batch.shape
-        if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
-            return self._step.finish(batch, hidden, bound)
-        if built.graph is None:
-            graphs.pick(batch, hidden)
-        return Outcome(graphs.finish(shape.n_draws))
+            if built.graph is not None:
+                hidden = graphs.forward(batch, built.graph)
+            else:
+                hidden = self._step.forward(batch, bound)
+            if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
+                return self._finish(batch, hidden, bound)
+            if built.graph is None:
+                graphs.pick(batch, hidden)
+            outcome = Outcome(graphs.finish(shape.n_draws))
+        if batch.ahead:
+            graphs.draft(shape.n_draws, batch.ahead, batch.unread)
+        return outcome
+
+    def _finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
+        """The end of a step without graphs."""
+        outcome, last = self._step.finish(batch, hidden, bound)
+        if batch.ahead and len(last):
+            self._step.draft(batch.sampled, last, batch.ahead, batch.unread, batch.shape.greedy)
+        return outcome

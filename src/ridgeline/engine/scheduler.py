@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Protocol
 
+from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
@@ -30,6 +30,7 @@ from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission
 from ridgeline.engine.request import Constraint, Request, State
+from ridgeline.engine.speculation import NO_DRAFTS, Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +42,17 @@ class Limits:
     max_len: int
 
 
-class Drafter(Protocol):
-    """Proposes tokens ahead on the host. A drafter with `waits` needs the last token committed before it can."""
-
-    waits: bool
-
-    def propose(self, request: Request, room: int) -> Sequence[int]: ...
-
-
-class NoDrafts:
-    waits = False
-
-    def propose(self, request: Request, room: int) -> Sequence[int]:
-        return ()
-
-
 class Scheduler:
     """Plans steps within `limits`, leasing blocks from `leases`, admitting by `admission`. Knows no device and no clock:
     `now` comes as an argument (seconds), so that it runs on a virtual clock as well."""
 
     def __init__(
-        self, layout: KvLayout, leases: Leases, limits: Limits, admission: Admission, drafter: Drafter | None = None
+        self,
+        layout: KvLayout,
+        leases: Leases,
+        limits: Limits,
+        admission: Admission,
+        speculation: Speculation | None = None,
     ) -> None:
         self.layout = layout
         self.leases = leases
@@ -70,7 +61,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._admission = admission
-        self._drafter = drafter or _NO_DRAFTS
+        self._speculation = speculation or NO_DRAFTS
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
@@ -111,7 +102,8 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Whether the request could run if it were alone."""
-        return self.layout.pages_for(request.limit, self.limits.step_tokens) <= self.leases.total
+        most = request.limit + self._speculation.most + self._speculation.reach
+        return self.layout.pages_for(most, self.limits.step_tokens) <= self.leases.total
 
     def add(self, request: Request) -> None:
         """Take over a request. Choices after the first wait for the first one's prompt and share its blocks."""
@@ -226,13 +218,14 @@ class Scheduler:
         if not step.requests:
             return None
         self._state_rows(step)
+        self._speculation.ahead(step)
         self._next = FlyingStep(StepPlan(step.plan.step + 1))
         self._flight.append(step)
         return step.plan
 
     def _continue_running(self, step: FlyingStep, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
-        alone, last = self._drafter is _NO_DRAFTS, len(self.running) - 1
+        alone, last = self._speculation is NO_DRAFTS, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
             if planned >= expected or budget <= 0:
@@ -245,37 +238,46 @@ class Scheduler:
                 step.requests.append(request)
                 budget -= 1
             elif request.state is State.RUNNING:
-                budget -= self._give(step, request, min(expected - planned, max(1, budget - last + place)))
+                own = max(1, budget - last + place)
+                budget -= self._give(step, request, min(expected - planned, own), own)
         return budget
 
-    def _give(self, step: FlyingStep, request: Request, n_query: int) -> int:
-        """Plan `n_query` tokens of a running request; returns how many it got (0: not ready, or no blocks)."""
-        plan = step.plan
+    def _give(self, step: FlyingStep, request: Request, n_query: int, most: int) -> int:
+        """Plan `n_query` tokens of a running request, with its draft at most `most`; returns how many it got (0: not ready, or
+        no blocks)."""
+        plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
-        drafts: Sequence[int] = ()
+        draft = NOTHING
         if samples:
-            room = request.limit - request.expected
-            if room <= 0 or (request.in_flight and (request.constraint is not None or self._drafter.waits)):
+            if request.limit <= request.expected or (
+                request.in_flight and (request.constraint is not None or speculation.waits)
+            ):
                 return 0
-            if request.constraint is not None and not self._masked(plan, request, request.constraint):
-                return 0
-            drafts = self._drafter.propose(request, room - 1) if room > 1 else ()
-        total = n_query + len(drafts)
-        while not self.leases.extend(request, request.planned + total, plan):
-            if drafts:
-                drafts, total = (), n_query
+            if n_query == 1:
+                draft = speculation.propose(request, most - 1)
+            if request.constraint is not None:
+                found = self._masked(plan, request, request.constraint, draft)
+                if found is None:
+                    return 0
+                draft = found
+        while not self.leases.extend(request, request.planned + n_query + len(draft.tokens) + speculation.reach, plan):
+            if draft.tokens:
+                draft = NOTHING
+                plan.masks.pop(request.row, None)
+                if request.constraint is not None:
+                    self._masked(plan, request, request.constraint, draft)
             elif not self._make_room(request):
                 plan.masks.pop(request.row, None)
                 return 0
-        plan.drafts.extend(drafts)
+        total = n_query + len(draft.tokens)
         wanted = self._wanted(plan, request, total, samples)
         if not (total == 1 and samples and wanted is Logits.LAST):
-            step.shares[len(step.requests)] = Share(total, len(drafts), samples, wanted)
+            step.shares[len(step.requests)] = Share(total, draft, samples, wanted)
         step.requests.append(request)
         request.in_flight += 1
         request.planned += total
         if samples:
-            request.expected += 1 + len(drafts)
+            request.expected += 1 + len(draft.tokens)
         return total
 
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
@@ -302,18 +304,23 @@ class Scheduler:
         plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
         plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
         for place, share in step.shares.items():
-            plan.n_query[place], plan.n_draft[place] = share.n_query, share.n_draft
+            plan.n_query[place], plan.n_draft[place] = share.n_query, len(share.draft.tokens)
             plan.logits[place], plan.samples[place] = share.logits, share.samples
+            plan.drafts.extend(share.draft.tokens)
+        if any(share.draft.parents for share in step.shares.values()):
+            for share in step.shares.values():
+                plan.tree.extend(share.draft.parents or range(-1, len(share.draft.tokens) - 1))
         plan.bound = max([request.planned for request in requests])
 
-    def _masked(self, plan: StepPlan, request: Request, constraint: Constraint) -> bool:
-        """State the tokens a grammar allows next; a grammar that cannot go on ends its own request."""
+    def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
+        """State the tokens a grammar allows next and behind each node; returns what it allows of the draft. A grammar that
+        cannot go on ends its own request: None."""
         try:
-            plan.masks[request.row] = constraint.mask()
+            draft, plan.masks[request.row] = constraint.masks(draft) if draft.tokens else (draft, constraint.mask())
         except RidgelineError as error:
             self.finish(request, "refused", error.message)
-            return False
-        return True
+            return None
+        return draft
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the last running request if it comes after `request`. True: its blocks are free already; False:
@@ -344,7 +351,7 @@ class Scheduler:
             self.waiting.pop(0)
             self._enter(step.plan, request, now)
             allowed -= 1
-            budget -= self._give(step, request, min(request.expected - request.planned, budget))
+            budget -= self._give(step, request, min(request.expected - request.planned, budget), budget)
             filling.append(request)
 
     def _gives_way(self, request: Request) -> bool:
@@ -361,6 +368,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.generation = self._generation
         request.state = State.RUNNING
+        request.offered = request.unread = 0
         insort(self.running, request, key=_order)
         hit = self.leases.open(request, plan)
         request.computed = request.planned = hit
@@ -417,6 +425,7 @@ class Scheduler:
                 request.pay(before, self._price, n_query)
                 self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
             offset += count
+        self.counts.saved_s += self._speculation.measure(step, result)
         self.committed = [one.computed for one in step.requests], step.plan.n_query, sum(step.plan.samples)
         self.counts.output_tokens += len(gained)
         news.ids = [request.id for request in gained]
@@ -444,12 +453,15 @@ class Scheduler:
         if request.followers and request.computed >= request.prompt_len:
             self._release_followers(request)
         if tokens:
-            self.counts.drafted += n_draft
-            self.counts.accepted += len(tokens) - 1
-            request.drafted += n_draft
-            request.accepted += len(tokens) - 1
+            if n_draft:
+                self.counts.verified(n_draft, len(tokens) - 1)
+                request.drafted += n_draft
+                request.accepted += len(tokens) - 1
+            draft = step.shares[place].draft if place in step.shares else NOTHING
+            self._speculation.learn(request, draft, tokens, result, place)
             self._take_tokens(request, place, tokens, result, now, news)
-        if request.cached_sent and request.constraint is None and request.sampling.logprobs is None:
+        plain = request.constraint is None and request.guess is None and request.sampling.logprobs is None
+        if request.cached_sent and plain:
             request.watch = watch if request.state is State.RUNNING else 0
 
     def _take_tokens(
@@ -484,5 +496,4 @@ class Scheduler:
             self.finish(request, update.finish)
 
 
-_NO_DRAFTS = NoDrafts()
 _order = attrgetter("order")

@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -61,6 +62,7 @@ class KvStore:
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
         self.flat = _zeros(self.pages * sum(self._regions), dtype, device)
         own = self._views(layers)
+        self._runs = [self._stacked(group, layers) for group in range(len(layout.groups))]
         sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
         group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
         self.kv = tuple(own[source] for source in sources)
@@ -78,6 +80,29 @@ class KvStore:
             for at in range(0, len(pairs), 2):
                 region[pairs[at + 1]].copy_(region[pairs[at]])
             first += size * self.pages
+
+    def move_slots(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of all layers of a group from slots to slots, int64 [M] each (page * page_tokens + place in
+        the page): all are read before any is written. Only a scratch slot may be a target more than once."""
+        size = self.layout.page_tokens
+        pages, places = source // size, source % size
+        for run in self._runs[group]:
+            run[target // size, :, target % size] = run[pages, :, places]
+
+    def _stacked(self, group: int, layers: Sequence[LayerSpec]) -> list[torch.Tensor]:
+        """The group's layers as few views [pages, heads of keys and values, page_tokens, dim]: in page order, neighbours of
+        one head size are one view."""
+        tokens, runs = self.layout.page_tokens, []
+        members = self.layout.groups[group].layers
+        for (dim, _), part in groupby(
+            zip(members, self._places(members, layers), strict=True),
+            key=lambda one: (layers[one[0]].head_dim, one[0] if self.order == "layer" else 0),
+        ):
+            own = list(part)
+            heads = sum(2 * layers[index].n_kv_heads for index, _ in own)
+            shape, stride = (self.pages, heads, tokens, dim), own[0][1].stride
+            runs.append(self.flat.as_strided(shape, (stride, tokens * dim, dim, 1), own[0][1].first))
+        return runs
 
     def _views(self, layers: Sequence[LayerSpec]) -> dict[int, torch.Tensor]:
         tokens = self.layout.page_tokens

@@ -11,7 +11,7 @@ import torch
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import Rope
 
-SPARE_POSITIONS = 64
+SPARE_POSITIONS = 128
 """Rows of a table beyond the served length: a draft or a wasted step may stand there; nothing it computes is kept."""
 
 _BASE = {"rope_theta", "rope_type", "type"}

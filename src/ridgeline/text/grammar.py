@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.schema import check_schema, read_schema
@@ -53,6 +54,35 @@ class GrammarState:
         mask: bytes = self._matcher.compute_bitmask()
         self._fail_on_error()
         return mask[: self._mask_bytes]
+
+    def masks(self, draft: Draft) -> tuple[Draft, bytes]:
+        """What of a draft the grammar allows, and the masks behind the last token and behind each node kept, one after the
+        other. A node that ends the output is left out, since nothing may be drawn behind it. Raises BadGrammar."""
+        tokens, parents = draft.tokens, draft.parents or tuple(range(-1, len(draft.tokens) - 1))
+        masks, place = [self.mask()], {-1: -1}
+        path: list[int] = []
+        for node, token in enumerate(tokens):
+            if parents[node] not in place:
+                continue
+            while path and path[-1] != parents[node]:
+                path.pop()
+                self._matcher.rollback(1)
+            above = masks[place[parents[node]] + 1]
+            if token in self._end_ids or not above[token // 8] >> token % 8 & 1:
+                continue
+            self._matcher.consume_token(token)
+            if self.finished:
+                self._matcher.rollback(1)
+                continue
+            path.append(node)
+            place[node] = len(place) - 1
+            masks.append(self.mask())
+        if path:
+            self._matcher.rollback(len(path))
+        self._fail_on_error()
+        kept = [node for node in place if node >= 0]
+        above_of = tuple(place[parents[node]] for node in kept) if draft.parents else ()
+        return Draft(tuple(tokens[node] for node in kept), above_of), b"".join(masks)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that the masks allowed; what follows an end token is not looked at. Raises BadGrammar."""

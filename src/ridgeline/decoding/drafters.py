@@ -1,0 +1,81 @@
+"""Device drafters: what computes the next step's drafts at the end of a step, without the host.
+
+Their tokens stand in the rows behind what a row knows, node by node, where the next step's gather finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ridgeline.core.spec import LayerSpec
+from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.step import KvView, StepInputs
+
+Views = Callable[[torch.Tensor], Sequence[KvView]]
+"""slots int64 [groups, T] of query tokens -> the views of a drafter's own layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Rows that have just drawn. rows: int32 [S]; temperature: float32 [S]; hidden: [S, d_model], where the target drew the
+    last token of each. longest: most slots any row holds. greedy: no row samples."""
+
+    state: RowState
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    hidden: torch.Tensor
+    longest: int
+    greedy: bool
+
+    def write(self, place: torch.Tensor, tokens: torch.Tensor) -> None:
+        """tokens int32 [S, n] at places int32 [S, n] of the rows."""
+        width = self.state.tokens.shape[1]
+        at = self.rows.unsqueeze(1) * width + place
+        self.state.tokens.view(-1).index_copy_(0, at.long().flatten(), tokens.flatten())
+
+    @property
+    def known(self) -> torch.Tensor:
+        """Tokens that each row knows, int32 [S]."""
+        return self.state.ints[:, Int.KNOWN].index_select(0, self.rows)
+
+
+class DeviceDrafter(Protocol):
+    """Functions of device buffers that never wait for the device, as DeviceStep is."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Its own layers, whose keys and values lie in the target's pages."""
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of its largest draft; those of a smaller one are their first. Empty: chains."""
+
+    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+        """Query tokens int32 [T] of a step that holds a part of a prompt."""
+
+    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
+        """The target's logits float32 [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
+        tokens at the places before."""
+
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+        """Write `count` nodes behind what each row knows. unread: as in StepPlan, on the host; empty: two everywhere."""
+
+
+class NoDrafter:
+    """Drafts nothing."""
+
+    layers: tuple[LayerSpec, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+        """Nothing to read."""
+
+    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
+        """Nothing to see."""
+
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+        """Nothing to draft."""

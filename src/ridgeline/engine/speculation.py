@@ -1,0 +1,154 @@
+"""What requests verify beside their own next token: whose drafts, and how many nodes.
+
+Drafting pays while the time that a step takes longer is worth less than the tokens it gains. Both are measured: how often
+each node of a draft is kept, and how long steps take by how many rows and nodes they have. So speculation is off where it
+does not pay, and on again where it does (Leviathan et al. 2023, section 3.3, chooses by the same sums from given rates).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter
+from ridgeline.core.plan import StepResult
+from ridgeline.engine.flight import FlyingStep, Share
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.request import Request
+
+
+class Speculation(Protocol):
+    """waits: a request can be planned only when its last token is committed. most: nodes of the largest draft. reach: slots
+    behind all tokens that may be gained which drafting on the device writes."""
+
+    waits: bool
+    most: int
+    reach: int
+
+    def propose(self, request: Request, most: int) -> Draft:
+        """A draft of at most `most` nodes for the request's next step."""
+
+    def ahead(self, step: FlyingStep) -> None:
+        """State in the planned step what the device drafts for the next ones."""
+
+    def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
+        """The request gained `tokens` by the step, in which it had `place`."""
+
+    def measure(self, step: FlyingStep, result: StepResult) -> float:
+        """A step was committed. Returns the seconds that its drafts saved."""
+
+
+class NoDrafts:
+    """Every request verifies nothing."""
+
+    waits = False
+    most = reach = 0
+
+    def propose(self, request: Request, most: int) -> Draft:
+        return NOTHING
+
+    def ahead(self, step: FlyingStep) -> None:
+        """Nothing is drafted."""
+
+    def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
+        """Nothing was drafted."""
+
+    def measure(self, step: FlyingStep, result: StepResult) -> float:
+        return 0.0
+
+
+NO_DRAFTS = NoDrafts()
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What the host must know of a device drafter. most: nodes of its largest draft; parents: theirs, empty for chains.
+    reads: it keeps keys and values of its own, so it must read every token once."""
+
+    most: int
+    parents: tuple[int, ...] = ()
+    reads: bool = False
+
+    def draft(self, nodes: int) -> Draft:
+        return Draft((DEVICE,) * nodes, self.parents[:nodes])
+
+
+class Drafts:
+    """Drafts of a host drafter (whatever it proposes goes first), of the device's, or of both. pace: how many nodes pay."""
+
+    def __init__(self, host: HostDrafter | None, device: OnDevice | None, pace: Pace) -> None:
+        self.waits = host is not None
+        self.most = pace.most
+        self.reach = self.most if device is not None and device.reads else 0
+        self._host, self._device, self._pace = host, device, pace
+        self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
+
+    def propose(self, request: Request, most: int) -> Draft:
+        if self._host is not None:
+            if request.guess is None:
+                request.guess = self._host.start(request.tokens)
+            nodes = min(most, self._pace.nodes("host", request.luck))
+            depth = min(nodes, request.limit - request.expected - 1)
+            found = request.guess.propose(nodes, depth) if depth > 0 else NOTHING
+            if found.tokens:
+                # Penalties count what a row's tokens say from its start on, which only a chain does.
+                return found.chain() if request.sampling.penalized else found
+        offered = min(most, request.offered)
+        # What the device drafted is not known here, so no grammar could be asked.
+        if (
+            not offered
+            or request.constraint is not None
+            or (request.sampling.penalized and self._sizes[offered].parents)
+        ):
+            return NOTHING
+        return self._sizes[offered]
+
+    def ahead(self, step: FlyingStep) -> None:
+        device, plan = self._device, step.plan
+        if device is None:
+            return
+        rows = sum(plan.samples)
+        plan.ahead = self._pace.ahead(rows) if rows else 0
+        unread = array("i")
+        for place, request in enumerate(step.requests):
+            share = step.shares.get(place)
+            request.offered = plan.ahead if plan.samples[place] else 0
+            if device.reads:
+                request.unread = _unread(request, share)
+                if plan.samples[place] and plan.ahead:
+                    unread.append(min(request.unread, len(request.tokens) + 1))
+                    request.unread = 0
+        plan.unread = unread
+
+    def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
+        if draft.tokens:
+            kept = result.kept.get(place, [])
+            source = "device" if draft.tokens[0] == DEVICE else "host"
+            request.luck = self._pace.learn(source, len(draft.tokens), kept, request.luck)
+        if request.guess is not None:
+            request.guess.hear(tokens, draft, result.drawn.get(place) or tokens[:1])
+
+    def measure(self, step: FlyingStep, result: StepResult) -> float:
+        plan = step.plan
+        rows = len(step.requests)
+        if result.error is not None or any(
+            not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
+        ):
+            return 0.0
+        seconds = result.device_s + result.gap_s
+        return self._pace.measure(rows, len(plan.drafts) / rows, plan.ahead, len(result.tokens) / rows, seconds)
+
+
+def _unread(request: Request, share: Share | None) -> int:
+    """Tokens that a draft model has not read once the step's own are drawn, if it drafts nothing in it."""
+    if share is None:
+        return request.unread + 1
+    drafted = share.draft.tokens
+    if share.n_query > 1 + len(drafted):  # it reads along with the target
+        return int(share.samples)
+    if drafted and drafted[0] == DEVICE:
+        # Its own drafts but for the last one are read, and then what was drawn behind them.
+        return request.unread + 2
+    return request.unread + 1 + len(drafted)
