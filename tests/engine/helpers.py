@@ -126,7 +126,8 @@ class Bench:
 class Guesser(NoDrafts):
     """Drafts chains, or trees, whose nodes are right with a given chance if those above them are."""
 
-    waits = True
+    def waits(self, request: Request) -> bool:
+        return True
 
     def __init__(self, chance: float, most: int, seed: int, *, trees: bool = False) -> None:
         self._random = random.Random(seed)

@@ -1,124 +1,129 @@
-"""How many nodes to draft: from how often nodes were kept, and how long steps took."""
+"""How many nodes to draft: what steps with so many rows gained and took, by the number of nodes.
+
+Nothing is assumed of the hardware: the tokens per second of drafting nothing are measured like those of every other size, so
+speculation is off where it does not pay, and tried again from time to time.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-_SOON, _LATE = 0.3, 0.1
-"""Weights of a new reading below and above the mean so far: whatever disturbs a step makes it longer."""
+_SHORTER, _LONGER = 0.3, 0.05
+"""Weights of a time below and above the mean so far: whatever disturbs a step makes it longer."""
 _SURPRISE = 1.5
-"""A reading counts as at most so many times the mean."""
+"""A time counts as at most so many times the mean."""
+_GAIN = 0.1
+"""Weight of a new reading of the tokens gained."""
 _KNOWN = 3
-"""Readings after which a mean is trusted."""
-_FIRST_LOOK, _LAST_LOOK = 32, 1024
-"""Steps until a size that did not pay is tried again: at first, and at most (each failure doubles them)."""
-_PRIOR = 0.5
-"""Chance that a node is kept if the one before it was, before anything was measured."""
-_MEMORY = 0.02
-"""Weight of a new draft in the chances that its nodes are kept."""
-_WORTH = 1.01
-"""A size must promise so many times the tokens per second of drafting nothing."""
+"""Readings after which a size is known."""
+_LOOK = 3
+"""Steps of a look at a size that is not the best: the first still verifies what was drafted before."""
+_FIRST_WAIT, _LAST_WAIT = 32, 1024
+"""Steps between looks, at first and at most; each look that changes nothing doubles them."""
+_WORTH = 1.02
+"""A size must gain so many times what drafting nothing gains."""
 
 
 @dataclass(slots=True)
-class _Mean:
-    value: float = 0.0
+class _Seen:
+    """Steps with one number of nodes: mean seconds, mean tokens per row, readings."""
+
+    seconds: float = 0.0
+    gained: float = 0.0
     count: int = 0
 
-    def add(self, reading: float) -> None:
+    def add(self, seconds: float, gained: float) -> None:
         self.count += 1
         if self.count == 1:
-            self.value = reading
+            self.seconds, self.gained = seconds, gained
             return
-        weight = _SOON if reading < self.value else _LATE
-        self.value += weight * (min(reading, _SURPRISE * self.value) - self.value)
+        weight = _SHORTER if seconds < self.seconds else _LONGER
+        self.seconds += weight * (min(seconds, _SURPRISE * self.seconds) - self.seconds)
+        self.gained += max(_GAIN, 1 / self.count) * (gained - self.gained)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row."""
+        return self.gained / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
-class _Rows:
-    """What is known of steps with about so many rows. seconds: by nodes per row. wait, patience: steps until the next look at
-    a size that does not pay, and how many it was made to wait."""
+class _Batch:
+    """What is known of steps with about so many rows. best: the size in use. wait: steps until the next look, of those in
+    `patience`; look: steps left of one at `tried`."""
 
-    seconds: dict[int, _Mean] = field(default_factory=dict)
-    wait: int = _FIRST_LOOK
-    patience: int = _FIRST_LOOK
-    trying: int = 0
-    tries: int = 0
+    seen: dict[int, _Seen]
+    best: int = 0
+    wait: int = _FIRST_WAIT
+    patience: int = _FIRST_WAIT
+    look: int = 0
+    tried: int = 0
 
 
+@dataclass(slots=True)
 class Pace:
-    """sizes: the numbers of nodes to choose from, ascending, 0 among them; all are measured. fixed: always the largest."""
+    """sizes: numbers of nodes to choose from, ascending, 0 first. fixed: always the largest, for measurements."""
 
-    def __init__(self, sizes: tuple[int, ...], *, fixed: bool = False) -> None:
-        self.most = sizes[-1]
-        self._sizes, self._fixed = sizes, fixed
-        self._kept = {name: [_PRIOR ** (node + 1) for node in range(self.most)] for name in ("host", "device")}
-        self._rows: dict[int, _Rows] = {}
-        self._now = self._of(1)
+    sizes: tuple[int, ...]
+    fixed: bool = False
+    size: int = 0
+    """The number chosen last."""
+    _batches: dict[int, _Batch] = field(default_factory=dict)
 
-    # --- what is known ----------------------------------------------------------------------------------------------
-
-    def _of(self, rows: int) -> _Rows:
-        """Batches of alike size, within a quarter."""
+    def _of(self, rows: int) -> _Batch:
+        """Batches within a quarter are alike."""
         bits = max(0, rows.bit_length() - 3)
-        return self._rows.setdefault(rows >> bits << bits, _Rows())
+        key = rows >> bits << bits
+        if key not in self._batches:
+            self._batches[key] = _Batch({size: _Seen() for size in self.sizes})
+        return self._batches[key]
 
-    def learn(self, source: str, offered: int, kept: list[int], luck: float) -> float:
-        """A draft of `offered` nodes came back. Returns the request's luck after it."""
-        chances, hits = self._kept[source], set(kept)
-        hoped = sum(chances[:offered])
-        for node in range(offered):
-            chances[node] += _MEMORY * ((node in hits) - chances[node])
-        return min(2.0, max(0.1, luck + 0.1 * (len(kept) / max(hoped, 0.05) - luck)))
+    def choose(self, rows: int) -> int:
+        """The number of nodes for the next step with `rows` rows."""
+        self.size = self.sizes[-1] if self.fixed else self._choose(self._of(rows))
+        return self.size
 
-    def measure(self, rows: int, nodes: float, ahead: int, gained: float, seconds: float) -> float:
-        """A step gave `rows` rows `gained` tokens each; `nodes` per row were verified and `ahead` drafted. Returns the seconds
-        saved."""
-        self._now = known = self._of(rows)
-        size = round(nodes)
-        if ahead in (0, size):
-            known.seconds.setdefault(size, _Mean()).add(seconds)
-        plain = known.seconds.get(0)
-        if not nodes or plain is None or plain.count < _KNOWN:
-            return 0.0
-        return plain.value * gained - seconds
+    def _choose(self, batch: _Batch) -> int:
+        for size, seen in batch.seen.items():
+            if seen.count < _KNOWN:
+                return size
+        if batch.look:
+            batch.look -= 1
+            return batch.tried
+        best = max(self.sizes, key=lambda size: batch.seen[size].rate)
+        if batch.seen[best].rate < _WORTH * batch.seen[0].rate:
+            best = 0
+        if best != batch.best:
+            batch.best, batch.patience = best, _FIRST_WAIT
+        batch.wait -= 1
+        if batch.wait <= 0 and len(self.sizes) > 1:
+            batch.patience = min(_LAST_WAIT, 2 * batch.patience)
+            batch.wait, batch.look = batch.patience, _LOOK
+            others = [size for size in self.sizes if size != best]
+            batch.tried = next((size for size in others if size > batch.tried), others[0])
+        return best
 
-    # --- what to do -------------------------------------------------------------------------------------------------
+    def renew(self, rows: int) -> None:
+        """A request has begun: what it says may be easier to draft than what was said so far."""
+        batch = self._of(rows)
+        batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
 
-    def ahead(self, rows: int) -> int:
-        """Nodes that the device drafts at the end of a step with `rows` rows that draw."""
-        self._now = self._of(rows)
-        return self.nodes("device", 1.0)
+    def measure(self, rows: int, size: int, gained: float, seconds: float) -> float:
+        """A step for which `size` nodes were chosen gave `rows` rows `gained` tokens each. Returns the seconds saved."""
+        seen = self._of(rows).seen
+        if size in seen:
+            seen[size].add(seconds, gained)
+        return seen[0].seconds * gained - seconds if seen[0].count and size else 0.0
 
-    def nodes(self, source: str, luck: float) -> int:
-        """The size that promises most, or one that must be looked at."""
-        if self._fixed:
-            return self.most
-        known = self._now
-        for size in self._sizes:
-            mean = known.seconds.get(size)
-            if mean is None or mean.count < _KNOWN:
-                return self._unknown(size, source, luck)
-        best = max(self._sizes, key=lambda size: self._rate(known, size, source, luck))
-        if best and self._rate(known, best, source, luck) > _WORTH * self._rate(known, 0, source, luck):
-            return best
-        return self._look_again(known)
-
-    def _unknown(self, size: int, source: str, luck: float) -> int:
-        """A size whose time is not known is tried at once, unless so few are kept that hardly any time could be short enough."""
-        return size if luck * self._kept[source][0] > 0.03 or size == 0 else 0
-
-    def _look_again(self, known: _Rows) -> int:
-        """Nothing pays: draft nothing, but look at the smallest size from time to time, a few steps long."""
-        if known.trying:
-            known.trying -= 1
-            return self._sizes[min(1, len(self._sizes) - 1)]
-        known.wait -= 1
-        if known.wait <= 0:
-            known.patience = min(_LAST_LOOK, 2 * known.patience)
-            known.wait, known.trying = known.patience, 2
-        return 0
-
-    def _rate(self, known: _Rows, size: int, source: str, luck: float) -> float:
-        """Tokens per second and row that steps with `size` nodes promise."""
-        return (1 + luck * sum(self._kept[source][:size])) / known.seconds[size].value
+    def worth(self, rows: int, kept: float) -> int:
+        """Nodes of a chain that pay for one request, a share `kept` of whose nodes is kept where those before them were: the
+        chance of the last one is worth the time that it adds to the step."""
+        if self.fixed or kept >= 1 or not self.size:
+            return self.size
+        seen = self._of(rows).seen
+        plain, longest = seen[0], seen[self.sizes[-1]]
+        if not (plain.count and longest.count):
+            return self.size
+        added = (longest.seconds / plain.seconds - 1) / self.sizes[-1] if plain.seconds else 0.0
+        return min(self.size, max(1, int(math.log(max(added, 0.01)) / math.log(max(kept, 0.01)))))

@@ -100,8 +100,8 @@ class Request:
     """Nodes that the device drafts for it at the end of its last planned step."""
     unread: int = 0
     """Tokens that a draft model has not read (an upper bound)."""
-    luck: float = 1.0
-    """How many of its drafts are kept, relative to all requests'."""
+    kept: float = 0.7
+    """The share of a host drafter's nodes that are kept if those before them are, lately."""
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

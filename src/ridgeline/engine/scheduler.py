@@ -250,7 +250,7 @@ class Scheduler:
         draft = NOTHING
         if samples:
             if request.limit <= request.expected or (
-                request.in_flight and (request.constraint is not None or speculation.waits)
+                request.in_flight and (request.constraint is not None or speculation.waits(request))
             ):
                 return 0
             if n_query == 1:

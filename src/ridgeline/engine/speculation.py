@@ -20,12 +20,13 @@ from ridgeline.engine.request import Request
 
 
 class Speculation(Protocol):
-    """waits: a request can be planned only when its last token is committed. most: nodes of the largest draft. reach: slots
-    behind all tokens that may be gained which drafting on the device writes."""
+    """most: nodes of the largest draft. reach: slots behind all tokens that may be gained which drafting on the device writes."""
 
-    waits: bool
     most: int
     reach: int
+
+    def waits(self, request: Request) -> bool:
+        """Whether the request can be planned only when its last token is committed."""
 
     def propose(self, request: Request, most: int) -> Draft:
         """A draft of at most `most` nodes for the request's next step."""
@@ -43,8 +44,10 @@ class Speculation(Protocol):
 class NoDrafts:
     """Every request verifies nothing."""
 
-    waits = False
     most = reach = 0
+
+    def waits(self, request: Request) -> bool:
+        return False
 
     def propose(self, request: Request, most: int) -> Draft:
         return NOTHING
@@ -60,6 +63,9 @@ class NoDrafts:
 
 
 NO_DRAFTS = NoDrafts()
+
+_MEMORY = 0.2
+"""Weight of a new draft in the share of a request's nodes that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +85,21 @@ class Drafts:
     """Drafts of a host drafter (whatever it proposes goes first), of the device's, or of both. pace: how many nodes pay."""
 
     def __init__(self, host: HostDrafter | None, device: OnDevice | None, pace: Pace) -> None:
-        self.waits = host is not None
-        self.most = pace.most
+        self.most = pace.sizes[-1]
         self.reach = self.most if device is not None and device.reads else 0
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
+        self._rows = 1
+
+    def waits(self, request: Request) -> bool:
+        """While nothing that the host drafts would pay, it need not be asked."""
+        return self._host is not None and self._pace.size > 0
 
     def propose(self, request: Request, most: int) -> Draft:
-        if self._host is not None:
-            if request.guess is None:
-                request.guess = self._host.start(request.tokens)
-            nodes = min(most, self._pace.nodes("host", request.luck))
-            depth = min(nodes, request.limit - request.expected - 1)
-            found = request.guess.propose(nodes, depth) if depth > 0 else NOTHING
+        if self._host is not None and self._pace.size:
+            found = self._guess(self._host, request, most)
             if found.tokens:
-                # Penalties count what a row's tokens say from its start on, which only a chain does.
-                return found.chain() if request.sampling.penalized else found
+                return found
         offered = min(most, request.offered)
         # What the device drafted is not known here, so no grammar could be asked.
         if (
@@ -105,40 +110,55 @@ class Drafts:
             return NOTHING
         return self._sizes[offered]
 
+    def _guess(self, host: HostDrafter, request: Request, most: int) -> Draft:
+        if request.guess is None:
+            request.guess = host.start(request.tokens)
+        nodes = min(most, self._pace.worth(self._rows, request.kept))
+        depth = min(nodes, request.limit - request.expected - 1)
+        if depth <= 0:
+            return NOTHING
+        found = request.guess.propose(nodes, depth)
+        # Penalties count what a row's tokens say from its start on, which only a chain does.
+        return found.chain() if request.sampling.penalized else found
+
     def ahead(self, step: FlyingStep) -> None:
         device, plan = self._device, step.plan
+        rows = self._rows = sum(plan.samples)
+        if any(request.first_token < 0 for request in step.requests):
+            self._pace.renew(max(1, rows))
+        step.size = self._pace.size
+        size = self._pace.choose(rows) if rows else 0
         if device is None:
             return
-        rows = sum(plan.samples)
-        plan.ahead = self._pace.ahead(rows) if rows else 0
+        plan.ahead = min(size, device.most)
         unread = array("i")
         for place, request in enumerate(step.requests):
-            share = step.shares.get(place)
             request.offered = plan.ahead if plan.samples[place] else 0
             if device.reads:
-                request.unread = _unread(request, share)
+                request.unread = _unread(request, step.shares.get(place))
                 if plan.samples[place] and plan.ahead:
                     unread.append(min(request.unread, len(request.tokens) + 1))
                     request.unread = 0
         plan.unread = unread
 
     def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
-        if draft.tokens:
-            kept = result.kept.get(place, [])
-            source = "device" if draft.tokens[0] == DEVICE else "host"
-            request.luck = self._pace.learn(source, len(draft.tokens), kept, request.luck)
+        if draft.tokens and draft.tokens[0] != DEVICE:
+            kept = len(result.kept.get(place, ()))
+            tried = min(len(draft.tokens), kept + 1)
+            request.kept += _MEMORY * (kept / tried - request.kept)
         if request.guess is not None:
             request.guess.hear(tokens, draft, result.drawn.get(place) or tokens[:1])
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
-        plan = step.plan
-        rows = len(step.requests)
+        plan, rows = step.plan, len(step.requests)
         if result.error is not None or any(
             not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
         ):
             return 0.0
-        seconds = result.device_s + result.gap_s
-        return self._pace.measure(rows, len(plan.drafts) / rows, plan.ahead, len(result.tokens) / rows, seconds)
+        # A step that drafts otherwise than it verifies tells nothing of either size.
+        if self._device is not None and plan.ahead != step.size:
+            return 0.0
+        return self._pace.measure(rows, step.size, len(result.tokens) / rows, result.device_s + result.gap_s)
 
 
 def _unread(request: Request, share: Share | None) -> int:
