@@ -38,6 +38,7 @@ from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sizing import hardware_defaults
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
+from ridgeline.decoding.drafters import NoDrafter
 from ridgeline.engine.runner import Runner, Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
@@ -49,6 +50,8 @@ QUANTIZED = MATRICES | {name for name, parts in RUNS.items() if MATRICES & set(p
 """The operations and runs whose FLOPs are at the rate of quantized products, where the model has them."""
 BATCHED = 16
 """Least calls that are timed together on a GPU, so that one launch is not what is measured."""
+WARMING = 3
+"""Steps before those that are timed."""
 LEAST_ROUNDS, LONG_S = 3, 0.5
 """Rounds are timed until they have taken this long together, but at least so many."""
 
@@ -230,7 +233,7 @@ class Whole:
         longest = max(case.longest for case in cases) + self._margin
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
-        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks))
+        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks), NoDrafter())
         self.runner.store.flat.normal_()
 
     @property
@@ -282,22 +285,27 @@ class Whole:
                 seconds.append(result.device_s)
         return seconds
 
-    def seconds(self, case: Case) -> tuple[float, float]:
-        """(median seconds on the device, seconds from one step's end to the next). Decoding rows go on from step to step;
-        other steps are taken back and run again, and have no next one."""
+    def run(self, case: Case, first: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps. Decoding rows go on from step to step, seated when `first` is 0; other steps
+        are taken back and run again."""
         if case.decode:
-            self.seat(case)
-            self._run([self._step(case, number) for number in range(3)])
-            steps = [self._step(case, number) for number in range(3, 3 + self._repeats)]
-            started = time.perf_counter()
-            found = self._run(steps)
-            return statistics.median(found), (time.perf_counter() - started) / len(steps)
+            if not first:
+                self.seat(case)
+            return self._run([self._step(case, number) for number in range(first, first + steps)])
         found = []
-        for _ in range(self._repeats + 1):
+        for _ in range(steps):
             self.seat(case)
             found += self._run([self._step(case)])
-        middle = statistics.median(found[1:])
-        return middle, middle
+        return found
+
+    def seconds(self, case: Case) -> tuple[float, float]:
+        """(median seconds on the device, seconds from one step's end to the next); steps that are taken back have no next
+        one."""
+        self.run(case, 0, WARMING)
+        started = time.perf_counter()
+        found = self.run(case, WARMING, self._repeats)
+        middle = statistics.median(found)
+        return middle, (time.perf_counter() - started) / len(found) if case.decode else middle
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------

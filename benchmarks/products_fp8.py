@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from common import provenance, write_rows
 
 from ridgeline.ops.reference import REFERENCE, quantize
 from ridgeline.ops.table import Fp8Matrix, Scaled
-from ridgeline.ops.triton import fp8
+from ridgeline.ops.triton import fp8, fp8_vector
 from ridgeline.ops.triton import quantize as quantizing
-from ridgeline.ops.triton.fp8 import FP8_TRITON, Small, Vector
+from ridgeline.ops.triton.fp8 import FP8_TRITON, Small
+from ridgeline.ops.triton.shapes import ResidentTile
 
 DTYPE = torch.bfloat16
 # name -> (outputs, inputs): the products of one layer.
@@ -78,8 +80,8 @@ def check_inputs() -> Iterator[str]:
         both = torch.randn(tokens, 2 * size, device="cuda", dtype=DTYPE)
         pairs = [
             ("quantize", quantizing.quantize(x), x),
-            ("silu", FP8_TRITON.activate(both, "silu"), REFERENCE.activate(both, "silu")),
-            ("gelu", FP8_TRITON.activate(both, "gelu_tanh"), REFERENCE.activate(both, "gelu_tanh")),
+            ("silu", quantizing.activate(both, "silu"), REFERENCE.activate(both, "silu")),
+            ("gelu", quantizing.activate(both, "gelu_tanh"), REFERENCE.activate(both, "gelu_tanh")),
         ]
         if size <= 16384:
             pairs.append(("norm", quantizing.rms_norm(x, x[0], 1e-5, False), REFERENCE.rms_norm(x, x[0], 1e-5, False)))
@@ -147,11 +149,12 @@ def microseconds(run: Callable[[Fp8Matrix], object], held: list[Fp8Matrix], repe
     return statistics.median(times[1:])
 
 
-def vectors() -> Iterator[tuple[str, Vector]]:
-    for rows in (1, 2, 4, 8):
-        for inputs in (2048, 4096):
-            for warps in (4, 8):
-                yield f"r{rows} k{inputs} w{warps}", Vector(rows, inputs, warps)
+def vectors(inputs: int) -> Iterator[tuple[str, ResidentTile]]:
+    """As many weights at a time as a processor's registers hold, in some ways."""
+    for rows, warps, programs in ((1, 4, 1056), (2, 4, 792), (2, 8, 528), (4, 8, 264), (4, 8, 396), (2, 16, 264)):
+        if inputs > 8192:
+            rows, warps = max(1, rows // 2), min(16, 2 * warps)
+        yield f"r{rows} w{warps} p{programs}", ResidentTile(rows, warps, programs)
 
 
 def smalls(tokens: int) -> Iterator[tuple[str, Small]]:
@@ -168,18 +171,18 @@ def candidates(tokens: int, x: Scaled, plain: torch.Tensor, size: tuple[int, int
     """Other ways to multiply `tokens` tokens, each as a function of the matrix."""
     out = torch.empty(tokens, size[0], device="cuda", dtype=DTYPE)
     if tokens == 1:
-        for name, vector in vectors():
-            if size[1] <= 16 * vector.inputs:
-                yield f"vector {name}", lambda m, v=vector: fp8.vector(x, m, None, out, v)
-        if size[1] <= fp8.WIDEST_VECTOR:
-            for rows in (2, 4, 8):
-                yield f"plain r{rows}", lambda m, v=Vector(rows, 4096, 8): fp8.vector(plain, m, None, out, v)
+        for name, tile in vectors(size[1]):
+            yield f"vector {name}", lambda m, v=tile: fp8_vector.product(plain, m, None, v)
     if tokens <= 256:
         for name, small in smalls(min(128, max(16, tokens))):
             yield f"small {name}", lambda m, v=small: fp8.small(x, m, None, out, v)
     if tokens >= 16:
         yield "cuBLAS", lambda m: fp8._large(x, m, None)
         yield "cuBLAS, careful sums", lambda m: fp8._large(x, m, None, fast=False)
+
+
+def multiply(x: torch.Tensor | Scaled, matrix: Fp8Matrix) -> torch.Tensor:
+    return FP8_TRITON.linear(x, matrix, None, DTYPE)
 
 
 def measure(sweep: bool, deadline: float) -> Iterator[dict[str, Any]]:
@@ -190,8 +193,8 @@ def measure(sweep: bool, deadline: float) -> Iterator[dict[str, Any]]:
             held = matrices(shape)
             plain = torch.randn(tokens, shape[1], device="cuda", dtype=DTYPE)
             x = quantize(plain)
-            # bind, as the generator's lambdas are used within this turn
-            spent = microseconds(lambda m, x=x: FP8_TRITON.linear(x, m, None, DTYPE), held)
+            given: torch.Tensor | Scaled = plain if tokens == 1 else x
+            spent = microseconds(partial(multiply, given), held)
             total += spent
             rate = shape[0] * shape[1] / spent * 1e-6
             flops = 2e-6 * shape[0] * shape[1] * tokens / spent

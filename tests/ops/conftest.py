@@ -236,3 +236,9 @@ def _every_regime(monkeypatch: pytest.MonkeyPatch) -> None:
         from ridgeline.ops.triton import tuning
 
         monkeypatch.setattr(tuning, "FEWEST_WIDE_ROWS", 1)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """A test draws the same numbers alone, in any order and on any worker."""
+    torch.manual_seed(0)

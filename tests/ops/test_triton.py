@@ -111,6 +111,17 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
         near(lse[owned][seen], want_lse[owned][seen], dtype)
 
 
+def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
+    """As many rows and heads as run at a time only with the tile that takes less memory."""
+    from ridgeline.ops.triton import attention as module
+
+    count = 7 * module._processors(torch.device(DEVICE)) // 4
+    case = batch([(30 + row * 37 % 150, 1) for row in range(count)], head_dim=128).to(DEVICE, torch.float16)
+    assert module._Call(case.q, case.view, case.step, 2).snug
+    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("size", [96, 576])

@@ -16,12 +16,14 @@ PAD_INPUTS = 32
 
 
 class NativeFp8:
-    """The functions of Fp8Ops over one opened library. fixed: a token's sums are added in one order."""
+    """The functions of Fp8Ops over one opened library. fixed: a token's sums are added in one order. plain: activations are
+    not quantized, but rounded to bfloat16 where they are wider."""
 
-    __slots__ = ("_arena", "_fixed", "_kernels", "_pack")
+    __slots__ = ("_arena", "_fixed", "_kernels", "_pack", "_plain")
 
-    def __init__(self, library: Library, arena: Arena, fixed: bool) -> None:
-        self._kernels, self._pack, self._arena, self._fixed = library.kernels, library.fp8_pack, arena, fixed
+    def __init__(self, library: Library, arena: Arena, fixed: bool, plain: bool) -> None:
+        self._kernels, self._pack, self._arena = library.kernels, library.fp8_pack, arena
+        self._fixed, self._plain = fixed, plain
 
     def pack(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
         """values e4m3 [out, in] -> a matrix whose values hold blocks of 16 outputs."""
@@ -75,6 +77,7 @@ class NativeFp8:
             0.0 if norm is None else norm.eps,
             norm is not None and norm.offset,
             self._fixed,
+            self._plain,
         )
         return out
 
@@ -95,8 +98,20 @@ def _numbers(x: Activation) -> torch.Tensor:
 
 
 def fp8_ops(
-    library: Library, arena: Arena, fixed: bool, activate: Callable[[torch.Tensor, str], torch.Tensor]
+    library: Library, arena: Arena, activate: Callable[[torch.Tensor, str], torch.Tensor], *, fixed: bool, plain: bool
 ) -> Fp8Ops:
-    """The table for 8-bit linears; activate: that of plain numbers."""
-    ops = NativeFp8(library, arena, fixed)
-    return Fp8Ops(activate=activate, pack=ops.pack, linear=ops.linear, linear_add=ops.linear_add)
+    """The table for 8-bit linears, plain: of weights alone; activate: that of plain numbers."""
+    ops = NativeFp8(library, arena, fixed, plain)
+
+    def linear_activate(
+        x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
+    ) -> torch.Tensor:
+        return activate(ops.linear(x, matrix, bias, dtype), kind)
+
+    return Fp8Ops(
+        activate=activate,
+        pack=ops.pack,
+        linear=ops.linear,
+        linear_add=ops.linear_add,
+        linear_activate=linear_activate,
+    )

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Ops, Plain, QkvShape, Scaled, plain
+from ridgeline.ops.table import (
+    Activation,
+    Fp8Matrix,
+    Fp8Ops,
+    IntMatrix,
+    IntOps,
+    Ops,
+    Plain,
+    QkvShape,
+    Scaled,
+    plain,
+)
 
 TREE_BITS = 64
 FP8 = torch.float8_e4m3fn
@@ -183,12 +194,116 @@ def fp8_linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, 
     return stream + fp8_linear(x, matrix, bias, stream.dtype)
 
 
+def fp8_linear_activate(
+    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
+) -> Scaled:
+    """fp8_activate(fp8_linear(x)) of a merged gate and up."""
+    return fp8_activate(fp8_linear(x, matrix, bias, dtype), kind)
+
+
 FP8_REFERENCE = Fp8Ops(
     activate=fp8_activate,
     pack=fp8_pack,
     linear=fp8_linear,
     linear_add=fp8_linear_add,
+    linear_activate=fp8_linear_activate,
 )
+
+
+def fp8_weight_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """fp8_linear with x as it is: weights alone are in 8 bits."""
+    assert not isinstance(x, Scaled)
+    out = F.linear(plain(x, rms_norm).float(), matrix.values.float()) * matrix.scales
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def fp8_weight_linear_add(
+    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor
+) -> torch.Tensor:
+    """stream [T, out] + fp8_weight_linear(x)."""
+    return stream + fp8_weight_linear(x, matrix, bias, stream.dtype)
+
+
+def fp8_weight_linear_activate(
+    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
+) -> torch.Tensor:
+    """activate(fp8_weight_linear(x)) of a merged gate and up."""
+    return activate(fp8_weight_linear(x, matrix, bias, dtype), kind)
+
+
+FP8_WEIGHT_REFERENCE = Fp8Ops(
+    activate=activate,
+    pack=fp8_pack,
+    linear=fp8_weight_linear,
+    linear_add=fp8_weight_linear_add,
+    linear_activate=fp8_weight_linear_activate,
+)
+
+# --- integer linears --------------------------------------------------------------------------------------------------
+
+ROW_CODES = 32
+"""Rows of codes are padded to multiples of so many, which are whole bytes at any number of bits."""
+WIDENED = 1024
+"""Outputs whose weights the reference widens together."""
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """codes uint8 [N, K], each below 2^bits -> uint8 [N, ceil(K / 32) * 4 * bits]: one run of bits a row, lowest first."""
+    if pad := -codes.shape[1] % ROW_CODES:
+        codes = F.pad(codes, (0, pad))
+    if bits == 8:
+        return codes.contiguous()
+    each = codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device) & 1
+    byte = each.reshape(codes.shape[0], -1, 8) << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return byte.sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, inputs: int) -> torch.Tensor:
+    """What pack_bits made -> codes uint8 [N, inputs]."""
+    if bits == 8:
+        return packed[:, :inputs]
+    each = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    codes = each.reshape(packed.shape[0], -1, bits) << torch.arange(bits, dtype=torch.uint8, device=packed.device)
+    return codes.sum(-1, dtype=torch.uint8)[:, :inputs]
+
+
+def int_pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int) -> IntMatrix:
+    return IntMatrix(pack_bits(codes, bits), scales.half(), zeros, bits, group, *codes.shape)
+
+
+def dequantized(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
+) -> torch.Tensor:
+    """(code - zero) * scale, float32 [N, K]; codes uint8 [N, K], scales and zeros [N, groups], zeros None: 2^(bits - 1)."""
+    groups = torch.arange(codes.shape[1], device=codes.device) // group
+    zero = float(1 << bits - 1) if zeros is None else zeros.float()[:, groups]
+    return (codes.float() - zero) * scales.float()[:, groups]
+
+
+def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """See IntOps. Weights are widened at each use, some outputs at a time: this saves memory, not time."""
+    given = plain(x, rms_norm)
+    wide, parts = given.float(), []
+    for first in range(0, matrix.out, WIDENED):
+        rows = slice(first, first + WIDENED)
+        codes = unpack_bits(matrix.codes[rows], matrix.bits, matrix.d_in)
+        zeros = None if matrix.zeros is None else matrix.zeros[rows]
+        parts.append(wide @ dequantized(codes, matrix.scales[rows], zeros, matrix.bits, matrix.group).t())
+    out = torch.cat(parts, 1)
+    return (out if bias is None else out + bias.float()).to(given.dtype)
+
+
+def int_linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """stream [T, out] + int_linear(x)."""
+    return stream + int_linear(x, matrix, bias)
+
+
+def int_linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """activate(int_linear(x)) of a merged gate and up."""
+    return activate(int_linear(x, matrix, bias), kind)
+
+
+INT_REFERENCE = IntOps(pack=int_pack, linear=int_linear, linear_add=int_linear_add, linear_activate=int_linear_activate)
 
 REFERENCE = Ops(
     name="reference",
@@ -201,4 +316,6 @@ REFERENCE = Ops(
     linear_add=linear_add,
     linear_activate=linear_activate,
     fp8=FP8_REFERENCE,
+    fp8_weight=FP8_WEIGHT_REFERENCE,
+    integer=INT_REFERENCE,
 )

@@ -92,8 +92,8 @@ class Fp8Weight:
         return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
 
     def activate(self, x: Activation, kind: str) -> Activation:
-        """The activation quantizes: a token's scale takes all of its values, so it is no part of the product."""
-        return self._form.ops.activate(self.apply(x), kind)
+        assert self._matrix is not None
+        return self._form.ops.linear_activate(x, self._matrix, self._bias, self._form.dtype, kind)
 
     def matrix(self) -> Matrix | None:
         return None

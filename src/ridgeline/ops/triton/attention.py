@@ -106,9 +106,19 @@ class _Call:
         return few and rows >= tuning.FEWEST_WIDE_ROWS
 
     @property
+    def snug(self) -> bool:
+        """Whether all rows and heads run at a time, but only if a processor takes one program more than else. Steps that
+        only decode: their kernels are compiled before requests come, those of mixed steps for any number of rows."""
+        least, most = tuning.SPLIT_PROGRAMS_PER_PROCESSOR, tuning.SNUG_PROGRAMS_PER_PROCESSOR
+        programs, processors = self.step.rows.shape[0] * self.view.kv.shape[2], _processors(self.q.device)
+        fits = self.step.max_query == 1 and self.group <= tuning.SPLIT_QUERIES and self.width in tuning.SNUG_SPLIT_TILES
+        return fits and least * processors <= programs < most * processors
+
+    @property
     def wave(self) -> int:
         """Programs of the split kernel that run at a time."""
-        return _processors(self.q.device) * (1 if self.wide else tuning.SPLIT_PROGRAMS_PER_PROCESSOR)
+        each = tuning.SNUG_PROGRAMS_PER_PROCESSOR if self.snug else tuning.SPLIT_PROGRAMS_PER_PROCESSOR
+        return _processors(self.q.device) * (1 if self.wide else each)
 
     @property
     def one_wave(self) -> bool:
@@ -119,7 +129,8 @@ class _Call:
         if self.q.dtype == torch.float32:
             return tuning.FLOAT32_SPLIT if split else tuning.FLOAT32_CHUNK
         if split:
-            return (tuning.WIDE_SPLIT_TILES if self.wide else tuning.SPLIT_TILES)[self.width]
+            tiles = tuning.SNUG_SPLIT_TILES if self.snug else tuning.SPLIT_TILES
+            return (tuning.WIDE_SPLIT_TILES if self.wide else tiles)[self.width]
         if self.on_hopper:
             return tuning.HOPPER_TILE
         short = self.step.max_query <= tuning.LONGEST_SHORT_CHUNK

@@ -1,7 +1,8 @@
 """8-bit linears: products that stream e4m3 weights.
 
-One token is a matrix-vector product in registers; up to LARGEST_SMALL tokens a tensor-core product that splits the inputs
-so that every processor streams weights; beyond it cuBLAS (`torch._scaled_mm`), which is bound by arithmetic there.
+One token is a matrix-vector product in registers (fp8_vector; here for shapes that it does not take); up to LARGEST_SMALL
+tokens a tensor-core product that splits the inputs so that every processor streams weights; beyond it cuBLAS
+(`torch._scaled_mm`), which is bound by arithmetic there.
 """
 
 # mypy: allow-untyped-defs
@@ -14,11 +15,10 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
+from ridgeline.ops.triton import fp8_vector
 from ridgeline.ops.triton.launch import await_inputs, overlap
-from ridgeline.ops.triton.quantize import activate, quantize, rms_norm, scale_of
-
-WIDEST_VECTOR = 4096
-"""Inputs up to which the matrix-vector kernel quantizes a plain x itself, each program again."""
+from ridgeline.ops.triton.quantize import activate, quantize, rms_norm
+from ridgeline.ops.triton.shapes import ResidentTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,16 @@ class Small:
 
 WIDE = 16384
 """Outputs above which a matrix fills the chip with large tiles; smaller ones want many programs."""
-# Measured with benchmarks/products_fp8.py --sweep. One token: inputs up to WIDEST_VECTOR by width, then longer ones.
-VECTORS = (Vector(4, 4096, 4), Vector(2, 2048, 4))
-LONG_VECTOR = Vector(1, 2048, 4)
+# Measured with benchmarks/products_fp8.py --sweep.
+VECTOR = Vector(1, 2048, 4)
+"""Of one token that fp8_vector does not take."""
+# (most outputs, fewest inputs) -> launch of fp8_vector; the first that fits serves. Measured in whole steps of an 8B.
+RESIDENT = (
+    (1 << 62, 4097, ResidentTile(2, 8, 264, 4)),
+    (4096, 0, ResidentTile(8, 8, 132, 5)),
+    (WIDE, 0, ResidentTile(4, 4, 264, 4)),
+    (1 << 62, 0, ResidentTile(4, 4, 528, 4)),
+)
 _MANY = Small(64, 128, 132, 4, 6)
 # Tokens of a tile -> launches for up to WIDE outputs and for more; None: cuBLAS is faster.
 SMALL: dict[int, tuple[Small, Small | None]] = {
@@ -77,7 +84,6 @@ def _vector_kernel(
     out_ptr,
     outputs,
     inputs: tl.constexpr,
-    PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
@@ -85,8 +91,8 @@ def _vector_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS outputs of one token. PLAIN: x is not quantized yet; then one block covers all inputs. ADD: out holds the
-    stream, which the outputs join. The first weights are asked for before the kernel that makes x has ended."""
+    """ROWS outputs of one token. ADD: out holds the stream, which the outputs join. The first weights are asked for before
+    the kernel that makes x has ended."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < outputs
     w_row = w_ptr + tl.where(real, row, 0).to(tl.int64)[:, None] * inputs
@@ -95,11 +101,6 @@ def _vector_kernel(
     w = tl.load(w_row + at[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
     await_inputs(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if PLAIN:
-        factor, scale = scale_of(tl.max(tl.abs(x.to(tl.float32)), 0))
-        x = (x.to(tl.float32) * factor).to(tl.float8e4nv)
-    else:
-        scale = tl.load(x_scale_ptr)
     acc = w.to(tl.float32) * x.to(tl.float32)[None, :]
     for block in tl.static_range(1, BLOCKS):
         here = block * BLOCK + at
@@ -107,7 +108,7 @@ def _vector_kernel(
         w = tl.load(w_row + here[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + here, mask=inside, other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    out = tl.sum(acc, 1) * (scale * tl.load(w_scale_ptr + row, mask=real, other=0.0))
+    out = tl.sum(acc, 1) * (tl.load(x_scale_ptr) * tl.load(w_scale_ptr + row, mask=real, other=0.0))
     if BIAS:
         out += tl.load(bias_ptr + row, mask=real, other=0.0).to(tl.float32)
     if ADD:
@@ -116,27 +117,20 @@ def _vector_kernel(
 
 
 def vector(
-    x: torch.Tensor | Scaled,
-    matrix: Fp8Matrix,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    launch: Vector,
-    add: bool = False,
+    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Vector, add: bool = False
 ) -> None:
-    """One token's outputs into out [1, outputs], or added to what is there; a plain x must fit into launch.inputs."""
+    """One token's outputs into out [1, outputs], or added to what is there."""
     outputs, inputs = matrix.values.shape
-    values, scales = (x.values, x.scales) if isinstance(x, Scaled) else (x, matrix.scales)
     block = min(launch.inputs, triton.next_power_of_2(inputs))
     _vector_kernel[(triton.cdiv(outputs, launch.rows),)](
-        values,
-        scales,
+        x.values,
+        x.scales,
         matrix.values,
         matrix.scales,
         matrix.scales if bias is None else bias,
         out,
         outputs,
         inputs,
-        PLAIN=not isinstance(x, Scaled),
         BIAS=bias is not None,
         ADD=add,
         ROWS=launch.rows,
@@ -145,6 +139,11 @@ def vector(
         num_warps=launch.warps,
         **overlap(out.device),
     )
+
+
+def resident_for(outputs: int, inputs: int) -> ResidentTile:
+    """The launch of fp8_vector."""
+    return next(tile for most, least, tile in RESIDENT if outputs <= most and inputs >= least)
 
 
 # --- several tokens ---------------------------------------------------------------------------------------------------
@@ -312,13 +311,6 @@ def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, fast: bool =
     )
 
 
-def _vector_for(x: Activation, outputs: int, inputs: int) -> Vector:
-    """A plain x is quantized by every program, which must see all of it at once."""
-    if inputs > WIDEST_VECTOR:
-        return LONG_VECTOR
-    return VECTORS[outputs > WIDE and isinstance(x, Scaled)]
-
-
 def _small_for(tokens: int, outputs: int) -> Small | None:
     """The launch for so many tokens; None: more than the small product is good for."""
     if tokens > LARGEST_SMALL:
@@ -334,22 +326,23 @@ def _product(
     stream: torch.Tensor | None,
 ) -> torch.Tensor:
     """x W^T + bias in dtype; with a stream, contiguous and of that dtype, added into its memory."""
+    outputs, inputs = matrix.values.shape
+    if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
+        return fp8_vector.product(x, matrix, bias, resident_for(outputs, inputs), stream)
     if isinstance(x, Normed):
         x = rms_norm(x.x, x.weight, x.eps, x.offset)
-    outputs, inputs = matrix.values.shape
-    tokens = (x.values if isinstance(x, Scaled) else x).shape[0]
-    if not isinstance(x, Scaled) and (tokens != 1 or inputs > WIDEST_VECTOR):
+    elif not isinstance(x, Scaled):
         x = quantize(x)
+    tokens = x.values.shape[0]
     launch = _small_for(tokens, outputs)
-    if isinstance(x, Scaled) and launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
+    if launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
         out = _large(x, matrix, bias)
         return out if stream is None else stream.add_(out)
     add = stream is not None
     out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device) if stream is None else stream
     if tokens == 1:
-        vector(x, matrix, bias, out, _vector_for(x, outputs, inputs), add)
+        vector(x, matrix, bias, out, VECTOR, add)
     elif tokens:
-        assert isinstance(x, Scaled)
         small(x, matrix, bias, out, launch or _MANY, add)
     return out
 
@@ -364,9 +357,19 @@ def linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stre
     return _product(x, matrix, bias, stream.dtype, stream.contiguous())
 
 
+def linear_activate(
+    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
+) -> Activation:
+    """See Fp8Ops; plain for one token, which the next product quantizes."""
+    if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
+        return fp8_vector.product(x, matrix, bias, resident_for(*matrix.values.shape), kind=kind)
+    return activate(linear(x, matrix, bias, dtype), kind)
+
+
 FP8_TRITON = Fp8Ops(
     activate=activate,
     pack=pack,
     linear=linear,
     linear_add=linear_add,
+    linear_activate=linear_activate,
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.table import Normed, Plain
 from ridgeline.ops.triton.activation import KINDS, gated
@@ -149,7 +150,7 @@ def vector_product(
 
 
 @triton.jit
-def _rows(group, n, KIND: tl.constexpr, ROWS: tl.constexpr):
+def rows_of(group, n, KIND: tl.constexpr, ROWS: tl.constexpr):
     """A group of ROWS rows of w [n, k]; for an activation gate and up of the same features in turn."""
     row = group * ROWS + tl.arange(0, ROWS)
     if KIND != 0:
@@ -159,13 +160,13 @@ def _rows(group, n, KIND: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _group(w_ptr, group, groups, at, n, k, KIND: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
-    """A group of rows [ROWS, BLOCK] of the weight; behind the last one nothing is read."""
-    row = w_ptr + tl.minimum(_rows(group, n, KIND, ROWS), n - 1).to(tl.int64)[:, None] * k + at[None, :]
+def _group(w_ptr, group, at, n, k, KIND: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """A group of rows [ROWS, BLOCK] of the weight."""
+    row = w_ptr + tl.minimum(rows_of(group, n, KIND, ROWS), n - 1).to(tl.int64)[:, None] * k + at[None, :]
     if EVEN:
-        return tl.load(row, mask=group < groups, other=0.0, eviction_policy="evict_first")
+        return tl.load(row, eviction_policy="evict_first")
     else:
-        return tl.load(row, mask=(group < groups) & (at < k)[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(row, mask=(at < k)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def _token(x_ptr, gain, at, k, eps, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _put(
+def put(
     out_ptr,
     bias_ptr,
     value,
@@ -190,7 +191,7 @@ def _put(
     ROWS: tl.constexpr,
 ):
     """One token's outputs from its products [ROWS] with a group of rows."""
-    row = _rows(group, n, KIND, ROWS)
+    row = rows_of(group, n, KIND, ROWS)
     if KIND == 0:
         _store(out_ptr, bias_ptr, value, row, n, BIAS, ADD)
     else:
@@ -220,41 +221,40 @@ def resident_kernel(
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out [TOKENS, n] = x [TOKENS, k] w [n, k]^T + bias for one or two tokens, with all k in a block.
 
-    A program keeps x and walks over groups of ROWS rows of w: the next group is asked for as soon as the registers of the
-    last one are free, and arrives while its sums are gathered. ADD: as in vector_kernel. NORM: x is normed with gain [k] (+
-    1 with OFFSET) first. KIND: see activation.KINDS; w is a merged gate and up then, and out [TOKENS, n / 2] takes act(gate)
-    * up.
+    A program keeps x and walks over groups of ROWS rows of w, which a pipeline of STAGES brings ahead: its first loads are
+    under way before the wait for x. ADD: as in vector_kernel. NORM: x is normed with gain [k] (+ 1 with OFFSET) first. KIND:
+    see activation.KINDS; w is a merged gate and up then, and out [TOKENS, n / 2] takes act(gate) * up.
     """
     at = tl.arange(0, BLOCK)
     groups = (n + ROWS - 1) // ROWS
     first = tl.program_id(0)
-    w = _group(w_ptr, first, groups, at, n, k, KIND, EVEN, ROWS)
     gain = tl.full((BLOCK,), 1.0, tl.float32)
     if NORM:
         gain = _read(gain_ptr, at, k, EVEN)
         if OFFSET:
             gain += 1.0
-    await_inputs(PDL)
-    x0 = _token(x_ptr, gain, at, k, eps, NORM, EVEN)
+    if PDL:
+        gdc_launch_dependents()
+    x0 = tl.zeros((BLOCK,), tl.float32)
     x1 = x0
-    if TOKENS > 1:
-        x1 = _token(x_ptr + x_stride, gain, at, k, eps, NORM, EVEN)
     size = n if KIND == 0 else n // 2
-    for group in range(first, groups, tl.num_programs(0)):
-        wide = w.to(tl.float32)
-        part0 = _part(wide, x0, ROWS, BLOCK)
-        part1 = part0
+    for group in tl.range(first, groups, tl.num_programs(0), num_stages=STAGES):
+        wide = _group(w_ptr, group, at, n, k, KIND, EVEN, ROWS).to(tl.float32)
+        if group == first:
+            if PDL:
+                gdc_wait()
+            x0 = _token(x_ptr, gain, at, k, eps, NORM, EVEN)
+            if TOKENS > 1:
+                x1 = _token(x_ptr + x_stride, gain, at, k, eps, NORM, EVEN)
+        put(out_ptr, bias_ptr, tl.sum(_part(wide, x0, ROWS, BLOCK), 1), group, n, BIAS, ADD, KIND, ROWS)
         if TOKENS > 1:
-            part1 = _part(wide, x1, ROWS, BLOCK)
-        w = _group(w_ptr, group + tl.num_programs(0), groups, at, n, k, KIND, EVEN, ROWS)
-        _put(out_ptr, bias_ptr, tl.sum(part0, 1), group, n, BIAS, ADD, KIND, ROWS)
-        if TOKENS > 1:
-            _put(out_ptr + size, bias_ptr, tl.sum(part1, 1), group, n, BIAS, ADD, KIND, ROWS)
+            put(out_ptr + size, bias_ptr, tl.sum(_part(wide, x1, ROWS, BLOCK), 1), group, n, BIAS, ADD, KIND, ROWS)
 
 
 def resident_product(
@@ -292,6 +292,7 @@ def resident_product(
         OFFSET=norm is not None and norm.offset,
         KIND=KINDS[kind],
         EVEN=k == block,
+        STAGES=tile.stages,
         ROWS=tile.rows,
         BLOCK=block,
         num_warps=tile.warps,

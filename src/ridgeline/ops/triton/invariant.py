@@ -24,6 +24,7 @@ from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.fp8 import Small
 from ridgeline.ops.triton.gemm_small import _biased, matrix_product
+from ridgeline.ops.triton.integer import widened
 from ridgeline.ops.triton.invariant_attention import attention
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.norm import rms_norm
@@ -262,10 +263,23 @@ def fp8_linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, 
     return stream
 
 
-FP8_INVARIANT = Fp8Ops(activate=quantize.activate, pack=fp8.pack, linear=fp8_linear, linear_add=fp8_linear_add)
+def fp8_linear_activate(
+    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
+) -> Scaled:
+    """See reference.fp8_linear_activate."""
+    return quantize.activate(fp8_linear(x, matrix, bias, dtype), kind)
 
 
-INVARIANT = replace(
+FP8_INVARIANT = Fp8Ops(
+    activate=quantize.activate,
+    pack=fp8.pack,
+    linear=fp8_linear,
+    linear_add=fp8_linear_add,
+    linear_activate=fp8_linear_activate,
+)
+
+
+_FLOATS = replace(
     TRITON,
     name="triton, batch-invariant",
     # A program's share of the heads decides how they are normed; one KV head whatever the number of tokens.
@@ -277,3 +291,4 @@ INVARIANT = replace(
     linear_activate=linear_activate,
     fp8=FP8_INVARIANT,
 )
+INVARIANT = replace(_FLOATS, integer=widened(_FLOATS))

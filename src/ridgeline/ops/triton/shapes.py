@@ -26,11 +26,17 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTile:
-    """Programs that keep x in registers. rows: of the weight at a time. programs: that share all rows."""
+    """Programs that keep x in registers. rows: of the weight at a time. programs: that share all rows, each as many.
+    stages: of the pipeline that brings them.
+
+    A kernel comes up while the one before it still holds processors. Where more programs fit on one than its share, some
+    take more and others stay idle to the end, so the registers or the pipeline's memory must leave room for just so many.
+    """
 
     rows: int
     warps: int
     programs: int
+    stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,12 @@ WIDEST_RESIDENT = 8192
 _Table = dict[int, tuple[_For, ...]]
 _PLAIN: _Table = {
     1: (
-        _For(16384, 8192, VectorTile(8, 2048, 8)),
-        _For(4096, 4096, ResidentTile(4, 8, 264)),
-        _For(2048, 2048, VectorTile(4, 2048, 8)),
+        _For(16384, 16385, VectorTile(8, 2048, 8)),
+        _For(16384, 8192, ResidentTile(2, 16, 132, 3)),
+        _For(4096, 4097, ResidentTile(2, 8, 264, 4)),
+        _For(4096, 4096, ResidentTile(4, 8, 132, 5)),
+        _For(2048, 4097, VectorTile(4, 2048, 8)),
+        _For(2048, 2048, ResidentTile(4, 4, 264, 3)),
         _For(4096, 0, VectorTile(4, 1024, 4)),
         _For(ANY, 4096, VectorTile(2, 4096, 8)),
         _For(ANY, 2048, VectorTile(2, 2048, 8)),
@@ -119,9 +128,9 @@ _PLAIN: _Table = {
 _NORM: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
-        _For(ANY, 4097, ResidentTile(2, 16, 264)),
-        _For(ANY, 2048, ResidentTile(2, 8, 528)),
-        _For(ANY, 0, ResidentTile(8, 2, 1056)),
+        _For(ANY, 4097, ResidentTile(2, 16, 264, 4)),
+        _For(ANY, 2048, ResidentTile(2, 8, 528, 4)),
+        _For(ANY, 0, ResidentTile(8, 2, 1056, 3)),
     ),
     2: (
         _For(ANY, 4096, None),
@@ -132,9 +141,9 @@ _NORM: _Table = {
 _NORM_GATE: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
-        _For(ANY, 4097, ResidentTile(2, 16, 264)),
-        _For(ANY, 2048, ResidentTile(2, 8, 528)),
-        _For(ANY, 0, ResidentTile(4, 2, 1056)),
+        _For(ANY, 4097, ResidentTile(2, 16, 264, 4)),
+        _For(ANY, 2048, ResidentTile(2, 4, 528, 4)),
+        _For(ANY, 0, ResidentTile(4, 2, 1056, 4)),
     ),
     2: (
         _For(ANY, 4096, None),
@@ -154,7 +163,7 @@ _GATE: _Table = {
     ),
     64: (
         _For(16384, 0, None),
-        _For(ANY, 0, MatrixTile(64, 128, 128, 8, 4)),
+        _For(ANY, 0, MatrixTile(64, 128, 128, 4, 4)),
     ),
     128: (
         _For(16384, 0, None),

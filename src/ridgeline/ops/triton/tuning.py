@@ -34,9 +34,13 @@ WIDE_SPLIT_TILES = {
     128: Tile(16, 128, 4, 3),
     256: Tile(16, 64, 8, 3),
 }
+# Where one program for every row and head is a little more than SPLIT_PROGRAMS_PER_PROCESSOR: with less memory each, one
+# more fits on a processor, and all still run at a time.
+SNUG_SPLIT_TILES = {128: Tile(16, 64, 4, 2)}
+SNUG_PROGRAMS_PER_PROCESSOR = 4
 FEWEST_WIDE_ROWS = 4
 """Rows below which contexts are mostly too short for that: in a step of an 8B with one row of 128 tokens it cost 1.9 us a
-layer, one row of 32,768 alone would gain 1.4."""
+layer. Attention alone gains 1.4 at one row of 32,768, a whole step nothing."""
 CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
     32: Tile(128, 64, 4, 3),

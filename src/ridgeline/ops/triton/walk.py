@@ -168,7 +168,7 @@ def _pages(pages_ptr, first, end, page_tokens: tl.constexpr, KEYS: tl.constexpr)
 @triton.jit
 def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.constexpr):
     """A program's unit, and the wait for earlier kernels: here, or left to the caller where the unit's first AHEAD slots
-    were written by earlier steps.
+    were written by earlier steps. AHEAD 0: always left to the caller.
 
     planned: whether an earlier kernel of this step waited for the plan before it let others begin. The first one to use a
     plan does, so all after it may read it, and what was written before it, without waiting. They read it from L2 (.cg):
@@ -180,11 +180,9 @@ def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.co
         gdc_launch_dependents()
     work = load_unit(units_ptr, units, unit)
     row, begin, end, _, n, length, _, _, _ = work
-    if PDL:
-        if AHEAD > 0:
-            if (row < 0) | (tl.minimum(begin + AHEAD, end) > length - n):
-                gdc_wait()
-        else:
+    if PDL and AHEAD > 0:
+        fresh = (row < 0) | (tl.minimum(begin + AHEAD, end) > length - n)
+        if fresh:
             gdc_wait()
     return work
 
@@ -243,6 +241,8 @@ def split_kernel(
     row, begin, end, first_query, n, length, first_unit, count, index = unit
     start = length - n
     if row < 0:
+        if PDL and AHEAD == 0:
+            gdc_wait()
         return
     packed = tl.arange(0, QUERIES)
     place = packed // group
@@ -256,6 +256,9 @@ def split_kernel(
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
     page = _pages(pages_ptr, begin, end, page_tokens, KEYS)
     own_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
+    if PDL and AHEAD == 0:
+        # Pages and positions were there before the plan; what comes now was written for this layer.
+        gdc_wait()
     own_ancestors = token
     if TREE:
         own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
