@@ -1,32 +1,48 @@
-"""Goodput of the shipped model on this CPU under a real trace, found by search, and the why of its slowest requests:
+"""Goodput under a real trace, found by search, the why of the slowest requests, and what an output token costs in input tokens:
 
     python benchmarks/goodput.py --trace TRACE.csv --context 1024 --out benchmarks/results/goodput.json
+    python benchmarks/goodput.py --trace TRACE.csv --context 16384 --device cuda --shape benchmarks/models/llama-3.1-8b \\
+        --start 8 --requests 200 --out benchmarks/results/goodput.json
 
-`ridgeline serve` runs on the first core with one thread, the load generator on the last. All runs send the same requests,
+The first serves the shipped model on the first core with one thread; the second random weights in the shape of a
+config.json, with the shipped tokenizer, on a GPU and all cores but the last. The load generator has the last core. Prompts
+are token ids. All runs send the same requests,
 the trace's first ones that fit the context (kept; those passed over are dropped), with the trace's own bursts scaled to the
 rate. The search is that of `ridgeline bench search`: the highest rate at which a share of all offered requests meets the
 SLO and requests do not pile up (`kept_up`, completions over arrivals, at least 0.9). The first row is the best run, or that
-of the lowest rate where none met it (`met`); every run has a row of its own.
+of the lowest rate where none met it (`met`); every run has a row of its own. Before the search requests come one at a time
+for a few seconds (`-equivalence`): the median time per output token over the median of prefill seconds per prompt token, from
+the server's own ledger, alone and in the shown run.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
-from dataclasses import replace
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from common import cpu_name, provenance, write_rows
 
 from ridgeline.bench.figures import kept_up, missed, run_json, throughput, trouble
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.own import serving
+from ridgeline.bench.probe import fetch
 from ridgeline.bench.record import Run
-from ridgeline.bench.search import Found, search
+from ridgeline.bench.search import Found, meets, saturated, search
 from ridgeline.bench.session import Asked, Session
 from ridgeline.bench.traces import read_trace
+from ridgeline.core.errors import RidgelineError
+from ridgeline.models.hub import shipped_model
 
 WORDS = ("id", "summary", "verdict", "blame", "reasons")
 """What is kept of a why."""
@@ -60,10 +76,12 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def tell(run: Run) -> None:
-    rates = throughput(run)
+    rates, told = throughput(run), run_json(run)
     print(
         f"{run.facts['rate']:.3g} requests/s: {run.attainment:.1%} of {len(run.rows)} good,"
-        f" {rates['goodput_requests_per_s']:.3g} good requests/s {missed(run)} {trouble(run)}",
+        f" {rates['goodput_requests_per_s']:.3g} good requests/s, kept up {kept_up(run):.3f},"
+        f" TTFT p50 and p99 {told['p50_ttft_ms']:.0f} and {told['p99_ttft_ms']:.0f} ms,"
+        f" TPOT {told['p50_tpot_ms']:.1f} and {told['p99_tpot_ms']:.1f} ms {missed(run)} {trouble(run)}",
         flush=True,
     )
 
@@ -73,33 +91,129 @@ def shown(found: Found) -> Run:
     return found.best or min(found.runs, key=lambda run: float(run.facts["rate"]))
 
 
-async def measure(arguments: argparse.Namespace) -> tuple[Found, list[dict[str, Any]]]:
-    """(what the search found, the whys of the slowest requests of its best run, or of the lowest rate if none met it)."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0]})  # what is started now stays there
-    flags = ["--device", "cpu", "--threads", "1", "--slo", arguments.slo]
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one server showed. alone: see `equivalence`, of requests one at a time; loaded: of the shown run. device: as
+    the server names it."""
+
+    found: Found
+    whys: list[dict[str, Any]]
+    alone: dict[str, float]
+    loaded: dict[str, float]
+    device: str
+
+
+def found_among(runs: list[Run], attain: float, why: str) -> Found:
+    """What a search has found that was stopped before its end. Raises RidgelineError if it has made no run."""
+    if not runs:
+        raise RidgelineError(f"no run ended ({why}): give --patience more seconds, or less --requests.")
+    met = [run for run in runs if meets(run, attain) and not saturated(run) and not trouble(run)]
+    best = max(met, key=lambda run: float(run.facts["rate"]), default=None)
+    return Found(float(best.facts["rate"]) if best else 0.0, best, tuple(runs), len(met) < len(runs), why)
+
+
+def equivalence(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of ended requests as GET /requests lists them: medians of milliseconds per output token after the first and per
+    prompt token computed (admission to first token), and their ratio."""
+    outputs, inputs = [], []
+    for row in rows:
+        computed, prefill_s = row["prompt_tokens"] - row["cached_tokens"], row["spent"]["prefill_s"]
+        if row["tpot_s"] is not None and computed > 0 and prefill_s > 0:
+            outputs.append(row["tpot_s"] * 1e3)
+            inputs.append(prefill_s / computed * 1e3)
+    output, prompt = statistics.median(outputs), statistics.median(inputs)
+    return {
+        "requests": len(outputs),
+        "ms_per_output_token": round(output, 4),
+        "ms_per_input_token": round(prompt, 5),
+        "input_tokens_per_output_token": round(output / prompt, 1),
+    }
+
+
+async def ledger(session: Session, run: Run) -> list[dict[str, Any]]:
+    """The server's own rows of a run's requests, as far as it still has them."""
+    reply = await fetch(session.client, "/requests?limit=1000")
+    asked = {row.answer_id for row in run.rows}
+    return [row for row in msgspec.json.decode(reply.text, type=dict)["data"] if row["id"] in asked]
+
+
+def flags(arguments: argparse.Namespace, folder: str) -> list[str]:
+    """What the server is started with; `folder` is where random weights get their shape, "" for the shipped model."""
+    found = ["--device", arguments.device, "--slo", arguments.slo]
+    if arguments.device == "cpu":
+        found += ["--threads", "1"]
     if arguments.context:
-        flags += ["--max-model-len", str(arguments.context)]
-    async with serving(flags) as url:
-        os.sched_setaffinity(0, {cores[-1]})
-        asked = Asked(
-            TargetConfig(url),
-            WorkloadConfig(trace=arguments.trace, max_requests=arguments.requests),
-            LoadConfig(rate=arguments.start, warmup=2),
-            ResultConfig(slo=arguments.slo),
-        )
-        async with Session(asked, url) as session:
-            found = await search(
-                lambda rate: session.measure(replace(asked.load, rate=rate)),
-                arguments.start,
-                arguments.attain,
-                arguments.precision,
-                tell,
-                arguments.most,
-            )
-            whys = await session.whys(shown(found))
+        found += ["--max-model-len", str(arguments.context)]
+    if folder:
+        found = [folder, "--load-format", "dummy", "--served-model-name", Path(arguments.shape).name, *found]
+    return found
+
+
+def folder_of(shape: str, place: str) -> str:
+    """A model folder in `place` with the shape's config.json and the shipped model's tokenizer, whose vocabulary is filled up
+    to the shape's: a token without text would make no event, and its time to first token would be a later token's. "" without
+    a shape."""
+    if not shape:
+        return ""
+    for file in shipped_model().glob("*token*"):
+        shutil.copy(file, place)
+    shutil.copy(Path(shape) / "config.json", place)
+    wanted = json.loads((Path(shape) / "config.json").read_text())["vocab_size"]
+    target = Path(place) / "tokenizer.json"
+    tokenizer = json.loads(target.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    taken = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab.update({f"filler{index}": index for index in range(wanted) if index not in taken})
+    target.write_text(json.dumps(tokenizer))
+    return place
+
+
+async def measure(arguments: argparse.Namespace) -> Outcome:
+    """Start the server, measure it, stop it."""
+    cores = sorted(os.sched_getaffinity(0))
+    few = arguments.device == "cpu" or len(cores) == 1
+    os.sched_setaffinity(0, set(cores[:1] if few else cores[:-1]))  # what is started now stays there
+    with tempfile.TemporaryDirectory() as place:
+        async with serving(flags(arguments, folder_of(arguments.shape, place))) as url:
+            os.sched_setaffinity(0, {cores[-1]})
+            outcome = await seek(arguments, url)
     os.sched_setaffinity(0, cores)
-    return found, whys
+    return outcome
+
+
+async def seek(arguments: argparse.Namespace, url: str) -> Outcome:
+    asked = Asked(
+        TargetConfig(url, prompts="ids"),
+        WorkloadConfig(trace=arguments.trace, max_requests=arguments.requests),
+        LoadConfig(rate=arguments.start, warmup=arguments.warmup),
+        ResultConfig(slo=arguments.slo),
+    )
+    async with Session(asked, url) as session:
+        state = await fetch(session.client, "/dashboard/data")
+        device = msgspec.json.decode(state.text, type=dict)["facts"]["device"]
+        single = await session.measure(LoadConfig(concurrency=1, duration=arguments.alone, warmup=arguments.warmup))
+        alone = equivalence(await ledger(session, single))
+        print(f"alone: {alone}", flush=True)
+        ledgers: dict[float, dict[str, float]] = {}
+
+        async def at(rate: float) -> Run:
+            run = await session.measure(replace(asked.load, rate=rate))
+            ledgers[rate] = equivalence(await ledger(session, run))
+            return run
+
+        runs: list[Run] = []
+
+        def told(run: Run) -> None:
+            tell(run)
+            runs.append(run)
+
+        try:
+            async with asyncio.timeout(arguments.patience):
+                found = await search(at, arguments.start, arguments.attain, arguments.precision, told, arguments.most)
+        except TimeoutError:
+            found = found_among(runs, arguments.attain, f"after {arguments.patience:g} s")
+        best = shown(found)
+        return Outcome(found, await session.whys(best), alone, ledgers[float(best.facts["rate"])], device)
 
 
 def main() -> None:
@@ -109,17 +223,36 @@ def main() -> None:
     parser.add_argument("--attain", type=float, default=0.9, help="share of offered requests that must meet the SLO")
     parser.add_argument("--start", type=float, default=1.0, help="rate of the first run, requests per second")
     parser.add_argument("--requests", type=int, default=100, help="requests of each run")
+    parser.add_argument("--warmup", type=int, default=16, help="requests sent together before each run, not counted")
     parser.add_argument("--context", type=int, default=0, help="the server's --max-model-len; 0 takes the model's own")
+    parser.add_argument("--alone", type=float, default=10.0, help="seconds of requests one at a time")
+    parser.add_argument("--patience", type=float, default=3600.0, help="seconds of the search at most")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--shape", default="", help="folder of a config.json to fill with random weights; none: shipped"
+    )
+    parser.add_argument("--commit", default="", help="the commit that runs, where there is no .git to ask")
     parser.add_argument("--precision", type=float, default=0.1, help="how near to the limit, as a share of the rate")
     parser.add_argument("--most", type=int, default=6, help="runs at most")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     arguments = parser.parse_args()
-    about = {"device": "cpu", "attain": arguments.attain, **provenance(cpu_name())}
+    outcome = uvloop.run(measure(arguments))
+    machine = cpu_name() if arguments.device == "cpu" else outcome.device
+    about = {"device": outcome.device, "attain": arguments.attain, **provenance(machine, arguments.commit)}
     about["command"] = str(about["command"]).replace(arguments.trace, Path(arguments.trace).name)
-    found, whys = uvloop.run(measure(arguments))
+    table = rows(arguments, outcome, about)
+    print(json.dumps(table[0]), json.dumps(table[2]), *(why["summary"] for why in outcome.whys), sep="\n")
+    if arguments.out:
+        write_rows(arguments.out, table)
+
+
+def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The shown run, its whys, the equivalence, then every run."""
+    found = outcome.found
     best, trace = shown(found), read_trace(Path(arguments.trace))
-    name = f"shipped-cpu-context{best.facts['context']}"
-    rows: list[dict[str, Any]] = [
+    model = Path(arguments.shape).name if arguments.shape else "shipped"
+    name = f"{model}-{arguments.device}-context{best.facts['context']}"
+    return [
         {
             "row": name,
             **figures(best),
@@ -130,12 +263,15 @@ def main() -> None:
             "whole_trace": len(trace.asks),
             **about,
         },
-        {"row": f"{name}-why", "rate": best.facts["rate"], "slowest": [short(why) for why in whys], **about},
+        {
+            "row": f"{name}-why",
+            "rate": best.facts["rate"],
+            "slowest": [short(why) for why in outcome.whys],
+            **about,
+        },
+        {"row": f"{name}-equivalence", "alone": outcome.alone, "loaded": outcome.loaded, **about},
         *({"row": f"{name}-rate-{run.facts['rate']:.4g}", **figures(run), **about} for run in found.runs),
     ]
-    print(rows[0], *(why["summary"] for why in rows[1]["slowest"]), sep="\n")
-    if arguments.out:
-        write_rows(arguments.out, rows)
 
 
 def short(why: dict[str, Any]) -> dict[str, Any]:

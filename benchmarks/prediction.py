@@ -23,11 +23,13 @@ from common import HERE, cpu_name, provenance, write_rows
 from ridgeline.bench.steps import FIT, JUDGE, measure, shapes
 from ridgeline.cli.calibrate import bounds, guess
 from ridgeline.cli.roofline import read_spec
+from ridgeline.core.calibration import Calibration, Errors
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
+from ridgeline.engine.account import place
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.probe import Device, probe
-from ridgeline.planner.calibrate import Calibration, Errors, Measured, calibrate, errors
+from ridgeline.planner.calibrate import Measured, calibrate, errors
 
 MAX_LEN = 10_240
 TURNS = 6
@@ -137,7 +139,8 @@ def main() -> None:
         fit, judge = noted(notes) if arguments.steps else take(model, arguments)
         gc.collect()
         blind = guess(read_spec(model), device)
-        calibration = calibrate(blind, fit, machine, datetime.now(UTC).strftime("%Y-%m-%d"))
+        where = machine if arguments.steps else place(torch.device(device.kind))
+        calibration = calibrate(blind, fit, where, datetime.now(UTC).strftime("%Y-%m-%d"))
         rows = rows_of(Path(name).name, calibration, blind, judge, origin)
         for row in rows:
             if "error" in row:

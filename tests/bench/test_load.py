@@ -59,6 +59,29 @@ def test_closed_loop_keeps_so_many_under_way() -> None:
     assert sent.seconds == pytest.approx(8.0)
 
 
+def turns(times: list[float], sessions: list[int], *, timed: bool) -> Workload:
+    found = [Ask(at, 5, 5, session=session) for at, session in zip(times, sessions, strict=True)]
+    return Workload("w", tuple(found), timed=timed)
+
+
+def test_a_turn_waits_for_the_answer_before_it_and_counts_from_there() -> None:
+    work = turns([0.0, 0.1, 0.2, 5.0], [7, -1, 7, 7], timed=True)
+    sent, server = send(Plan(work), ttft=1.0, itl=0.25)  # two seconds each
+    assert [row.scheduled_s for row in sent.rows] == pytest.approx([0.0, 0.1, 2.0, 5.0])
+    assert [row.ttft_s for row in sent.rows] == pytest.approx([1.0] * 4)
+    assert server.most == 2 and [row.index for row in sent.rows] == [0, 1, 2, 3]
+
+
+def test_users_of_a_closed_loop_hold_one_conversation_each() -> None:
+    work = turns([0.0, 0.0, 0.0, 3.0, 0.0], [1, 2, 1, 2, 3], timed=False)
+    sent, server = send(Plan(work, concurrency=2), ttft=1.0, itl=0.25)
+    # The first user has turns 0 and 2, then 4; the second pauses, as its conversation did, before its second turn.
+    assert [row.scheduled_s for row in sent.rows] == pytest.approx([0.0, 0.0, 2.0, 3.0, 4.0])
+    assert server.most == 2
+    cut, _ = send(Plan(work, concurrency=2, seconds=2.5), ttft=1.0, itl=0.25)
+    assert [row.index for row in cut.rows] == [0, 1, 2, 4], "its turn comes too late: the user goes on to another"
+
+
 def test_closed_loop_ends_by_time() -> None:
     plan = Plan(Workload("w", tuple(Ask(0.0, 5, 5) for _ in range(100))), concurrency=2, seconds=5.0)
     sent, _ = send(plan, ttft=1.0, itl=0.25)

@@ -11,7 +11,7 @@ import pytest
 from ridgeline.bench.compare import compare, paired
 from ridgeline.bench.load import Plan, Writer, send_all
 from ridgeline.bench.record import Run
-from ridgeline.bench.search import doubling, saturated, search, sweep
+from ridgeline.bench.search import doubling, meets, saturated, search, sweep
 from ridgeline.bench.workload import Ask, Workload
 from ridgeline.core.slo import Slo
 
@@ -41,6 +41,31 @@ def test_search_finds_the_capacity() -> None:
     assert found.best.attainment >= 0.9
     # From above it comes down to the same.
     assert run(search(measure, 60.0, 0.9, precision=0.05)).rate == pytest.approx(20.0, rel=0.08)
+
+
+def test_search_holds_to_what_the_slo_says_of_percentiles() -> None:
+    """With a tenth of the answers slow, p80 is met at every rate and p95 at none, whatever share is asked for."""
+
+    async def tenth(rate: float, slo: str) -> Run:
+        slow = [0.5 if at % 10 == 0 else 0.1 for at in range(50)]
+        return make_run([row(at, at=at / rate, ttft=ttft) for at, ttft in enumerate(slow)], slo, rate=rate)
+
+    met = run(search(lambda rate: tenth(rate, "p80(ttft)<=200ms"), 1.0, 0.99, most=3))
+    assert met.rate == 4.0 and met.best is not None and met.best.broken == ()
+    missed = run(search(lambda rate: tenth(rate, "p95(ttft)<=200ms"), 1.0, 0.1, most=3))
+    assert missed.best is None and missed.runs[0].broken == (
+        "p95(ttft)<=200ms: 0.9 of requests are within it, not 0.95",
+    )
+    assert meets(missed.runs[0], 0.1) is False
+
+
+def test_failed_requests_are_within_nothing() -> None:
+    rows = [*(row(at) for at in range(9)), failed(9)]
+    assert make_run(rows, "p90(ttft)<=200ms").broken == ()
+    assert make_run(rows, "p95(ttft)<=200ms,attain>=0.95").broken == (
+        "p95(ttft)<=200ms: 0.9 of requests are within it, not 0.95", "attain>=0.95: 0.9 of requests are good",
+    )  # fmt: skip
+    assert make_run([], "p95(ttft)<=200ms").broken != ()
 
 
 def test_search_says_when_nothing_or_everything_meets_it() -> None:

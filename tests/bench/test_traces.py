@@ -42,11 +42,42 @@ def test_burstgpt_leaves_failures_out() -> None:
     assert found.skipped == 1
 
 
-def test_sharegpt_takes_the_first_question_that_has_an_answer() -> None:
+def test_sharegpt_replays_growing_conversations() -> None:
     found = read_trace(DATA / "sharegpt.json")
-    assert [ask.text for ask in found.asks] == ["How deep is the sea?", "Name a tree."]
+    texts = ["How deep is the sea?", "Name a tree.", "And the Baltic?", "Is that much?"]
+    assert [ask.text for ask in found.asks] == [texts[0], texts[1], "Name a sea.", *texts[2:]]
     assert found.asks[0].output == 7
     assert found.skipped == 1 and not found.timed
+    alone, other, *turns = found.asks
+    assert alone.session == other.session == -1 and alone.history == ()
+    assert len({ask.session for ask in turns}) == 1 and turns[0].session >= 0
+    assert turns[2].history == ("Name a sea.", "The North Sea.", "And the Baltic?", "Fifty metres.")
+    assert [ask.input for ask in turns] == [3, 3 + 4 + 4, 3 + 4 + 4 + 3 + 3], "about four characters per token"
+
+
+WEKA = (
+    '{"id": "one", "block_size": 64, "requests": [{"t": 0.0, "type": "s", "in": 130, "out": 20, "hash_ids": [1, 2, 3]},'
+    ' {"t": 5.0, "requests": [{"t": 1.5, "in": 70, "out": 5, "hash_ids": [9, 8]}]},'
+    ' {"t": 4.0, "type": "n", "in": 200, "out": 0, "hash_ids": [1, 2, 3, 4]}]}'
+)
+
+
+def test_weka_keeps_blocks_of_conversations_apart(tmp_path: Path) -> None:
+    file = tmp_path / "agents.jsonl"
+    file.write_text(WEKA + "\n" + WEKA.replace('"t": 0.0', '"t": 0.5') + "\n")
+    found = read_trace(file)
+    assert found.timed and found.skipped == 2, "answers without a token are no requests"
+    assert [(ask.at_s, ask.input, ask.session) for ask in found.asks] == [
+        (0, 130, 0),
+        (0.5, 130, 1),
+        (6.5, 70, 0),
+        (6.5, 70, 1),
+    ]
+    assert all(ask.block == 64 and len(ask.blocks) == -(-ask.input // 64) for ask in found.asks)
+    assert not set(found.asks[0].blocks) & set(found.asks[1].blocks)
+    single = tmp_path / "one.json"
+    single.write_text(WEKA.replace("[{", "[\n{", 1))
+    assert [ask.input for ask in read_trace(single).asks] == [130, 70]
 
 
 def test_prompts() -> None:

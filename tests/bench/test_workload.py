@@ -12,6 +12,7 @@ import pytest
 
 from ridgeline.bench.options import LoadConfig, WorkloadConfig, source, timed
 from ridgeline.bench.prompts import Prompts, Vocabulary
+from ridgeline.bench.target import Dialect
 from ridgeline.bench.workload import Ask, Workload, arrivals, describe, synthetic
 from ridgeline.core.errors import ConfigError
 
@@ -47,6 +48,26 @@ def test_what_exceeds_the_context_is_dropped_and_counted() -> None:
     assert dropped == 1
     with pytest.raises(ConfigError, match="all 5 requests exceed"):
         timed(Workload("w", asks, True), 20, WorkloadConfig(), LoadConfig())
+
+
+def test_a_conversation_ends_before_the_turn_that_does_not_fit() -> None:
+    sizes, sessions = (50, 60, 95, 70, 40), (1, -1, 1, 1, 2)
+    asks = tuple(Ask(0.0, size, 10, session=session) for size, session in zip(sizes, sessions, strict=True))
+    found, dropped = timed(Workload("w", asks), 100, WorkloadConfig(), LoadConfig(concurrency=2))
+    assert [ask.input for ask in found.asks] == [50, 60, 40] and dropped == 2
+    assert Workload("w", asks).within(100).asks == found.asks
+    assert describe(found)["conversations"] == 2
+
+
+def test_a_conversation_is_asked_with_its_roles_or_as_one_text() -> None:
+    prompt = Prompts(Vocabulary(), 1).make(Ask(0.0, 5, 5, text="Why?", history=("Hi.", "Hello.")), 0)
+    assert prompt == ("Hi.", "Hello.", "Why?")
+    chat = json.loads(Dialect("m", chat=True).body(prompt, 5))
+    assert [(one["role"], one["content"]) for one in chat["messages"]] == [
+        ("user", "Hi."), ("assistant", "Hello."), ("user", "Why?"),
+    ]  # fmt: skip
+    assert json.loads(Dialect("m").body(prompt, 5))["prompt"] == "Hi.\n\nHello.\n\nWhy?"
+    assert json.loads(Dialect("m", chat=True).body("Hi.", 5))["messages"] == [{"role": "user", "content": "Hi."}]
 
 
 def test_a_rate_scales_a_trace_and_keeps_its_burstiness() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.slo import Slo
+from ridgeline.core.slo import Objective, Slo
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,12 @@ from ridgeline.core.slo import Slo
         ("ttft:200 tpot:50 e2el:5000", Slo(0.2, 0.05, 5.0)),  # as `vllm bench serve --goodput` has it
         ("time_to_first_token:200", Slo(0.2, None, None)),
         ("tpot<=0.05s", Slo(None, 0.05, None)),
+        (
+            "p95(ttft)<=500ms & p99(tpot)<=50ms & attain>=0.95",
+            Slo(objectives=(Objective("ttft", 0.95, 0.5), Objective("tpot", 0.99, 0.05)), attain=0.95),
+        ),
+        ("P99.9(e2el) <= 2s, ttft = 200", Slo(0.2, objectives=(Objective("e2e", 0.999, 2.0),))),
+        ("attain=90%", Slo(attain=0.9)),
         ("", Slo()),
     ],
 )
@@ -25,7 +31,30 @@ def test_parse(text: str, slo: Slo) -> None:
     assert bool(slo) == bool(text)
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft=", "ttft=fast", "ttft=0", "ttft=-1", "itl=5", "ttft=1,ttft=2", "=5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ttft",
+        "ttft=",
+        "ttft=fast",
+        "ttft=0",
+        "ttft=-1",
+        "itl=5",
+        "ttft=1,ttft=2",
+        "=5",
+        "ttft>=5",
+        "p95(ttft)",
+        "p95(itl)<=5",
+        "p0(ttft)<=5",
+        "p100(ttft)<=5",
+        "p95(ttft)>=5",
+        "p95(ttft)<=5 p95(ttft)<=6",
+        "attain<=0.9",
+        "attain>=1.5",
+        "attain>=much",
+        "p95(ttft)<=0",
+    ],
+)
 def test_what_cannot_be_meant_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match="slo") as error:
         Slo.parse(text)
@@ -46,3 +75,20 @@ def test_an_answer_of_one_token_has_no_tpot_but_a_first_token_must_come() -> Non
     assert slo.verdict(0.1, None, 0.1) == ""
     assert slo.verdict(None, None, None) == "ttft never reached (limit 200 ms)"
     assert Slo().verdict(None, None, None) == ""
+
+
+def test_a_request_is_judged_by_its_own_limit_or_by_the_loosest_objective() -> None:
+    slo = Slo.parse("p50(ttft)<=100ms p99(ttft)<=400ms tpot=50ms p90(tpot)<=80ms")
+    assert slo.limits() == {"ttft": 0.4, "tpot": 0.05, "e2e": None}
+    assert slo.verdict(0.3, 0.05, 9.0) == "" and slo.verdict(0.5, None, 9.0) == "ttft 500 ms > 400 ms"
+    assert slo.within(0.3, 0.06, 9.0) == (False, True, True)
+    assert slo.within(0.1, None, 9.0) == (True, True, True)
+    assert slo.within(None, None, None) == (False, False, True), "no first token; TPOT does no harm"
+
+
+def test_a_window_misses_what_too_few_requests_are_within() -> None:
+    slo = Slo.parse("p95(ttft)<=200ms, attain>=0.9")
+    assert slo.of_windows and not Slo.parse("ttft=200ms").of_windows
+    assert slo.broken((0.95,), 0.9) == ()
+    assert slo.broken((0.9499,), 0.9) == ("p95(ttft)<=200ms: 0.9499 of requests are within it, not 0.95",)
+    assert slo.broken((1.0,), 0.5) == ("attain>=0.9: 0.5 of requests are good",)

@@ -24,11 +24,13 @@ def test_steps_and_requests_are_accounted() -> None:
     spent = {delta.id: delta.times for delta in local.news() if delta.finish}
     local.close()
     ran = [step for step in steps if step.steps]
+    cost = local.engine.setup.account.cost
+    assert not cost.calibrated, "no file was given"
     expected = [[(0, 40), (0, 25)], *([(39 + turn, 1), (24 + turn, 1)] for turn in range(1, 5)), [(44, 1)]]
     for step, shares in zip(ran, expected, strict=True):
         work = step_work(spec, shares)
         assert (step.flops, step.bytes) == (work.flops, work.bytes)
-        assert step.predicted_s > 0 and step.idle_s >= 0
+        assert step.predicted_s == cost.step_s(work) > 0 and step.idle_s >= 0
     assert ran[0].idle_s == 0, "it had waited for requests, not for the host"
     # Every device second belongs to somebody, by query tokens.
     assert sum(times[4] for times in spent.values() if times) == pytest.approx(sum(step.device_s for step in ran))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ridgeline.metrics import Metrics, RequestRecord, Spent
+from ridgeline.metrics import Ceilings, Metrics, RequestRecord, Spent
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_SECONDS
-from ridgeline.metrics.metrics import Histogram
+from ridgeline.metrics.metrics import MOST_GATHERED, Histogram
 from ridgeline.wire.messages import StepStats
 
 STEP = StepStats(
@@ -96,6 +97,21 @@ def test_request() -> None:
     assert seen["ridgeline:request_params_max_tokens_count"] == 1
 
 
+def test_gathered_records_are_added_up_without_a_reader() -> None:
+    metrics, one_by_one = Metrics("tiny"), Metrics("tiny")
+    for turn in range(MOST_GATHERED + 3):
+        step = StepStats(**{name: getattr(STEP, name) for name in STEP.__struct_fields__})
+        step.host_s, step.prompt_tokens = 1e-5 * turn, turn
+        metrics.on_step(step)
+        one_by_one.on_step(step)
+        if turn % 50 == 0:
+            one_by_one.render()
+    seen, expected = scrape(metrics), scrape(one_by_one)
+    counts = [name for name in expected if "latency" not in name and "per_second" not in name and "busy" not in name]
+    assert {name: seen[name] for name in counts} == pytest.approx({name: expected[name] for name in counts})
+    assert seen["ridgeline:steps_total"] == MOST_GATHERED + 3
+
+
 def test_aborted() -> None:
     metrics = Metrics("tiny")
     for reason in ("cancelled", "cancelled", "overloaded"):
@@ -142,7 +158,10 @@ def test_edges_are_inclusive() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 3.0):
         histogram.add(value)
-    assert histogram.buckets() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    together = Histogram((1.0, 2.0))
+    together.extend((3.0, 1.0, 2.0, 1.5))
+    assert histogram.buckets() == together.buckets() == [(1.0, 1), (2.0, 3), (math.inf, 4)]
+    assert histogram.total == together.total
 
 
 def test_catalogue() -> None:
@@ -155,3 +174,21 @@ def test_two_engines_do_not_share_anything() -> None:
     first, second = Metrics("tiny"), Metrics("tiny")
     first.on_step(STEP)
     assert scrape(second)["ridgeline:prompt_tokens_total"] == 0
+
+
+def test_labels_may_hold_any_text() -> None:
+    metrics = Metrics('a "b"\\c\nd')
+    metrics.aborted('say "no"\n')
+    found = [
+        sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples
+    ]
+    assert {sample.labels["model_name"] for sample in found} == {'a "b"\\c\nd'}
+    assert 'say "no"\n' in {sample.labels.get("reason") for sample in found}
+
+
+def test_predictions_say_what_they_rest_on() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_ready(max_len=64, page_tokens=16, blocks=9)
+    assert scrape(metrics)["ridgeline:step_prediction_info[calibration=uncalibrated]"] == 1
+    metrics.live.ceilings = Ceilings(calibration="2026-11-21, 90 steps")
+    assert scrape(metrics)["ridgeline:step_prediction_info[calibration=2026-11-21, 90 steps]"] == 1

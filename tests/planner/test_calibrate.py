@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ridgeline.core.calibration import FACTORS, Errors, load_calibration
 from ridgeline.core.cost import CostModel, joined, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
-from ridgeline.planner.calibrate import FACTORS, Errors, Measured, calibrate, errors, load_calibration
+from ridgeline.planner.calibrate import Measured, calibrate, errors
 from ridgeline.planner.nnls import nnls
 
 
@@ -76,8 +77,16 @@ def test_kept_as_json(guess: CostModel, tmp_path: Path) -> None:
     again = load_calibration(path, guess.spec)
     assert again == found
     assert all(name in json.loads(path.read_text())["factors"] for name in FACTORS)
-    with pytest.raises(ConfigError, match="another model .*params"):
-        load_calibration(path, replace(guess.spec, vocab_size=32_000))
+    assert load_calibration(path, guess.spec, "machine") == found
+    for spec, device, words in (
+        (replace(guess.spec, vocab_size=32_000), "", r"params 8030\d+, not"),
+        (replace(guess.spec, dtype="float16"), "", "dtype 'bfloat16', not 'float16'"),
+        (replace(guess.spec, quantization="fp8"), "", "quantization '', not 'fp8'"),
+        (guess.spec, "another", "device 'machine', not 'another'"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            load_calibration(path, spec, device)
+        assert refused.value.param == "calibration" and "ridgeline calibrate" in refused.value.message
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no calibration"):
         load_calibration(path, guess.spec)

@@ -271,6 +271,25 @@ def test_thoughts_are_told_apart(thoughtful: Live, stream):
     assert "reasoning_content" not in hidden and hidden["content"] == "Yes."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_of_a_completion_are_counted_and_stay_in_its_text(thoughtful: Live, stream):
+    asked = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = thoughtful.complete(max_tokens=64, **asked)
+    if stream:
+        text = "".join(choice["text"] for event in answer.events for choice in event["choices"])
+        usage = answer.events[-1]["usage"]
+    else:
+        text, usage = answer.json["choices"][0]["text"], answer.json["usage"]
+    assert text == "<think>hm</think>Yes."
+    assert 2 <= usage["completion_tokens_details"]["reasoning_tokens"] <= 4 < usage["completion_tokens"]
+
+
+def test_a_prompt_may_open_the_thought_of_a_completion(polite: Live, thoughtful: Live):
+    inside = thoughtful.complete(prompt="Why? <think>\n", max_tokens=2).json["usage"]
+    assert inside["completion_tokens_details"]["reasoning_tokens"] == 2
+    assert polite.complete(max_tokens=64).json["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
 def test_reasoning_effort_reaches_the_template_or_is_refused(thoughtful: Live, polite: Live):
     assert thoughtful.chat(reasoning_effort="high").status == 200
     assert thoughtful.engine.submits[-1].tokens[-2:] != ids("<think></think>")

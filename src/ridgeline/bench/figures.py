@@ -218,6 +218,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "clock": "latencies count from the scheduled time",
         "invalid": trouble(run),
         "slo_text": str(run.slo),
+        "slo_broken": list(run.broken),
         "throughput": rates,
         "per_character": per_character(run),
         "latency_s": {name: asdict(one) for name, one in spreads.items()},

@@ -24,7 +24,7 @@ from ridgeline.bench.prompts import Prompts
 from ridgeline.bench.record import Row
 from ridgeline.bench.stream import Reply
 from ridgeline.bench.target import Address, Dialect
-from ridgeline.bench.workload import Ask, Workload
+from ridgeline.bench.workload import Ask, Workload, chains
 
 LEAD_S = 0.05
 """Seconds between the decision to start and the first request, so that it is not late already."""
@@ -74,7 +74,9 @@ class Writer:
     def write(self, ask: Ask, index: int, name: str) -> tuple[bytes, int]:
         """(the request, characters of its prompt, 0 for token ids)."""
         prompt = self._prompts.make(ask, index)
-        characters = len(prompt) if isinstance(prompt, str) else 0
+        characters = (
+            sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) if isinstance(prompt, str) else 0
+        )
         body = self._dialect.body(prompt, ask.output)
         return self._address.request(self._dialect.path, body, name), characters
 
@@ -130,8 +132,10 @@ class _Sending:
         self._progress = progress
         self._start = 0.0
         self._done = 0
-        self._ready: deque[tuple[int, bytes, int]] = deque()
+        self._ready: deque[tuple[list[int], bytes, int]] = deque()
+        self._chains = chains(plan.workload.asks)
         self._written = 0
+        """Chains whose first request stands in _ready, or did."""
         self.rows: list[Row | None] = [None] * len(plan.workload.asks)
 
     async def work(self) -> None:
@@ -145,12 +149,12 @@ class _Sending:
         limit = self._plan.concurrency
         gate = None if limit is None else asyncio.Semaphore(limit)
         async with asyncio.TaskGroup() as group:
-            for ask in self._plan.workload.asks:
-                due = self._start + ask.at_s
+            for chain in self._chains:
+                due = self._start + self._plan.workload.asks[chain[0]].at_s
                 while self._clock.now() < due - _IDLE_S and self._write_ahead(len(self._ready) + 1):
                     await asyncio.sleep(0)  # what arrives meanwhile is read in time
                 await self._clock.until(due)
-                group.create_task(self._one(due, gate))
+                group.create_task(self._chain(due, gate))
 
     async def _closed(self) -> None:
         """As soon as one answer has ended, the next request is due."""
@@ -159,15 +163,30 @@ class _Sending:
 
         async def user() -> None:
             while (now := self._clock.now()) <= last and (self._ready or self._write_ahead(1)):
-                await self._one(now, None)
+                await self._chain(now, None, last)
 
-        count = min(self._plan.concurrency or 1, len(self.rows))
+        count = min(self._plan.concurrency or 1, len(self._chains))
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(user())
 
-    async def _one(self, due: float, gate: asyncio.Semaphore | None) -> None:
-        index, data, characters = self._next()
+    async def _chain(self, due: float, gate: asyncio.Semaphore | None, last: float = math.inf) -> None:
+        """The next request, and where it begins a conversation the turns behind it. A turn is due at its own time after the
+        first one, or when the answer before it has ended, whichever is later; none begins after `last`."""
+        asks = self._plan.workload.asks
+        chain, data, characters = self._next()
+        await self._one((chain[0], data, characters), due, gate)
+        for index in chain[1:]:
+            when = max(self._clock.now(), due + asks[index].at_s - asks[chain[0]].at_s)
+            if when > last:
+                return
+            data, characters = self._writer.write(asks[index], index, self._name(index))
+            await self._clock.until(when)
+            await self._one((index, data, characters), when, gate)
+
+    async def _one(self, written: tuple[int, bytes, int], due: float, gate: asyncio.Semaphore | None) -> None:
+        """Send one request. written: its place, its bytes, the characters of its prompt."""
+        index, data, characters = written
         held = 0.0
         if gate is not None:
             waited = self._clock.now()
@@ -185,17 +204,17 @@ class _Sending:
         self._done += 1
         self._progress(self._done)
 
-    def _next(self) -> tuple[int, bytes, int]:
+    def _next(self) -> tuple[list[int], bytes, int]:
         if not self._ready:
             self._write_ahead(1)
         return self._ready.popleft()
 
     def _write_ahead(self, most: int) -> bool:
-        """Make the bytes of requests until `most` are ready, or _AHEAD, or none is left; whether any was made."""
+        """Make the bytes of chains' first requests until `most` are ready, or _AHEAD, or none is left; whether any was made."""
         asks, before = self._plan.workload.asks, self._written
-        while len(self._ready) < min(most, _AHEAD) and self._written < len(asks):
-            index = self._written
-            self._ready.append((index, *self._writer.write(asks[index], index, self._name(index))))
+        while len(self._ready) < min(most, _AHEAD) and self._written < len(self._chains):
+            chain = self._chains[self._written]
+            self._ready.append((chain, *self._writer.write(asks[chain[0]], chain[0], self._name(chain[0]))))
             self._written += 1
         return self._written > before
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ridgeline.bench.target import Address, Dialect
 from ridgeline.bench.traces import read_trace
-from ridgeline.bench.workload import Ask, Workload, arrivals, synthetic
+from ridgeline.bench.workload import Ask, Workload, arrivals, fits, synthetic
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 
@@ -50,7 +50,7 @@ class WorkloadConfig:
     """What is asked: a trace, or lengths drawn at random."""
 
     trace: str = option(
-        "", "file: Azure, BurstGPT or Vidur CSV, Mooncake or prompt JSONL, ShareGPT JSON", "--dataset-path"
+        "", "file: Azure, BurstGPT or Vidur CSV, Mooncake, WEKA or prompt JSONL, ShareGPT JSON", "--dataset-path"
     )
     input_len: str = option("512", "prompt tokens without a trace, as 512 or 100-1000", "--random-input-len")
     output_len: str = option("128", "answer tokens without a trace, as 128 or 10-500", "--random-output-len")
@@ -82,7 +82,7 @@ class LoadConfig:
 class ResultConfig:
     """How the outcome is judged, and where it is written."""
 
-    slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s", "--goodput")
+    slo: str = option("", "limits, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput")
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
     label: str = option("", "name of this run in tables and plots")
     json: bool = option(False, "print run.json instead of a table")
@@ -145,13 +145,13 @@ def timed(given: Workload, context: int | None, config: WorkloadConfig, load: Lo
     limit, within = config.max_requests or len(given.asks), context or math.inf
     kept: list[Ask] = []
     dropped = 0
-    for ask in given.asks:
+    for ask, fit in zip(given.asks, fits(given.asks, within), strict=True):
         if len(kept) == limit or (replayed and load.duration is not None and ask.at_s > load.duration):
             break
-        if ask.input + ask.output > within:
-            dropped += 1
-        else:
+        if fit:
             kept.append(ask)
+        else:
+            dropped += 1
     if not kept:
         what = f"all {dropped} requests exceed the model's context of {context} tokens"
         raise ConfigError(f"{what}: take shorter ones (--input-len, --output-len, another --trace).", param="context")

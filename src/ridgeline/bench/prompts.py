@@ -53,8 +53,11 @@ class Prompts:
             [str(index).encode() for index in vocabulary.ids] if vocabulary.ids else [word.encode() for word in WORDS]
         )
 
-    def make(self, ask: Ask, index: int) -> str | msgspec.Raw:
-        """The prompt of the `index`-th request: a JSON list of ids, or text."""
+    def make(self, ask: Ask, index: int) -> str | tuple[str, ...] | msgspec.Raw:
+        """The prompt of the `index`-th request: a JSON list of ids, text, or the turns of a conversation (user and assistant
+        in turn, the user last)."""
+        if ask.history:
+            return *ask.history, ask.text
         if ask.text:
             return ask.text
         if self._vocabulary.ids:

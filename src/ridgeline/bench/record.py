@@ -119,6 +119,14 @@ class Run:
         return len(self.good) / len(self.rows) if self.rows else math.nan
 
     @property
+    def broken(self) -> tuple[str, ...]:
+        """What of the SLO's percentiles and its share the run misses, in words. Failed requests are within nothing."""
+        rows, slo = self.rows, self.slo
+        kept = [slo.within(row.ttft_s, row.tpot_s, row.e2e_s) for row in rows if not row.error]
+        shares = [sum(one[place] for one in kept) / max(1, len(rows)) for place in range(len(slo.objectives))]
+        return slo.broken(shares, self.attainment)
+
+    @property
     def name(self) -> str:
         """A few words that tell this run from others."""
         facts = self.facts

@@ -154,7 +154,7 @@ def _against_length(runs: Sequence[Run]) -> Chart:
         points = tuple((float(row.input_tokens), row.ttft_s or 0.0, "") for row in rows[::step])
         marks.append(Points(label, points, color))
     flat = [one for mark in marks if isinstance(mark, Points) for one in mark.points]
-    if (limit := runs[-1].slo.ttft_s) is not None:
+    if (limit := runs[-1].slo.limits()["ttft"]) is not None:
         marks.append(Guide(f"limit {_ms(limit)}", y=limit))
         flat.append((flat[0][0], limit, ""))
     axes = Axis.around([x for x, _, _ in flat], "prompt tokens"), Axis.around([y for _, y, _ in flat], "TTFT", unit="s")
@@ -296,7 +296,10 @@ def _points(points: Sequence[Point]) -> str:
 def _facts(run: Run) -> str:
     rates = throughput(run)
     rows = [(name, str(run.facts[name])) for name in _WHAT if run.facts.get(name) is not None]
-    rows += [("slo", str(run.slo) or "none"), ("dropped, too long for the context", f"{run.dropped}")]
+    rows += [
+        ("slo", "; ".join((str(run.slo) or "none", *run.broken))),
+        ("dropped, too long for the context", f"{run.dropped}"),
+    ]
     rows += [("requests/minute", f"{rates['requests_per_minute']:.4g}"), ("seconds", f"{run.seconds:.2f}")]
     return table(("asked", ""), rows)
 

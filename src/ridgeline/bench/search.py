@@ -51,6 +51,12 @@ def saturated(run: Run) -> bool:
     return not math.isnan(share) and share < KEPT_UP
 
 
+def meets(run: Run, attain: float) -> bool:
+    """Whether a run meets its SLO: what that says of a window, or, where it says nothing of windows, a share `attain` of all
+    offered requests."""
+    return not run.broken if run.slo.of_windows else run.attainment >= attain
+
+
 def doubling(start: float, most: int = 12, factor: float = 2.0) -> list[float]:
     """start, 2 start, 4 start, ..."""
     return [start * factor**power for power in range(most)]
@@ -59,7 +65,7 @@ def doubling(start: float, most: int = 12, factor: float = 2.0) -> list[float]:
 async def search(
     measure: Measure, start: float, attain: float, precision: float = 0.05, told: Told | None = None, most: int = 16
 ) -> Found:
-    """The highest rate at which a share `attain` of all offered requests meets the SLO.
+    """The highest rate that `meets` the SLO and does not saturate the server.
 
     Doubles (or halves) until the limit is between two rates, then halves the gap until it is within `precision` of the
     rate. At most `most` runs. A run that was bound by the client says nothing of the server: it is made again, and a
@@ -79,7 +85,7 @@ async def search(
             return Found(low, best, tuple(runs), not math.isinf(high), f"at {rate:g} requests/s {why}")
         if invalid:
             continue
-        if run.attainment >= attain and not saturated(run):
+        if meets(run, attain) and not saturated(run):
             low, best = rate, run
         else:
             high = rate

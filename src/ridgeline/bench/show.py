@@ -46,6 +46,8 @@ def run_table(run: Run) -> RenderableType:
             f"{rates['goodput_requests_per_s']:.4g} requests/s, {run.attainment:.1%} of offered met {run.slo}",
         )
         facts.add_row("missed", by or "nothing")
+        for words in run.broken:
+            facts.add_row("broken", words)
     facts.add_row(
         "completed",
         f"{rates['requests_per_s']:.4g}/s, {rates['requests_per_minute']:.4g}/min, at most {rates['most_at_once']} at once",

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,6 +69,9 @@ class Address:
         return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
 
 
+ROLES = ("user", "assistant")
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What a server understands. chat: /v1/chat/completions instead of /v1/completions. ids: prompts as token ids.
@@ -88,17 +91,19 @@ class Dialect:
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def body(self, prompt: str | Sequence[int] | msgspec.Raw, output: int) -> bytes:
-        """The JSON of one request for `output` tokens."""
+    def body(self, prompt: str | tuple[str, ...] | msgspec.Raw, output: int) -> bytes:
+        """The JSON of one request for `output` tokens. A tuple is a conversation, user and assistant in turn, which a
+        completion is asked to go on as one text."""
+        turns = prompt if isinstance(prompt, tuple) else (prompt,)
         told: dict[str, Any] = {"model": self.model, "max_tokens": output, "stream": True, **self.fields}
         if self.usage != "no":
             told["stream_options"] = {"include_usage": True}
             if self.usage == "each":
                 told["stream_options"]["continuous_usage_stats"] = True
         if self.chat:
-            told["messages"] = [{"role": "user", "content": prompt}]
+            told["messages"] = [{"role": ROLES[at % 2], "content": turn} for at, turn in enumerate(turns)]
         else:
-            told["prompt"] = prompt
+            told["prompt"] = prompt if not isinstance(prompt, tuple) else "\n\n".join(prompt)
         return msgspec.json.encode(told)
 
     def without(self, *names: str) -> Dialect:

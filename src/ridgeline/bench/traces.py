@@ -1,7 +1,8 @@
 """Readers of traces: one per format, chosen by what the file says. All give a Workload.
 
 Azure CSV (Patel et al. 2024, Splitwise), Mooncake JSONL (Qin et al. 2025), BurstGPT CSV (Wang et al. 2024), Vidur CSV,
-ShareGPT JSON, prompts as JSONL, and {"name", "lens": [[input, output], ...]}. A file may be gzipped.
+ShareGPT JSON, WEKA's conversations (kv-cache-tester), prompts as JSONL, and {"name", "lens": [[input, output], ...]}. A file
+may be gzipped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gzip
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -40,10 +41,7 @@ def read_trace(path: Path) -> Workload:
     if not asks:
         raise ConfigError(f"the trace {path} holds no request.", param="trace")
     start = min(ask.at_s for ask in asks)
-    moved = [
-        Ask(ask.at_s - start, ask.input, ask.output, ask.blocks, ask.block, ask.text)
-        for ask in sorted(asks, key=lambda one: one.at_s)
-    ]
+    moved = [replace(ask, at_s=ask.at_s - start) for ask in sorted(asks, key=lambda one: one.at_s)]
     return Workload(path.name, tuple(moved), timed, skipped)
 
 
@@ -68,7 +66,11 @@ def _read(text: str) -> tuple[list[Ask], int, bool]:
     first = text.lstrip().partition("\n")[0]
     if '"lens"' in text[:4096] and not first.rstrip().endswith("}"):
         return _lens(msgspec.json.decode(text.encode()))
+    if '"requests"' in text[:4096] and not first.rstrip().endswith("}"):
+        return _agents([msgspec.json.decode(text.encode())])
     one = msgspec.json.decode(first.encode())
+    if "requests" in one:
+        return _agents([msgspec.json.decode(line.encode()) for line in text.splitlines() if line.strip()])
     return _lens(one) if "lens" in one else _lines(text)
 
 
@@ -158,19 +160,59 @@ def _turn(turns: Sequence[str] | None) -> str:
 
 
 def _conversations(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Ask], int, bool]:
-    """ShareGPT: the first thing a human says, and as long an answer as the one it got."""
+    """ShareGPT: each thing a human says, behind all that was said before, and as long an answer as the one it got.
+
+    What was said before is the trace's own, answers too, so that every server is asked the same.
+    """
     asks: list[Ask] = []
-    for row in rows:
-        asks.extend(_opening(row.get("conversations") or row.get("conversation") or ()))
-    return asks, len(rows) - len(asks), False
+    skipped = 0
+    for number, row in enumerate(rows):
+        found = list(_turns(row.get("conversations") or row.get("conversation") or (), number))
+        asks += found if len(found) != 1 else [replace(found[0], session=-1)]
+        skipped += not found
+    return asks, skipped, False
 
 
-def _opening(turns: Sequence[Mapping[str, Any]]) -> Iterator[Ask]:
+def _turns(turns: Sequence[Mapping[str, Any]], session: int) -> Iterator[Ask]:
+    """Questions that have an answer, from the first one on until one has none."""
     said = [(turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content") or "") for turn in turns]
+    history: tuple[str, ...] = ()
     for (who, prompt), (other, answer) in pairwise(said):
-        if who in ("human", "user") and other in ("gpt", "assistant", "chatgpt") and prompt and answer:
-            yield Ask(0.0, _guess(prompt), _guess(answer), text=prompt)
-            return
+        if who not in ("human", "user"):
+            continue
+        if other not in ("gpt", "assistant", "chatgpt") or not prompt or not answer:
+            if history:
+                return
+            continue
+        known = sum(map(_guess, history))
+        yield Ask(0.0, known + _guess(prompt), _guess(answer), text=prompt, session=session, history=history)
+        history += (prompt, answer)
+
+
+def _agents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Ask], int, bool]:
+    """WEKA's conversations: `t` is seconds after the conversation's begin, block ids mean something within it alone. What an
+    agent's helpers ask (requests within a request) comes in the order of time, as turns of the same conversation."""
+    asks: list[Ask] = []
+    skipped = 0
+    numbers: dict[tuple[int, int], int] = {}
+    for session, row in enumerate(rows):
+        block = int(row.get("block_size", 64))
+        for at, one in sorted(_nested(row["requests"], 0.0), key=lambda each: each[0]):
+            ids = tuple(numbers.setdefault((session, name), len(numbers)) for name in one.get("hash_ids", ()))
+            ask = Ask(at, int(one.get("in", 0)), int(one.get("out", 0)), ids, block, session=session)
+            if ask.input > 0 and ask.output > 0:
+                asks.append(ask)
+            else:
+                skipped += 1
+    return asks, skipped, True
+
+
+def _nested(requests: Sequence[Mapping[str, Any]], start: float) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    for one in requests:
+        at = start + float(one["t"])
+        if "in" in one:
+            yield at, one
+        yield from _nested(one.get("requests", ()), at)
 
 
 def _guess(text: str) -> int:

@@ -8,7 +8,7 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 
 from ridgeline.core.errors import ConfigError
 
@@ -22,6 +22,8 @@ class Ask:
 
     blocks: ids of the prompt's blocks of `block` tokens each, the last one cut to `input`: equal ids are equal tokens, and
     what the ids do not cover is the request's own. text: the prompt itself, where a trace has it.
+    session: number of the conversation that the request is a turn of, -1 for none: it is not sent before the answer to the
+    turn before it has ended. history: what was said before `text`, user and assistant in turn.
     """
 
     at_s: float
@@ -30,6 +32,8 @@ class Ask:
     blocks: tuple[int, ...] = ()
     block: int = 512
     text: str = ""
+    session: int = -1
+    history: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,12 @@ class Workload:
         """Equal for workloads that ask the same, whenever they ask it: runs of both can be compared pair by pair."""
         digest = hashlib.sha256()
         for ask in self.asks:
-            digest.update(repr((ask.input, ask.output, ask.blocks, ask.block, ask.text)).encode())
+            digest.update(repr((ask.input, ask.output, ask.blocks, ask.block, ask.text, ask.history)).encode())
         return digest.hexdigest()[:16]
 
     def within(self, context: int) -> Workload:
-        """Only what fits a context of so many tokens."""
-        return replace(self, asks=tuple(ask for ask in self.asks if ask.input + ask.output <= context))
+        """Only what fits a context of so many tokens; a conversation ends before the turn that does not."""
+        return replace(self, asks=tuple(compress(self.asks, fits(self.asks, context))))
 
     def first(self, count: int | None = None, seconds: float | None = None) -> Workload:
         """The first `count` requests, and of those what comes within `seconds` of the first."""
@@ -86,6 +90,31 @@ class Workload:
         """With these times instead."""
         asks = tuple(replace(ask, at_s=at) for ask, at in zip(self.asks, times, strict=True))
         return replace(self, asks=asks, timed=True)
+
+
+def fits(asks: Iterable[Ask], context: float) -> list[bool]:
+    """Which requests fit a context; those behind one of their conversation that does not fit do not either."""
+    found: list[bool] = []
+    ended: set[int] = set()
+    for ask in asks:
+        found.append(ask.session not in ended and ask.input + ask.output <= context)
+        if not found[-1] and ask.session >= 0:
+            ended.add(ask.session)
+    return found
+
+
+def chains(asks: Sequence[Ask]) -> list[list[int]]:
+    """Places in `asks` of what must be sent one after the other: the turns of each conversation, each other request alone."""
+    found: list[list[int]] = []
+    of: dict[int, list[int]] = {}
+    for place, ask in enumerate(asks):
+        if ask.session in of:
+            of[ask.session].append(place)
+            continue
+        found.append([place])
+        if ask.session >= 0:
+            of[ask.session] = found[-1]
+    return found
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -152,6 +181,8 @@ def describe(workload: Workload) -> dict[str, float]:
         found[f"{name}_mean"] = statistics.fmean(lengths)
         for share in (50, 90, 99):
             found[f"{name}_p{share}"] = lengths[min(len(lengths) - 1, len(lengths) * share // 100)]
+    if any(ask.session >= 0 for ask in asks):
+        found["conversations"] = len({ask.session for ask in asks if ask.session >= 0})
     if any(ask.blocks for ask in asks):
         found |= endless_cache(asks)
     return found

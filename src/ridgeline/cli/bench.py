@@ -37,6 +37,7 @@ from ridgeline.cli.flags import Given, Parser, add_options, parser_for
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
+from ridgeline.core.slo import Slo
 
 CONFIGS = (TargetConfig, WorkloadConfig, LoadConfig, ResultConfig)
 SHIPPED = "shipped"
@@ -55,7 +56,7 @@ class SweepConfig:
 class SearchConfig:
     """What counts as met, and how near to the limit the search goes."""
 
-    attain: float = option(0.9, "share of all offered requests that must meet the SLO")
+    attain: float = option(0.9, "share of all offered requests that must meet the SLO, where that names none")
     precision: float = option(0.05, "width of the last bracket as a share of the rate")
 
 
@@ -165,7 +166,8 @@ async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple
 
 
 def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
-    goal = f"{config.attain:.0%} of all offered requests met {asked.result.slo}"
+    slo = Slo.parse(asked.result.slo)
+    goal = f"{slo} was met" if slo.of_windows else f"{config.attain:.0%} of all offered requests met {slo}"
     if found.best is None:
         return f"At no rate that was tried {goal}; the lowest was {min(run.facts['rate'] for run in found.runs):g} requests/s."
     good = len(found.best.good) / max(found.best.seconds, 1e-9)

@@ -1,12 +1,13 @@
 """Measure steps of this model on this machine and fit the cost model to them, so that predictions are not guesses.
 
 Runs decode steps, prefills and both together in this process (with --load-format dummy a config.json is enough) and
-writes the factors with their errors, leave-one-out among them, for `ridgeline roofline --calibration`.
+writes the factors with their errors, leave-one-out among them, for `ridgeline serve --calibration` and `ridgeline roofline
+--calibration`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,14 +20,16 @@ from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
+from ridgeline.core.calibration import FACTORS, Calibration, Errors
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
+from ridgeline.engine.account import place
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
 from ridgeline.hardware.probe import Device, probe
-from ridgeline.planner.calibrate import FACTORS, Calibration, Errors, Measured, calibrate
+from ridgeline.planner.calibrate import Measured, calibrate
 from ridgeline.planner.roofline import matrix_dtype
 from ridgeline.planner.svg import si
 
@@ -59,14 +62,15 @@ def run(given: Given) -> int:
     spec = read_spec(resolved.model)
     console = Console(stderr=True)
     with Stages(console) as stages:
-        local = LocalEngine.start(resolved.model, resolved.engine, stages)
+        local = LocalEngine.start(resolved.model, replace(resolved.engine, calibration=""), stages)
         try:
             wanted = shapes(FIT, bounds(local, rest.get("most_tokens")))
             steps = measure(local, wanted, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()
     device = probe().device(resolved.engine.device)
-    found = calibrate(guess(spec, device), steps, device.name, datetime.now(UTC).strftime("%Y-%m-%d"))
+    where = place(torch.device(device.kind))
+    found = calibrate(guess(spec, device), steps, where, datetime.now(UTC).strftime("%Y-%m-%d"))
     out = Path(rest.get("out", "calibration.json"))
     out.write_text(found.to_json(), encoding="utf-8")
     show(Console(), found, steps)

@@ -18,7 +18,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.resolve import parse
-from ridgeline.core.sizing import Memory, MemoryPlan, command, size
+from ridgeline.core.sizing import Beside, Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.hardware.table import lookup
@@ -47,7 +47,7 @@ def run(given: Given) -> int:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     _describe(table, spec, device)
     try:
-        plan = size(spec, engine, total, device.kind, taken_bytes=memory.taken, model=model)
+        plan = size(spec, engine, total, device.kind, model=model, beside=Beside(bytes=memory.taken))
     except DoesNotFit as error:
         console.print(table)
         console.print(f"\n[bold]does not fit[/bold]  {escape(error.message)}", soft_wrap=True, highlight=False)

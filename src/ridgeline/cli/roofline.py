@@ -19,6 +19,7 @@ from rich.table import Table
 from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
@@ -28,7 +29,6 @@ from ridgeline.hardware.table import Accelerator, lookup
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
-from ridgeline.planner.calibrate import load_calibration
 from ridgeline.planner.chart import HEAD, roofline_chart, roofline_page, rows
 from ridgeline.planner.cost import usd_per_unit
 from ridgeline.planner.roofline import Load, Phase, Roofline, matrix_dtype, roofline
@@ -45,7 +45,7 @@ def parser() -> Parser:
     group.add_argument("--batch", type=int, metavar="N", help=f"sequences that decode (default: {load.batch})")
     group.add_argument("--context", type=int, metavar="N", help=f"tokens each holds (default: {load.context})")
     group.add_argument("--prompt", type=int, metavar="N", help=f"tokens of the prefill (default: {load.prompt})")
-    group.add_argument("--calibration", metavar="FILE", help="what `ridgeline calibrate` wrote")
+    group.add_argument("--calibration", metavar="FILE", help="what `ridgeline calibrate` wrote (default: none)")
     group = found.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument(
@@ -56,7 +56,8 @@ def parser() -> Parser:
 
 
 def run(given: Given) -> int:
-    spec = read_spec(read(given).model)
+    resolved = read(given)
+    spec = read_spec(resolved.model)
     rest = vars(given.rest)
     accelerator = _accelerator(rest.get("on"))
     load = replace(Load(), **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
@@ -64,7 +65,7 @@ def run(given: Given) -> int:
         if value < 1:
             raise ConfigError(f"--{name} {value} is below 1.", param=name)
     found = roofline(spec, accelerator, load)
-    cost = _cost(spec, accelerator, rest.get("calibration"))
+    cost = _cost(spec, accelerator, resolved.engine.calibration)
     steps = {one.name: cost.step_s(step_work(spec, shares(one.name, load))) for one in found.phases}
     if "svg" in rest:
         Path(rest["svg"]).write_text(document(roofline_chart(found, steps)), encoding="utf-8")
@@ -97,8 +98,8 @@ def _accelerator(name: str | None) -> Accelerator:
     return device.accelerator
 
 
-def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str | None) -> CostModel:
-    if calibration is not None:
+def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
+    if calibration:
         return load_calibration(Path(calibration), spec).cost
     return CostModel(spec, accelerator.peak(matrix_dtype(spec)), accelerator.bandwidth)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, causal_pairs
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step must do at least. flops: multiply-adds count 2. bytes: read and written, weights once.
+class StepWork(NamedTuple):
+    """What a step must do at least; a tuple, because one is made in every step.
+
+    flops: multiply-adds count 2. bytes: read and written, weights once.
 
     Of these totals, attention_flops and kv_bytes are attention's and the cache's; the rest are those of the matrices.
     logits: query tokens whose logits are computed. chunked: some row runs more than one query token.
@@ -67,26 +69,28 @@ class WorkMeter:
 
     def work(self, ends: Sequence[int], counts: Sequence[int], logits: int) -> StepWork:
         """Of a step after which rows hold `ends` tokens, `counts` of them new; logits: query tokens that need logits."""
-        tokens = sum(counts)
+        tokens, rows = sum(counts), len(counts)
         if not tokens:
             return StepWork(0, 0, 0)
-        chunks = (
-            [(end, count) for end, count in zip(ends, counts, strict=True) if count != 1]
-            if tokens != len(counts)
-            else []
-        )
         # Rows of one query token, by far the most, in sums alone; chunks one by one.
-        ones = sum(ends) - sum(end for end, _ in chunks)
+        ones = sum(ends)
+        chunks: list[tuple[int, int]] = []
+        if tokens != rows:
+            chunks = [(end, count) for end, count in zip(ends, counts, strict=True) if count != 1]
+            ones -= sum(end for end, _ in chunks)
         attention = kv = 0
         for window, flops, read in self._kinds:
             seen = ones
             if window is not None:
                 seen = sum(min(end, window) for end, count in zip(ends, counts, strict=True) if count == 1)
-            attention += flops * (seen + sum(causal_pairs(end - count, count, window) for end, count in chunks))
-            kv += read * (seen + sum(end if window is None else min(end, window - 1 + count) for end, count in chunks))
+            attention += flops * seen
+            kv += read * seen
+            for end, count in chunks:
+                attention += flops * causal_pairs(end - count, count, window)
+                kv += read * (end if window is None else min(end, window - 1 + count))
         kv += tokens * self._written
         linear = tokens * self._linear + logits * self._head
-        return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != len(counts))
+        return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,14 @@ class CostModel:
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of a step with this work."""
-        ramp = 1 + self.ramp_tokens / work.tokens if work.tokens else 1.0
-        linear = self._compute_s(work.flops - work.attention_flops) * ramp
-        weights = self._memory_s(work.bytes - work.kv_bytes)
-        attention = work.attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
-        cache = work.kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
-        products = joined(self.overlap, linear, weights, self.launch_s if work.chunked else 0.0)
-        extra = self.overhead_s + work.logits * self.row_s + work.tokens * self.token_s
+        tokens, flops, moved, attention_flops, kv_bytes, logits, chunked = work
+        ramp = 1 + self.ramp_tokens / tokens if tokens else 1.0
+        linear = self._compute_s(flops - attention_flops) * ramp
+        weights = self._memory_s(moved - kv_bytes)
+        attention = attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
+        cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
+        products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
+        extra = self.overhead_s + logits * self.row_s + tokens * self.token_s
         return products + joined(self.overlap, attention, cache) + extra
 
     def bound(self, work: StepWork) -> str:
@@ -154,6 +159,9 @@ class CostModel:
 def joined(overlap: float, *seconds: float) -> float:
     """The norm of order `overlap` of seconds of work that shares a device: their sum at 1, their maximum at infinity."""
     longest = max(seconds)
-    if longest == 0 or math.isinf(overlap):
+    if longest == 0 or overlap == math.inf:
         return longest
-    return float(longest * sum((one / longest) ** overlap for one in seconds) ** (1 / overlap))
+    total = 0.0
+    for one in seconds:
+        total += (one / longest) ** overlap
+    return float(longest * total ** (1 / overlap))

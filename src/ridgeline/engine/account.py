@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ridgeline.core.calibration import load_calibration
 from ridgeline.core.cost import CostModel, WorkMeter
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
@@ -21,9 +22,10 @@ GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
 """Bytes that are read to see what its memory gives: many times its caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accounted:
-    """flops, bytes: by the model's formula. predicted_s: device seconds expected, 0 without a cost model. joules: since the
+class Accounted(NamedTuple):
+    """A tuple, because one is made in every step.
+
+    flops, bytes: by the model's formula. predicted_s: device seconds expected. joules: since the
     last step that has some."""
 
     flops: float = 0.0
@@ -45,20 +47,22 @@ class NoAccount:
 
 
 class DeviceAccount:
-    """Counts by the spec's formulas and the device's own energy counter."""
+    """Counts by the spec's formulas and the device's own energy counter. cost: what predicts, for whoever else must."""
 
-    def __init__(self, spec: ModelSpec, cost: CostModel | None, power: Meter) -> None:
-        self._meter, self._cost, self._power = WorkMeter(spec), cost, power
+    def __init__(self, cost: CostModel, power: Meter) -> None:
+        self.cost = cost
+        self._meter, self._power = WorkMeter(cost.spec), power
 
     def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
         work = self._meter.work(ends, counts, logits)
-        predicted = self._cost.step_s(work) if self._cost is not None else 0.0
-        return Accounted(work.flops, work.bytes, predicted, self._power.take(device_s))
+        return Accounted(work.flops, work.bytes, self.cost.step_s(work), self._power.take(device_s))
 
 
-def open_account(spec: ModelSpec, device: torch.device) -> tuple[DeviceAccount, dict[str, Any]]:
+def open_account(spec: ModelSpec, device: torch.device, calibration: str = "") -> tuple[DeviceAccount, dict[str, Any]]:
     """The account of a model on a device, and the device's ceilings as facts (see metrics.Ceilings): by the table, and as
-    plain kernels reach them here, which takes a tenth of a second."""
+    plain kernels reach them here, which takes a tenth of a second. calibration: file that its predictions follow, "" for
+    a guess by the ceilings. Raises ConfigError for a file of another model, number format or device."""
+    fitted = load_calibration(Path(calibration), spec, place(device)) if calibration else None
     cuda = device.type == "cuda"
     machine = probe()
     known = machine.device("auto" if cuda else "cpu").accelerator
@@ -74,12 +78,17 @@ def open_account(spec: ModelSpec, device: torch.device) -> tuple[DeviceAccount, 
         # Products of a quantized model have another rate, which this product does not show.
         "measured_flops": measured if form is None else 0.0,
         "power": power.kind,
+        "calibration": str(fitted or ""),
         **(_published(known, spec) if known else {}),
     }
-    cost = None
-    if known is not None:
-        cost = CostModel(spec, ceilings["flops"], ceilings["bytes"])
-    return DeviceAccount(spec, cost, power), ceilings
+    guess = CostModel(spec, ceilings.get("flops") or measured, ceilings.get("bytes") or read)
+    return DeviceAccount(fitted.cost if fitted else guess, power), ceilings
+
+
+def place(device: torch.device) -> str:
+    """What a calibration holds for: "NVIDIA H200", or a processor with as many threads as torch has ("AMD EPYC, 2 threads")."""
+    name = probe().device("auto" if device.type == "cuda" else "cpu").name
+    return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def _published(known: Accelerator, spec: ModelSpec) -> dict[str, Any]:

@@ -51,8 +51,15 @@ COUNTERS: Mapping[str, Entry] = {
     "prefix_cache_queries": Entry("Tokens looked up in the prefix cache."),
     "prefix_cache_hits": Entry("Tokens found in the prefix cache."),
     "num_preemptions": Entry("Requests that gave up their blocks and were computed again."),
+    "spec_decode_num_drafts": Entry("Drafts verified."),
     "spec_decode_num_draft_tokens": Entry("Draft tokens verified."),
     "spec_decode_num_accepted_tokens": Entry("Draft tokens accepted."),
+    "spec_decode_num_accepted_tokens_per_pos": Entry(
+        "Draft tokens accepted, by their place in the draft, from 0 on.", label="position"
+    ),
+    "spec_decode_saved_seconds": Entry(
+        "Seconds that drafts saved, by what steps without any take (tries that failed taken off).", ours=True
+    ),
     "request_success": Entry("Finished choices.", label="finished_reason"),
     "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
     "steps": Entry("Steps run.", ours=True),
@@ -87,6 +94,7 @@ LIVE: Mapping[str, Entry] = {
     "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
     "goodput_requests_per_second": Entry("Requests per second within the declared SLO.", ours=True),
     "slo_attainment": Entry("Share of all ended requests, failed ones too, within the declared SLO.", ours=True),
+    "slo_met": Entry("1 if the last minutes meet what the SLO says of percentiles and shares, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
     "mfu": Entry("FLOPs done while busy over the specified peak.", ours=True),
     "mbu": Entry("Bytes that had to move while busy over the specified bandwidth.", ours=True),
@@ -98,6 +106,7 @@ LIVE: Mapping[str, Entry] = {
     "mean_running": Entry("Requests on the device, over its busy time.", ours=True),
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),
+    "decode_step_predicted_seconds": Entry("What the cost model expected of such a step.", ours=True),
     "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),
     "input_tokens_per_output_token": Entry(
         "Prompt tokens that cost as much latency as one output token (medians).", ours=True

@@ -5,9 +5,10 @@ Everything here is over the last minutes; what counts for ever is in `metrics.me
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class Ceilings:
 
     flops, bytes: per second by its specification, at the precision the model computes in. measured_flops,
     measured_bytes: what plain kernels reached on this machine. price: US dollars per hour. power: how joules are
-    known: "nvml", "rapl", "estimate" or "".
+    known: "nvml", "rapl", "estimate" or "". calibration: what predicted step times were fitted to, "" for a guess.
     """
 
     device: str = ""
@@ -40,6 +41,7 @@ class Ceilings:
     measured_bytes: float = 0.0
     price: float = 0.0
     power: str = ""
+    calibration: str = ""
 
 
 class Live:
@@ -54,7 +56,6 @@ class Live:
         self.slo = slo
         self.ceilings = Ceilings()
         self.history = History()
-        self.totals = Totals()
         self._clock, self._wall = clock, wall
         self._windows = {name: Window(SPAN_S) for name in LATENCIES}
         self._error = Window(SPAN_S)
@@ -65,51 +66,78 @@ class Live:
         self._minute_ends: float | None = None
         self._minute: dict[str, int] = {}
         self._last: StepRecord | None = None
+        self._steps: list[StepRecord] = []
+        self._gaps: list[float | None] = []
+        self._second_ends = 0.0
+        """Until then records only gather."""
+        self._n_steps = 0
+        self._device_s = self._mixed_s = self._host_s = self._row_s = 0.0
 
     # --- news -------------------------------------------------------------------------------------------------------
 
     def on_step(self, step: StepRecord, gap_s: float | None) -> None:
-        """A step's record. gap_s: seconds since the last step's tokens, None after a pause."""
-        now = self._clock()
-        self._turn(now)
+        """A step's record. gap_s: seconds since the last step's tokens, None after a pause.
+
+        This runs in every step, so it only keeps the record; a second's records are added together (`_settle`).
+        """
+        self._advance(self._clock())
+        self._steps.append(step)
+        self._gaps.append(gap_s)
         self._last = step
-        self.totals = self.totals.plus(step)
-        amounts = {
-            "prompt_tokens": float(step.prompt_tokens),
-            "output_tokens": float(step.output_tokens),
-            "prefix_queries": float(step.prefix_queries),
-            "prefix_hits": float(step.prefix_hits),
-            "joules": step.joules,
-        }
         if step.steps:
-            amounts |= {
-                "steps": float(step.steps),
-                "device_s": step.device_s,
-                "host_s": step.host_s,
-                "idle_s": step.idle_s,
-                "flops": step.flops,
-                "bytes": step.bytes,
-                "mixed_s": step.device_s if step.prompt_tokens else 0.0,
-                "row_s": step.device_s * step.running,
-                "decode_s": 0.0 if step.prompt_tokens else step.device_s,
-                "decode_steps": 0.0 if step.prompt_tokens else float(step.steps),
-                "decode_bytes": 0.0 if step.prompt_tokens else step.bytes,
-            }
-            if step.predicted_s and step.device_s:
-                self._error.add(now, abs(step.predicted_s - step.device_s) / step.device_s)
-        self._sums.add(now, amounts)
-        self._count("prompt_tokens", step.prompt_tokens)
-        self._count("output_tokens", step.output_tokens)
-        if gap_s is not None and step.output_tokens:
-            self._windows["itl"].add(now, gap_s, step.output_tokens)
+            device_s = step.device_s
+            self._n_steps += step.steps
+            self._host_s += step.host_s
+            self._device_s += device_s
+            self._row_s += device_s * step.running
+            if step.prompt_tokens:
+                self._mixed_s += device_s
+
+    @property
+    def totals(self) -> Totals:
+        """Everything that steps have added up to so far."""
+        return Totals(self._n_steps, self._device_s, self._mixed_s, self._host_s, self._row_s)
+
+    def _advance(self, now: float) -> None:
+        """The clock says `now`: end the second, and the minute, if they are over."""
+        if now >= self._second_ends:
+            self._settle()
+            self._second_ends = math.floor(now) + 1.0
+            self._turn(now)
+
+    def _settle(self) -> None:
+        """Add the records of the second that has passed, or of what there is of this one, to the windows."""
+        if not self._steps:
+            return
+        now = self._second_ends - 1.0  # all records came in the second that begins here
+        steps, gaps, self._steps, self._gaps = self._steps, self._gaps, [], []
+        self._sums.add(now, amounts(steps))
+        self._count("prompt_tokens", sum(step.prompt_tokens for step in steps))
+        self._count("output_tokens", sum(step.output_tokens for step in steps))
+        self._error.extend(
+            now,
+            [
+                (abs(step.predicted_s - step.device_s) / step.device_s, 1)
+                for step in steps
+                if step.steps and step.predicted_s and step.device_s
+            ],
+        )
+        timed = zip(gaps, steps, strict=True)
+        self._windows["itl"].extend(
+            now, [(gap, step.output_tokens) for gap, step in timed if gap is not None and step.output_tokens]
+        )
 
     def on_request(self, record: RequestRecord) -> None:
         """A request has ended, however."""
         now = self._clock()
-        self._turn(now)
+        self._advance(now)
         self._rows.append(record)
         fault = blame(record, self.slo)
-        self._sums.add(now, {"requests": 1.0, "good": 0.0 if fault else 1.0, f"blame_{fault or 'none'}": 1.0})
+        counted = {"requests": 1.0, "good": 0.0 if fault else 1.0, f"blame_{fault or 'none'}": 1.0}
+        if self.slo.objectives and not record.cut:
+            kept = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
+            counted |= {f"within_{place}": 1.0 for place, met in enumerate(kept) if met}
+        self._sums.add(now, counted)
         self._count("requests", 1)
         self._count("good", 0 if fault else 1)
         if record.cut:
@@ -154,6 +182,7 @@ class Live:
 
     def quantiles(self) -> Iterator[tuple[str, float, float]]:
         """(latency, share, seconds) for all that was seen."""
+        self._settle()
         now = self._clock()
         for name, window in self._windows.items():
             for share, value in zip(QUANTILES, window.quantiles(now), strict=True):
@@ -166,6 +195,7 @@ class Live:
         mfu and mbu are shares of the specification while the device was busy, mfu_measured and mbu_measured of what
         plain kernels reach; device_busy is the share of time it was busy at all.
         """
+        self._settle()
         now = self._clock()
         sums, seconds, top = self._sums.totals(now), self._sums.seconds(now), self.ceilings
         busy, tokens = sums.get("device_s", 0.0), sums.get("prompt_tokens", 0.0) + sums.get("output_tokens", 0.0)
@@ -180,6 +210,8 @@ class Live:
         if self.slo and sums.get("requests"):
             found["goodput_requests_per_second"] = sums["good"] / seconds
             found["slo_attainment"] = sums["good"] / sums["requests"]
+            if self.slo.of_windows:
+                found["slo_met"] = 0.0 if self.broken() else 1.0
         if busy:
             found["prompt_share"] = sums["mixed_s"] / busy
             found["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
@@ -188,6 +220,7 @@ class Live:
             if sums["decode_steps"]:
                 found["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
                 found["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
+                found["decode_step_predicted_seconds"] = sums["decode_predicted_s"] / sums["decode_steps"]
             for name, rate, peak in (
                 ("mfu", sums["flops"], top.flops),
                 ("mbu", sums["bytes"], top.bytes),
@@ -218,8 +251,17 @@ class Live:
             name[6:]: int(count) for name, count in sums.items() if name.startswith("blame_") and name[6:] != "none"
         }
 
+    def broken(self) -> tuple[str, ...]:
+        """What of the SLO's percentiles and its share the last minutes miss, in words."""
+        sums = self._sums.totals(self._clock())
+        if not (count := sums.get("requests", 0.0)):
+            return ()
+        shares = [sums.get(f"within_{place}", 0.0) / count for place in range(len(self.slo.objectives))]
+        return self.slo.broken(shares, sums["good"] / count)
+
     def point(self) -> tuple[float, float] | None:
         """(FLOPs per byte, FLOPs per second) of the last minutes' steps: where the server stands in the roofline."""
+        self._settle()
         sums = self._sums.totals(self._clock())
         if not sums.get("bytes") or not sums.get("device_s"):
             return None
@@ -246,3 +288,29 @@ class Live:
         counts = {name: self._minute.get(name, 0) for name in ("requests", "good", "prompt_tokens", "output_tokens")}
         self._minute = {}
         self.history.minutes.append(Minute(self._wall(), quantiles, **counts))
+
+
+def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Sums over records: what all count, then what only those of a step do, then the steps that computed no prompt."""
+    ran = [step for step in steps if step.steps]
+    plain = [step for step in ran if not step.prompt_tokens]
+    device_s, decode_s = sum(step.device_s for step in ran), sum(step.device_s for step in plain)
+    return {
+        "prompt_tokens": float(sum(step.prompt_tokens for step in steps)),
+        "output_tokens": float(sum(step.output_tokens for step in steps)),
+        "prefix_queries": float(sum(step.prefix_queries for step in steps)),
+        "prefix_hits": float(sum(step.prefix_hits for step in steps)),
+        "joules": sum(step.joules for step in steps),
+        "steps": float(sum(step.steps for step in ran)),
+        "device_s": device_s,
+        "host_s": sum(step.host_s for step in ran),
+        "idle_s": sum(step.idle_s for step in ran),
+        "flops": sum(step.flops for step in ran),
+        "bytes": sum(step.bytes for step in ran),
+        "row_s": sum(step.device_s * step.running for step in ran),
+        "mixed_s": device_s - decode_s,
+        "decode_s": decode_s,
+        "decode_steps": float(sum(step.steps for step in plain)),
+        "decode_bytes": sum(step.bytes for step in plain),
+        "decode_predicted_s": sum(step.predicted_s for step in plain),
+    }

@@ -4,49 +4,93 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import attrgetter
 
 from ridgeline.core.slo import Slo
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE, Entry, one_two_five
+from ridgeline.metrics.exposition import gauge, head, labelled, number, sample
 from ridgeline.metrics.live import Live
 from ridgeline.metrics.records import RequestRecord, StepRecord
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "ridgeline"
 DEFAULT_CONTEXT = 131_072
 NO_SLO = Slo()
+FAMILIES: Mapping[str, str] = {
+    "latency_window_seconds": "Latencies of the last minutes by quantile.",
+    "slo_missed_requests": "Requests of the last minutes that missed the SLO, by what is to blame.",
+    "alert": "1 for every rule that is broken now.",
+    "step_prediction_info": "What predicted step times rest on: a calibration (date, steps, its error), or a guess.",
+}
+"""Gauges with a label of their own, over the last minutes."""
+UNCALIBRATED = "uncalibrated"
+MOST_GATHERED = 1024
+"""Records that wait to be added up when nobody reads."""
+SUMMED: Mapping[str, Callable[[StepRecord], int]] = {
+    "prompt_tokens": attrgetter("prompt_tokens"),
+    "generation_tokens": attrgetter("output_tokens"),
+    "prefix_cache_queries": attrgetter("prefix_queries"),
+    "prefix_cache_hits": attrgetter("prefix_hits"),
+    "num_preemptions": attrgetter("preempted"),
+    "spec_decode_num_drafts": attrgetter("drafts"),
+    "spec_decode_num_draft_tokens": attrgetter("drafted"),
+    "spec_decode_num_accepted_tokens": attrgetter("accepted"),
+    "steps": attrgetter("steps"),
+    "failed_steps": attrgetter("failed"),
+    "generation_tokens_dropped": attrgetter("dropped"),
+}
+"""Counters that add up a field of every record."""
+PARTS: Mapping[str, Callable[[StepRecord], float]] = {
+    name: attrgetter(f"{name}_s") for name in ("plan", "commit", "reply")
+}
+"""Of the scheduler's seconds, by label."""
 
 
 class Histogram:
     """Counts by bucket (`edges` are inclusive upper bounds), and the sum. An observation may weigh more than one."""
 
-    __slots__ = ("counts", "edges", "total")
+    __slots__ = ("_stems", "counts", "edges", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         self.edges = tuple(edges)
         self.counts = [0] * (len(self.edges) + 1)
+        self._stems: dict[str, list[str]] = {}
+        """By name: every bucket's line up to its value."""
         self.total = 0.0
 
     def add(self, value: float, weight: int = 1) -> None:
         self.counts[bisect_left(self.edges, value)] += weight
         self.total += value * weight
 
-    def buckets(self) -> list[tuple[str, float]]:
+    def extend(self, values: Iterable[float]) -> None:
+        """Add values of weight 1."""
+        ordered = sorted(values)
+        below = 0
+        for place, edge in enumerate(self.edges):
+            upto = bisect_right(ordered, edge)
+            self.counts[place] += upto - below
+            below = upto
+        self.counts[-1] += len(ordered) - below
+        self.total += sum(ordered)
+
+    def buckets(self) -> list[tuple[float, int]]:
         """(upper bound, observations up to it), the last bound infinite."""
-        found, below = [], 0
-        for edge, count in zip((*self.edges, math.inf), self.counts, strict=True):
-            below += count
-            found.append((floatToGoString(edge), float(below)))
-        return found
+        return list(zip((*self.edges, math.inf), accumulate(self.counts), strict=True))
+
+    def written(self, name: str, labels: str) -> str:
+        """Its samples, under a name that always comes with the same labels."""
+        if name not in self._stems:
+            bounds = [number(edge) for edge, _ in self.buckets()]
+            self._stems[name] = [f'{name}_bucket{{{labels},le="{bound}"}} ' for bound in bounds]
+        lines = [f"{stem}{count}.0\n" for stem, count in zip(self._stems[name], accumulate(self.counts), strict=True)]
+        count = float(sum(self.counts))
+        return "".join([*lines, sample(f"{name}_count", labels, count), sample(f"{name}_sum", labels, self.total)])
 
 
 class Metrics:
-    """All series of one engine, labelled model_name and engine.
+    """All series of one engine, labelled engine and model_name.
 
     alias: "vllm" shows what vLLM has under its prefix too. slo: what live goodput is counted by. clock: seconds that
     only grow.
@@ -61,30 +105,77 @@ class Metrics:
         slo: Slo = NO_SLO,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._labels = {"model_name": model_name, "engine": engine}
+        self._labels = {"engine": engine, "model_name": model_name}
         self._prefixes = [PREFIX, alias] if alias else [PREFIX]
         self._clock = clock
         self.live = Live(slo, clock)
         self._last_step: float | None = None
+        self._saved_s = 0.0
+        self._steps: list[StepRecord] = []
+        self._gaps: list[float | None] = []
         self._gauges = dict.fromkeys(GAUGES, 0.0)
         self._counters: dict[tuple[str, str], float] = {
             (name, ""): 0.0 for name in COUNTERS if not COUNTERS[name].label
         }
         self._histograms: dict[str, Histogram] = {}
         self._cache: dict[str, str] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
         self._set_edges(DEFAULT_CONTEXT)
 
     # --- news -------------------------------------------------------------------------------------------------------
 
     def on_ready(self, max_len: int, page_tokens: int, blocks: int) -> None:
         """The engine serves: its context bounds the token histograms, its cache is described. Forgets observations."""
+        self._settle()
         self._set_edges(max_len)
         self._cache = {"block_size": str(page_tokens), "num_gpu_blocks": str(blocks)}
 
     def on_step(self, step: StepRecord) -> None:
-        """Take one step's record."""
+        """Take one step's record. Records gather until somebody reads, so that a step pays for little more than its place."""
+        now = self._clock()
+        gap = None if self._last_step is None else now - self._last_step
+        self._last_step = now if step.running else None
+        self._steps.append(step)
+        self._gaps.append(gap)
+        self.live.on_step(step, gap)
+        if len(self._steps) >= MOST_GATHERED:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add up the records that have gathered."""
+        steps, gaps, self._steps, self._gaps = self._steps, self._gaps, [], []
+        if not steps:
+            return
+        self._show(steps[-1])
+        for name, read in SUMMED.items():
+            self._count(name, sum(map(read, steps)))
+        ran = [step for step in steps if step.steps]
+        self._count("step_device_seconds", sum(step.device_s for step in ran))
+        for step in ran:
+            if step.drafts or step.saved_s:
+                self._drafted(step)
+        for part, seconds in PARTS.items():
+            self._count("scheduler_host_part_seconds", sum(map(seconds, ran)), part)
+        tokens, host, between = (
+            self._histograms[name]
+            for name in ("iteration_tokens_total", "scheduler_host_seconds", "inter_token_latency_seconds")
+        )
+        tokens.extend([step.prompt_tokens + step.output_tokens for step in ran])
+        host.extend([step.host_s for step in ran])
+        for gap, step in zip(gaps, steps, strict=True):
+            if gap is not None and step.output_tokens:
+                between.add(gap, step.output_tokens)
+
+    def _drafted(self, step: StepRecord) -> None:
+        """A counter only grows: what tries lost is taken off what drafts save next."""
+        for place, count in enumerate(step.accepted_at):
+            self._count("spec_decode_num_accepted_tokens_per_pos", count, str(place))
+        self._saved_s += step.saved_s
+        if self._saved_s > 0:
+            self._count("spec_decode_saved_seconds", self._saved_s)
+            self._saved_s = 0.0
+
+    def _show(self, step: StepRecord) -> None:
+        """The gauges are those of the newest record."""
         gauges = self._gauges
         blocks = max(1, step.blocks_total)
         gauges["num_requests_running"] = step.running
@@ -93,28 +184,6 @@ class Metrics:
         gauges["kv_cache_cached_perc"] = step.blocks_cached / blocks
         gauges["kv_waste_inside_perc"] = step.waste_inside
         gauges["kv_waste_between_perc"] = step.waste_between
-        self._count("prompt_tokens", step.prompt_tokens)
-        self._count("generation_tokens", step.output_tokens)
-        self._count("prefix_cache_queries", step.prefix_queries)
-        self._count("prefix_cache_hits", step.prefix_hits)
-        self._count("num_preemptions", step.preempted)
-        self._count("spec_decode_num_draft_tokens", step.drafted)
-        self._count("spec_decode_num_accepted_tokens", step.accepted)
-        self._count("steps", step.steps)
-        self._count("failed_steps", step.failed)
-        self._count("generation_tokens_dropped", step.dropped)
-        if step.steps:
-            self._count("step_device_seconds", step.device_s)
-            self._histograms["iteration_tokens_total"].add(step.prompt_tokens + step.output_tokens)
-            self._histograms["scheduler_host_seconds"].add(step.host_s)
-            for part, seconds in (("plan", step.plan_s), ("commit", step.commit_s), ("reply", step.reply_s)):
-                self._count("scheduler_host_part_seconds", seconds, part)
-        now = self._clock()
-        gap = None if self._last_step is None else now - self._last_step
-        if gap is not None and step.output_tokens:
-            self._histograms["inter_token_latency_seconds"].add(gap, step.output_tokens)
-        self._last_step = now if step.running else None
-        self.live.on_step(step, gap)
 
     def on_request(self, record: RequestRecord) -> None:
         """A request has ended; one that was cut off counts as aborted and in the ledger alone."""
@@ -150,67 +219,49 @@ class Metrics:
     # --- export -----------------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
-        """All series in the text format whose content type is CONTENT_TYPE."""
-        return generate_latest(self._registry)
+        """All series in the text format whose content type is CONTENT_TYPE, once per prefix."""
+        self._settle()
+        base = labelled(self._labels)
+        lines = [line for prefix in self._prefixes for line in self._families(prefix, base)]
+        return "".join([*lines, *self._live_families(base)]).encode()
 
-    def collect(self) -> Iterator[Metric]:
-        """Every family, once per prefix (prometheus_client asks for this)."""
-        for prefix in self._prefixes:
-            yield from self._families(prefix)
-
-    def _families(self, prefix: str) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
+    def _families(self, prefix: str, base: str) -> Iterator[str]:
+        """What counts for ever, family by family."""
         for name, entry in _shown(GAUGES, prefix):
-            gauge = GaugeMetricFamily(f"{prefix}:{name}", entry.text, labels=names)
-            gauge.add_metric(values, self._gauges[name])
-            yield gauge
+            yield gauge(f"{prefix}:{name}", entry.text, [(base, self._gauges[name])])
         for name, entry in _shown(COUNTERS, prefix):
-            more = [entry.label] if entry.label else []
-            counter = CounterMetricFamily(f"{prefix}:{name}", entry.text, labels=names + more)
+            full = f"{prefix}:{name}_total"
+            yield head(full, "counter", entry.text)
             for (other, label), count in self._counters.items():
                 if other == name:
-                    counter.add_metric(values + ([label] if more else []), count)
-            yield counter
+                    more = f",{labelled({entry.label: label})}" if entry.label else ""
+                    yield sample(full, base + more, count)
         for name, entry in _shown(HISTOGRAMS, prefix):
-            histogram = HistogramMetricFamily(f"{prefix}:{name}", entry.text, labels=names)
-            held = self._histograms[name]
-            histogram.add_metric(values, held.buckets(), held.total)
-            yield histogram
-        if prefix == PREFIX:
-            yield from self._live_families(names, values)
+            yield head(f"{prefix}:{name}", "histogram", entry.text)
+            yield self._histograms[name].written(f"{prefix}:{name}", base)
         if self._cache:
-            info = GaugeMetricFamily(f"{prefix}:cache_config_info", "The KV cache.", labels=names + list(self._cache))
-            info.add_metric(values + list(self._cache.values()), 1.0)
-            yield info
+            yield gauge(f"{prefix}:cache_config_info", "The KV cache.", [(f"{base},{labelled(self._cache)}", 1.0)])
 
-    def _live_families(self, names: list[str], values: list[str]) -> Iterator[Metric]:
-        """The last minutes: gauges, latencies by quantile, alerts that are raised."""
-        figures = self.live.figures()
+    def _live_families(self, base: str) -> Iterator[str]:
+        """The last minutes, under our own prefix: gauges, latencies by quantile, alerts that are raised."""
+        live = self.live
+
+        def of(name: str, value: str) -> str:
+            return f"{base},{labelled({name: value})}"
+
+        figures = live.figures()
         for name, entry in LIVE.items():
             if name in figures:
-                gauge = GaugeMetricFamily(f"{PREFIX}:{name}", entry.text, labels=names)
-                gauge.add_metric(values, figures[name])
-                yield gauge
-        latency = GaugeMetricFamily(
-            f"{PREFIX}:latency_window_seconds",
-            "Latencies of the last minutes by quantile.",
-            labels=[*names, "latency", "quantile"],
-        )
-        for what, share, seconds in self.live.quantiles():
-            latency.add_metric([*values, what, f"{share:g}"], seconds)
-        yield latency
-        blamed = GaugeMetricFamily(
-            f"{PREFIX}:slo_missed_requests",
-            "Requests of the last minutes that missed the SLO, by what is to blame.",
-            labels=[*names, "blame"],
-        )
-        for what, count in self.live.blamed().items():
-            blamed.add_metric([*values, what], count)
-        yield blamed
-        alert = GaugeMetricFamily(f"{PREFIX}:alert", "1 for every rule that is broken now.", labels=[*names, "rule"])
-        for raised in self.live.history.alerts():
-            alert.add_metric([*values, raised.rule], 1.0)
-        yield alert
+                yield gauge(f"{PREFIX}:{name}", entry.text, [(base, figures[name])])
+        latencies = [
+            (f"{of('latency', what)},{labelled({'quantile': f'{share:g}'})}", seconds)
+            for what, share, seconds in live.quantiles()
+        ]
+        missed = [(of("blame", what), float(count)) for what, count in live.blamed().items()]
+        alerts = [(of("rule", raised.rule), 1.0) for raised in live.history.alerts()]
+        rests_on = [(of("calibration", live.ceilings.calibration or UNCALIBRATED), 1.0)] if self._cache else []
+        for name, samples in zip(FAMILIES, (latencies, missed, alerts, rests_on), strict=True):
+            yield gauge(f"{PREFIX}:{name}", FAMILIES[name], samples)
 
     def _count(self, name: str, more: float, label: str = "") -> None:
         key = name, label

@@ -45,6 +45,11 @@ class StepRecord(Protocol):
     """Seconds the device waited for this step although there was work (the bubble)."""
     joules: float
     """Energy the device took since the last record that had some; 0 in most records."""
+    drafts: int
+    accepted_at: list[int]
+    """Draft tokens accepted, by their place in the draft."""
+    saved_s: float
+    """Seconds that drafts saved, by what steps without any take; below 0 while they are tried in vain."""
 
 
 @dataclass(frozen=True, slots=True)

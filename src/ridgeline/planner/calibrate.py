@@ -7,15 +7,13 @@ are relative and large ones weigh less than their square (iteratively reweighted
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ridgeline.core.calibration import Calibration, Errors
 from ridgeline.core.cost import CostModel, StepWork, joined, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
@@ -30,11 +28,6 @@ _KNEE = 0.03
 """Relative error from which on errors count by their size and no longer by its square."""
 _PRIOR = 1e-2
 """Weight of the uncalibrated shares: enough to settle what the measured steps cannot tell apart, and no more."""
-
-FACTORS = (
-    "compute_share", "memory_share", "overhead_s", "attention_share", "kv_share", "row_s", "token_s", "launch_s",
-    "ramp_tokens", "overlap",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +50,6 @@ class Measured:
         chunks = " ".join(f"{start}+{count}" for start, count in self.chunks)
         word = "mixed" if decode and chunks else "decode" if decode else "prefill"
         return f"{word} {', '.join(filter(None, (decode, chunks)))}"
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Relative errors |predicted - measured| / measured: their median and 90th percentile."""
-
-    median: float
-    p90: float
-
-    @classmethod
-    def of(cls, errors: Iterable[float]) -> Errors:
-        found = sorted(abs(one) for one in errors)
-        return cls(statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))])
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A fitted cost model, where and when it was measured, and its errors.
-
-    fitted: on the steps it was fitted to. unseen: on each step by a fit to all others (leave one out; overlap and ramp,
-    which are chosen among a few values, are kept).
-    """
-
-    cost: CostModel
-    device: str
-    date: str
-    steps: int
-    fitted: Errors
-    unseen: Errors
-
-    def to_json(self) -> str:
-        facts = {
-            "device": self.device,
-            "date": self.date,
-            "model": identity(self.cost.spec),
-            "flops_per_s": self.cost.flops_per_s,
-            "bytes_per_s": self.cost.bytes_per_s,
-            "factors": {name: getattr(self.cost, name) for name in FACTORS},
-            "steps": self.steps,
-            "fitted_error": asdict(self.fitted),
-            "leave_one_out_error": asdict(self.unseen),
-        }
-        return json.dumps(facts, indent=2) + "\n"
-
-
-def identity(spec: ModelSpec) -> dict[str, Any]:
-    """What of a model its step times depend on."""
-    return {
-        "architecture": spec.architecture,
-        "params": spec.params,
-        "layers": len(spec.layers),
-        "d_model": spec.d_model,
-        "dtype": spec.dtype,
-        "quantization": spec.quantization,
-    }
-
-
-def load_calibration(path: Path, spec: ModelSpec) -> Calibration:
-    """Read what `Calibration.to_json` wrote. Raises ConfigError if it cannot be read or belongs to another model."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        factors = {name: float(facts["factors"][name]) for name in FACTORS}
-        cost = CostModel(spec, facts["flops_per_s"], facts["bytes_per_s"], calibrated=True, **factors)
-        errors = (Errors(**facts[name]) for name in ("fitted_error", "leave_one_out_error"))
-        found = Calibration(cost, facts["device"], facts["date"], facts["steps"], *errors)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no calibration ({error}): write one with `ridgeline calibrate`.") from None
-    other = [name for name, value in identity(spec).items() if facts["model"].get(name) != value]
-    if other:
-        raise ConfigError(
-            f"{path} was measured with another model ({', '.join(other)} differ): run `ridgeline calibrate` with this one."
-        )
-    return found
 
 
 def calibrate(guess: CostModel, steps: Sequence[Measured], device: str, date: str) -> Calibration:

@@ -25,8 +25,9 @@ from ridgeline.service.sampling import (
 )
 from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
+from ridgeline.service.thoughts import Thoughts
 from ridgeline.text.chat import ChatTemplate, RenderOptions
-from ridgeline.text.reasoning import ReasoningSplitter, Tags, detect_tags, starts_inside
+from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
 from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
 
@@ -172,10 +173,9 @@ class _Message:
     """One choice while it grows."""
 
     def __init__(self, parsing: Parsing) -> None:
-        self._splitter = ReasoningSplitter(parsing.tags, inside=parsing.inside)
+        self.thoughts = Thoughts(parsing.tags, inside=parsing.inside)
         self._parser = ToolCallParser(parsing.form, parsing.names) if parsing.form is not None else None
         self._show = parsing.show
-        self._thinking = parsing.inside
         self.begun = False
         self.content = ""
         self.reasoning = ""
@@ -183,18 +183,10 @@ class _Message:
         self.finish = ""
         self.stop_reason: str | int | None = None
         self.logprobs: list[dict[str, Any]] = []
-        self.thought = 0
-        """Tokens spent on reasoning."""
 
     def read(self, piece: Piece) -> _Part:
         """Tell thoughts, text and calls apart."""
-        content, hidden = self._splitter.push(piece.text)
-        if piece.finish:
-            more, last = self._splitter.finish()
-            content, hidden = content + more, hidden + last
-        if hidden or (self._thinking and not content):
-            self.thought += piece.count
-        self._thinking = (self._thinking or bool(hidden)) and not content
+        content, hidden = self.thoughts.read(piece)
         calls: list[ToolDelta] = []
         finish = piece.finish
         if self._parser is not None:
@@ -288,9 +280,9 @@ class ChatShape:
 
     def _read(self, piece: Piece) -> tuple[_Message, _Part]:
         message = self._messages[piece.index]
-        before = message.thought
+        before = message.thoughts.tokens
         part = message.read(piece)
-        self.usage.reasoning += message.thought - before
+        self.usage.reasoning += message.thoughts.tokens - before
         if part.content or part.calls:
             self.usage.publish()
         return message, part

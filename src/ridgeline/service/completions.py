@@ -24,6 +24,7 @@ from ridgeline.service.sampling import (
 )
 from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
+from ridgeline.service.thoughts import Thoughts, thoughts_behind
 from ridgeline.text.detokenize import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -82,8 +83,9 @@ async def read_completion(
 class _Text:
     """One choice of the answer."""
 
-    def __init__(self, tokenizer: Any, scored: bool) -> None:
+    def __init__(self, tokenizer: Any, scored: bool, thoughts: Thoughts) -> None:
         self.text = ""
+        self.thoughts = thoughts
         self.logprobs = CompletionLogprobs(tokenizer) if scored else None
         self.finish = ""
         self.stop_reason: str | int | None = None
@@ -105,7 +107,11 @@ class CompletionShape:
         self._echo = echo
         self._show_prompt = show_prompt is not None
         self._scored = call.sampling.logprobs is not None
-        self._texts = [_Text(service.tokenizer, self._scored) for _ in range(call.choices)]
+        self._texts = [
+            _Text(service.tokenizer, self._scored, thoughts_behind(service, prompt))
+            for prompt in call.prompts
+            for _ in range(call.sampling.n)
+        ]
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
         self.body_head: dict[str, Any] = {
             "id": call.id,
@@ -161,8 +167,7 @@ class CompletionShape:
         if piece.prompt_logprobs is not None:
             self._prompt_scores[prompt] = piece.prompt_logprobs
         text = piece.text
-        if text:
-            self.usage.publish()
+        self._think(choice.thoughts, piece)
         logprobs = CompletionLogprobs(self._service.tokenizer) if self._scored else None
         if self._echo and not choice.begun:
             echoed = self._echoed(prompt, logprobs)
@@ -173,6 +178,14 @@ class CompletionShape:
             for scored in piece.scored if piece.ended_by is None else [*piece.scored, piece.ended_by]:
                 logprobs.add(scored.logprobs, choice.before + scored.start)
         return text, logprobs
+
+    def _think(self, thoughts: Thoughts, piece: Piece) -> None:
+        """The answer's text stays whole; thoughts in it are counted, and nothing is published before what they hide."""
+        before = thoughts.tokens
+        visible, _ = thoughts.read(piece)
+        self.usage.reasoning += thoughts.tokens - before
+        if visible:
+            self.usage.publish()
 
     def _echoed(self, prompt: int, logprobs: CompletionLogprobs | None) -> str:
         """The prompt's text; its tokens' scores go into `logprobs`."""

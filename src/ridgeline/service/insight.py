@@ -81,6 +81,7 @@ def snapshot(front: Front) -> dict[str, Any]:
         "trouble": front.trouble,
         "facts": _facts(front),
         "slo": live.slo.limits(),
+        "slo_broken": live.broken(),
         "ceilings": asdict(live.ceilings),
         "now": now,
         "figures": live.figures(),

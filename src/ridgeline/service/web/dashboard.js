@@ -115,9 +115,11 @@ function use(data) {
     return meter;
   });
   if (figures.step_prediction_error !== undefined)
-    made.push(text("p", `Predicted step times are off by ${number(100 * figures.step_prediction_error)} % (median).`, "note"));
+    made.push(text("p", `Predicted step times are off by ${number(100 * figures.step_prediction_error)} % (median); `
+      + (data.ceilings.calibration ? `calibrated ${data.ceilings.calibration}.` : "uncalibrated."), "note"));
   if (figures.input_tokens_per_output_token !== undefined)
     made.push(text("p", `One output token costs as much latency as ${number(figures.input_tokens_per_output_token)} prompt tokens.`, "note"));
+  for (const words of data.slo_broken) made.push(text("p", `The SLO is broken: ${words}.`, "note"));
   if (Object.keys(data.blamed).length)
     made.push(text("p", "Missed the SLO: " + Object.entries(data.blamed).map(([name, count]) => `${count} by ${name}`).join(", ") + ".", "note"));
   byId("use").replaceChildren(...(made.length ? made : [text("p", "No step yet.", "note")]));
