@@ -1,6 +1,7 @@
-"""Draw a small sample of the corpus' test split, for the tests of the package.
+"""Draw a small sample of the corpus: of the test split for the tests of the package, of the valid split to calibrate with.
 
 python training/heldout.py --corpus CORPUS --out tests/data/heldout.jsonl
+python training/heldout.py --corpus CORPUS --split valid --times 2 --out src/ridgeline/assets/calibration.jsonl
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--split", default="test", help="test or valid")
+    parser.add_argument("--times", type=int, default=1, help="how many times the usual number of bytes")
     arguments = parser.parse_args()
     licences = {
         row["repo"]: row["licence"] for row in json.loads((arguments.corpus / "sources.json").read_text("utf-8"))
     }
-    documents = list(read_split(arguments.corpus, "test"))
+    documents = list(read_split(arguments.corpus, arguments.split))
     with arguments.out.open("w", encoding="utf-8") as file:
         for kind in KINDS:
-            for document in draw([d for d in documents if d.kind == kind], BUDGET[kind]):
+            for document in draw([d for d in documents if d.kind == kind], BUDGET[kind] * arguments.times):
                 repository = document.source.split(":")[0]
                 row = {"source": document.source, "licence": licences[repository], "kind": kind, "text": document.text}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

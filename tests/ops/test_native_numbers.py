@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.reference import FP8, FP8_REFERENCE, quantize
+from ridgeline.ops.reference import FP8, FP8_REFERENCE, FP8_WEIGHT_REFERENCE, quantize
 from ridgeline.ops.sample import sample
 from ridgeline.ops.table import Normed, Ops
 
@@ -35,6 +35,20 @@ def test_fp8_linear(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outpu
         want = FP8_REFERENCE.linear_add(given, plain, None, stream).double()
         out = ops.fp8.linear_add(given, matrix, None, stream.clone())
         assert out.dtype == dtype and (out.double() - want).norm() < error * want.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+def test_fp8_weights_alone(ops: Ops, threads: int, rows: int) -> None:
+    """Inputs keep their bfloat16 numbers, normed or not."""
+    assert ops.fp8_weight is not None
+    weight = quantize(torch.randn(49, 70) * torch.rand(49, 1))
+    matrix, plain = (one.pack(weight.values, weight.scales) for one in (ops.fp8_weight, FP8_WEIGHT_REFERENCE))
+    x, stream, norm = torch.randn(rows, 70).to(BF16), torch.randn(rows, 49).to(BF16), torch.rand(70).to(BF16)
+    for given in (x, Normed(x, norm, 1e-5, True)):
+        want = FP8_WEIGHT_REFERENCE.linear(given, plain, None, BF16).double()
+        assert (ops.fp8_weight.linear(given, matrix, None, BF16).double() - want).norm() < 5e-3 * want.norm()
+    want = FP8_WEIGHT_REFERENCE.linear_add(x, plain, None, stream).double()
+    assert (ops.fp8_weight.linear_add(x, matrix, None, stream.clone()).double() - want).norm() < 5e-3 * want.norm()
 
 
 def test_every_e4m3_number_is_read(ops: Ops) -> None:

@@ -139,6 +139,27 @@ def test_published_per_channel_equals_quantized_while_loading(tmp_path: Path) ->
     assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
 
 
+def test_weights_alone_in_fp8(tmp_path: Path) -> None:
+    """Activations stay as they are: the model is that of the rounded weights; published without input_activations."""
+    save("llama-gqa", tmp_path)
+    want = run(load(tmp_path, quantization="fp8-weight"))
+    native = build(tmp_path, model=ModelConfig(quantization="fp8-weight"), ops=choose(CPU, torch.float32), device=CPU)
+    assert (PagedRows(native).step([(1, TOKENS)]) - want).norm() < 2e-2 * want.norm()
+    floats = load_file(tmp_path / "model.safetensors")
+    config = compressed_tensors()
+    config["config_groups"]["group_0"]["input_activations"] = None
+    publish(tmp_path, config, per_channel)
+    model = load(tmp_path)
+    assert model.spec.quantization == "fp8-weight" and torch.equal(run(model), want)
+    assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+    back = {name: round_trip(one) if name.endswith(LINEAR) else one for name, one in floats.items()}
+    save_file(back, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": None}))
+    plain = run(load(tmp_path))
+    assert (plain - want).norm() < 1e-4 * plain.norm()
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 def test_published_per_tensor(shape: tuple[int, ...], suffix: str, tmp_path: Path) -> None:
@@ -163,15 +184,15 @@ def test_published_per_tensor(shape: tuple[int, ...], suffix: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"quant_method": "awq"}, "quant_method = 'awq'"),
-        ({"format": "pack-quantized"}, "format = 'pack-quantized'"),
+        ({"quant_method": "exl2"}, "quant_method = 'exl2'"),
+        ({"format": "marlin-24"}, "format = 'marlin-24'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore.*down_proj"),
         ({"ignore": []}, "ignore.*lm_head must be left in floats"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"group": {"weights": {**WEIGHTS, "strategy": "group"}}}, "weights.strategy = 'group'"),
         ({"group": {"weights": {**WEIGHTS, "num_bits": 4}}}, "weights.num_bits = 4"),
-        ({"group": {"input_activations": None}}, "input_activations.num_bits = None"),
+        ({"group": {"input_activations": {**INPUTS, "num_bits": 4}}}, "input_activations.num_bits = 4"),
         ({"group": {"input_activations": {**INPUTS, "dynamic": False}}}, "input_activations"),
         ({"group": {"targets": ["re:.*mlp.*"]}}, "targets"),
     ],

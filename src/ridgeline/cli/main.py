@@ -17,6 +17,8 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "bench": "measure a server under load: latency, throughput, goodput",
+    "compress": "make a model smaller: quantize or prune it, with a card of what that did",
+    "compare": "whether a model answers as its reference does: perplexity, drift, a verdict",
     "fit": "what of a model fits into this machine, and the command that works",
     "roofline": "where a model stands under the roof of an accelerator, operation by operation",
     "calc": "calculators: cache, cost, energy, renting or owning",

@@ -65,9 +65,9 @@ class _Step:
         return DTYPE_BYTES[self.spec.dtype]
 
     def taken(self, size: int) -> int:
-        """Bytes of the activations [tokens, size] that a matrix takes: quantized like its weights, with a scale each."""
+        """Bytes of the activations [tokens, size] that a matrix takes: in 8 bits with a scale each where the format says so."""
         form = NUMBER_FORMATS.get(self.spec.quantization)
-        return self.tokens * (size * self.width if form is None else size * form.element_bytes + SCALE_BYTES)
+        return self.tokens * (size + SCALE_BYTES if form and form.inputs_8bit else size * self.width)
 
     def plain(self, size: int) -> int:
         """Bytes of activations [tokens, size] in the model's dtype."""

@@ -12,13 +12,53 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """How the matrices of the layers are stored: bytes of an element, and of the scales of one output channel."""
+    """How the matrices of the layers are stored: `bits` an element, rows of elements padded to multiples of `row`.
 
-    element_bytes: int
-    channel_bytes: int
+    A scale of `scale_bytes` covers a group of `group` inputs of one output channel, or with group 0 all of them; the last
+    group may be shorter. zeros: each group has a zero point too, of one byte. ordered: the matrix holds an int32 for each
+    input, in which order it takes them. inputs_8bit: products quantize what they read as well.
+    """
+
+    bits: int
+    group: int = 0
+    zeros: bool = False
+    ordered: bool = False
+    inputs_8bit: bool = False
+    scale_bytes: int = 2
+    row: int = 32
+
+    def matrix_bytes(self, outputs: int, inputs: int) -> int:
+        elements = -(-inputs // self.row) * self.row * self.bits // 8
+        groups = -(-inputs // self.group) if self.group else 1
+        scales = groups * (self.scale_bytes + (1 if self.zeros else 0))
+        return outputs * (elements + scales) + (4 * inputs if self.ordered else 0)
 
 
-NUMBER_FORMATS = {"fp8": NumberFormat(1, 4)}
+GROUPS = (32, 64, 128, 256)
+"""Inputs that a scale of integer weights may cover, beside all of them."""
+
+
+def _integers() -> dict[str, NumberFormat]:
+    """int4-g128 and its kin: -channel for one scale per output channel, -zp with zero points, -ordered for act-order."""
+    found = {}
+    for bits, usual in ((8, 0), (4, 128), (3, 128)):
+        for group in (0, *GROUPS):
+            for zeros in (False, True):
+                for ordered in (False, True):
+                    end = ("-zp" if zeros else "") + ("-ordered" if ordered else "")
+                    form = NumberFormat(bits, group, zeros, ordered)
+                    found[f"int{bits}-g{group}{end}" if group else f"int{bits}-channel{end}"] = form
+        found[f"int{bits}"] = NumberFormat(bits, usual)
+    return found
+
+
+NUMBER_FORMATS = {
+    "fp8": NumberFormat(8, inputs_8bit=True, scale_bytes=4, row=1),
+    "fp8-weight": NumberFormat(8, scale_bytes=4, row=1),
+    "w8a8": NumberFormat(8, inputs_8bit=True),
+    "llm-int8": NumberFormat(8, inputs_8bit=True),
+    **_integers(),
+}
 """By the name that the option `quantization` gives them; embedding, head, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
@@ -141,9 +181,9 @@ class ModelSpec:
     def matrix_bytes(self, matrix: Matrix) -> int:
         """Bytes of one matrix as it is stored: elements, scales of its channels, bias."""
         width = DTYPE_BYTES[self.dtype]
-        form = NUMBER_FORMATS.get(self.quantization, NumberFormat(width, 0))
+        form = NUMBER_FORMATS.get(self.quantization)
         bias = matrix.outputs * width if matrix.bias else 0
-        return matrix.elements * form.element_bytes + matrix.outputs * form.channel_bytes + bias
+        return bias + (form.matrix_bytes(matrix.outputs, matrix.inputs) if form else matrix.elements * width)
 
     def layer_linear_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer (no biases, no norms)."""

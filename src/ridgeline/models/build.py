@@ -13,15 +13,18 @@ from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
+from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
-from ridgeline.ops.reference import FP8_REFERENCE
+from ridgeline.ops.reference import FP8_REFERENCE, FP8_WEIGHT_REFERENCE, INT_REFERENCE
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
-from ridgeline.quant.fp8 import Fp8Format, Stored
+from ridgeline.quant.fp8 import Fp8Format
+from ridgeline.quant.integer import IntFormat, in_8_bits, outliers_apart
 from ridgeline.quant.plain import PlainFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INPUTS = {"w8a8": in_8_bits, "llm-int8": outliers_apart}
 OLDEST_FP8 = (8, 9)
 """Compute capability from which tensor cores multiply e4m3 (Ada)."""
 
@@ -42,9 +45,11 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} cannot be served; use one of {', '.join(DTYPES)}.", param="dtype")
     quantization = spec.quantization or model.quantization
-    if quantization not in ("", *NUMBER_FORMATS):
+    if quantization not in ("", *NUMBER_FORMATS) or (not spec.quantization and quantization.endswith("-ordered")):
         raise ConfigError(
-            f"quantization {quantization!r} is unknown: use {', '.join(NUMBER_FORMATS)}.", param="quantization"
+            f"quantization {quantization!r} is unknown: use {', '.join(one for one in NUMBER_FORMATS if '-' not in one)}, "
+            "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
+            param="quantization",
         )
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
@@ -56,17 +61,22 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     return replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
 
 
-def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stored) -> WeightFormat:
+def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
     """The format of the layers' linears. Raises ConfigError where the device cannot multiply in it."""
     dtype = DTYPES[spec.dtype]
     if not spec.quantization:
         return PlainFormat(ops, dtype, device)
+    if spec.quantization == "fp8-weight":
+        return Fp8Format(ops.fp8_weight or FP8_WEIGHT_REFERENCE, dtype, device, stored.scales)
+    if spec.quantization != "fp8":
+        numbers, inputs = NUMBER_FORMATS[spec.quantization], INPUTS.get(spec.quantization)
+        return IntFormat(ops.integer or INT_REFERENCE, numbers, dtype, device, stored.integers, inputs)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(
             "fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): serve without quantization.",
             param="quantization",
         )
-    return Fp8Format(ops.fp8 or FP8_REFERENCE, dtype, device, stored)
+    return Fp8Format(ops.fp8 or FP8_REFERENCE, dtype, device, stored.scales)
 
 
 def build(
@@ -87,7 +97,7 @@ def build(
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
     dummy = model.load_format == "dummy" or device.type == "meta"
-    form = _weight_format(spec, ops, device, "float" if dummy else stored_as(model_dir).scales)
+    form = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)

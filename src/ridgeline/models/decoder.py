@@ -11,7 +11,7 @@ from ridgeline.core.spec import Rope
 from ridgeline.models.layers import Build, DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import RunLayers
+from ridgeline.ops.table import LayerParts, RunLayers
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.plain import PlainFormat
 
@@ -22,7 +22,7 @@ class Decoder:
     The head and the embedding stay in the plain format; a tied head multiplies by the embedding's own matrix.
     """
 
-    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "_build", "_plain", "_run", "_scale")
+    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_plain", "_run")
 
     def __init__(self, build: Build, max_len: int) -> None:
         """Unfilled weights on build.device; rotary tables for positions below `max_len` (and a few spare ones)."""
@@ -38,7 +38,7 @@ class Decoder:
         vocabulary = Part(spec.vocab_size, spec.vocab_size)
         self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds its scale to the weights' type.
-        self._scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
+        self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run: RunLayers = self._one_by_one
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
@@ -47,11 +47,20 @@ class Decoder:
         if self.spec.tied:
             self.head = self._plain.adopt(self.embedding)
 
+    def narrow(self, ids: torch.Tensor) -> None:
+        """From now on logits are those of tokens ids int32 [N] alone, in this order. Of a tied head."""
+        assert self.spec.tied
+        self.head = self._plain.adopt(self.embedding.index_select(0, ids))
+
     def settle(self) -> None:
         """Every weight is loaded and stays where it is: the operations may run the layers in a way of their own."""
-        parts = [one for layer in self.layers if (one := layer.parts()) is not None]
-        if len(parts) == len(self.layers):
+        if (parts := self.parts()) is not None:
             self._run = self._build.ops.layers(parts, self._one_by_one)
+
+    def parts(self) -> list[LayerParts] | None:
+        """What operations that run whole layers need; None if a layer is of a kind that they do not know."""
+        parts = [one for layer in self.layers if (one := layer.parts()) is not None]
+        return parts if len(parts) == len(self.layers) else None
 
     def _one_by_one(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         for layer, view in zip(self.layers, views, strict=True):
@@ -61,14 +70,14 @@ class Decoder:
     def forward(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype."""
         stream = F.embedding(tokens, self.embedding)
-        if self._scale != 1.0:
-            stream = stream * self._scale
+        if self.scale != 1.0:
+            stream = stream * self.scale
         stream = self._run(stream, views, step)
         spec = self.spec
         return self._build.ops.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [L, d_model] -> float32 [L, vocab], soft-capped where the model says so (Gemma 2)."""
+        """hidden [L, d_model] -> float32 [L, vocab], soft-capped where the model says so (Gemma 2); see also narrow."""
         assert self.head is not None
         out = self.head.apply(hidden).float()
         cap = self.spec.final_softcap

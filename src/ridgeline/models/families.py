@@ -150,6 +150,7 @@ HARMLESS = frozenset(
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
+        "draft_vocabulary",
         "use_cache",
         "initializer_range",
         "attention_dropout",

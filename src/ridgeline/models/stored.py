@@ -1,7 +1,8 @@
 """In which numbers a checkpoint holds its linears: the quantization_config of config.json. Fail closed.
 
-Two published layouts are read: compressed-tensors' float-quantized and plain "fp8", both e4m3 with a `weight_scale` per
-output channel or per tensor and activations quantized as they come.
+In e4m3, compressed-tensors' float-quantized and plain "fp8" are read: a `weight_scale` per output channel or per tensor
+and activations quantized as they come. In integers, compressed-tensors' pack-quantized and int-quantized, GPTQ and AWQ:
+see quant.layouts.
 """
 
 from __future__ import annotations
@@ -11,37 +12,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.errors import UnsupportedModel
+from ridgeline.core.spec import GROUPS, NUMBER_FORMATS
 from ridgeline.quant.fp8 import Stored
+from ridgeline.quant.layouts import BITS, Layout, Published
 
 KEY = "quantization_config"
 HEAD = "lm_head"
-_BOOKKEEPING = frozenset(
-    (
-        "quant_method",
-        "format",
-        "config_groups",
-        "ignore",
-        "quantization_status",
-        "global_compression_ratio",
-        "version",
-        "activation_scheme",
-        "weight_block_size",
-        "ignored_layers",
-        "modules_to_not_convert",
-        "fmt",
-        "weight_per_tensor",
-        "dequantize",
-    )
-)
+# What says nothing about the numbers, or is read below.
+_KNOWN = {
+    "compressed-tensors": "format config_groups ignore quantization_status global_compression_ratio version",
+    "fp8": "activation_scheme weight_block_size ignored_layers modules_to_not_convert fmt weight_per_tensor",
+    "gptq": "bits group_size desc_act sym lm_head checkpoint_format format pack_dtype true_sequential damp_percent version "
+    "static_groups model_name_or_path model_file_base_name meta quantizer is_marlin_format use_exllama exllama_config "
+    "disable_exllama max_input_length cache_block_outputs batch_size dataset tokenizer block_name_to_quantize backend "
+    "module_name_preceding_first_block use_cuda_fp16 model_seqlen hyb_act act_group_aware pad_token_id pack_impl",
+    "awq": "bits group_size zero_point version modules_to_not_convert backend do_fuse fuse_max_seq_len exllama_config "
+    "modules_to_fuse lm_head",
+}
+_ALWAYS = ("quant_method", "dequantize")
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """quantization: the number format by its option's name, "" for plain floats. scales: what a scale covers."""
+    """quantization: the number format by its option's name, "" for plain floats. scales: what a scale of fp8 covers.
+    integers: the layout of integers; None for anything else."""
 
     quantization: str = ""
     scales: Stored = "float"
+    integers: Published | None = None
 
 
 def read_stored(config: Mapping[str, Any]) -> StoredAs:
@@ -52,19 +51,24 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
     if not isinstance(said, dict):
         raise UnsupportedModel(f"config.json: {KEY} is {said!r}; an object is needed.")
     method = said.get("quant_method")
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if method not in readers:
         raise _refused("quant_method", method, f"; supported are {', '.join(readers)}")
     for key, value in said.items():
         # kv_cache_scheme, sparsity_config, transform_config and what comes after them change what is computed.
-        if key not in _BOOKKEEPING and value not in _EMPTY and not (key == "sparsity_config" and _dense(value)):
+        plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(said)))
+        if key not in (*_ALWAYS, *_KNOWN[method].split()) and not plain:
             raise _refused(key, value)
-    return StoredAs("fp8", readers[method](said))
+    return readers[method](said)
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> Stored:
-    if said.get("format") != "float-quantized":
-        raise _refused("format", said.get("format"), "; supported is float-quantized")
+def _compressed_tensors(said: Mapping[str, Any]) -> StoredAs:
+    if _sparse(said):
+        return StoredAs()  # quant.bitmask makes them whole
+    form = said.get("format")
+    readers = {"float-quantized": _floats, "pack-quantized": _packed, "int-quantized": _w8a8}
+    if form not in readers:
+        raise _refused("format", form, f"; supported are {', '.join(readers)}")
     groups = said.get("config_groups") or {}
     if len(groups) != 1:
         raise _refused("config_groups", sorted(groups), "; one group for all linears is")
@@ -73,23 +77,62 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Stored:
         raise _refused("targets", group.get("targets"), '; supported is ["Linear"]')
     if group.get("output_activations") not in _EMPTY:
         raise _refused("output_activations", group["output_activations"])
+    _layers(said.get("ignore"), "ignore", head_is_plain=False)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    return readers[form](weights, inputs)
+
+
+def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any], kind: str) -> None:
+    """Both sides in 8 bits of one kind, inputs quantized per token as they come."""
     for side, values in (("weights", weights), ("input_activations", inputs)):
-        for key, wanted in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
+        for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
             if values.get(key) != wanted:
                 raise _refused(f"{side}.{key}", values.get(key), f"; supported is {wanted}")
     if not inputs.get("dynamic") or inputs.get("strategy") != "token":
         raise _refused("input_activations", inputs, "; supported are dynamic ones per token")
-    _layers(said.get("ignore"), "ignore", head_is_plain=False)
-    strategy = weights.get("strategy")
+
+
+def _w8a8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
+    _eight_bits(weights, inputs, "int")
+    if weights.get("strategy") != "channel":
+        raise _refused("weights.strategy", weights.get("strategy"), "; supported is channel")
+    return StoredAs("w8a8", integers=Published("int-quantized", 8, 0))
+
+
+def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
+    for side, values in (("weights", weights), ("input_activations", inputs)):
+        for key, wanted in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
+            if values.get(key) != wanted and (values or side == "weights"):
+                raise _refused(f"{side}.{key}", values.get(key), f"; supported is {wanted}")
+    if inputs and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
+        raise _refused("input_activations", inputs, "; supported are dynamic ones per token, or none")
+    name, strategy = "fp8" if inputs else "fp8-weight", weights.get("strategy")
     if strategy == "channel":
-        return "channel"
+        return StoredAs(name, "channel")
     if strategy == "tensor":
-        return "tensor"
+        return StoredAs(name, "tensor")
     raise _refused("weights.strategy", strategy, "; supported are channel and tensor")
 
 
-def _fp8(said: Mapping[str, Any]) -> Stored:
+def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
+    if inputs:
+        raise _refused("input_activations", inputs, "; supported are none beside packed weights")
+    if weights.get("type") != "int":
+        raise _refused("weights.type", weights.get("type"), "; supported is int")
+    strategy, group = weights.get("strategy"), weights.get("group_size") or 0
+    if strategy == "channel":
+        group = 0
+    elif strategy != "group":
+        raise _refused("weights.strategy", strategy, "; supported are channel and group")
+    zeros, order = not weights.get("symmetric", True), weights.get("actorder")
+    # "weight" and "static" order while quantizing only: the groups come out as they lie.
+    ordered = order in (True, "group", "dynamic")
+    if not ordered and order not in (None, False, "weight", "static"):
+        raise _refused("weights.actorder", order)
+    return _integers(Published("pack-quantized", weights.get("num_bits", 0), group, zeros, ordered), "weights.num_bits")
+
+
+def _fp8(said: Mapping[str, Any]) -> StoredAs:
     if said.get("weight_block_size") is not None:
         raise _refused("weight_block_size", said["weight_block_size"], "; supported are scales per tensor")
     if said.get("activation_scheme") != "dynamic":
@@ -98,7 +141,43 @@ def _fp8(said: Mapping[str, Any]) -> Stored:
         raise _refused("fmt", said["fmt"], "; supported is e4m3")
     for key in ("ignored_layers", "modules_to_not_convert"):
         _layers(said.get(key), key, head_is_plain=True)
-    return "tensor"
+    return StoredAs("fp8", "tensor")
+
+
+def _gptq(said: Mapping[str, Any]) -> StoredAs:
+    """Zero points are read unless `sym` says that there are none; groups may be ordered where `desc_act` says so."""
+    form = said.get("checkpoint_format") or said.get("format") or "gptq"
+    layouts: dict[str, Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
+    if form not in layouts:
+        raise _refused("checkpoint_format", form, f"; supported are {' and '.join(layouts)}")
+    if said.get("lm_head"):
+        raise _refused("lm_head", said["lm_head"], f"; {HEAD} must be left in floats")
+    zeros, ordered = not said.get("sym", False), bool(said.get("desc_act"))
+    return _integers(Published(layouts[form], said.get("bits", 0), _group(said), zeros, ordered), "bits")
+
+
+def _awq(said: Mapping[str, Any]) -> StoredAs:
+    if str(said.get("version", "gemm")).lower() != "gemm":
+        raise _refused("version", said["version"], "; supported is gemm")
+    if said.get("lm_head"):
+        raise _refused("lm_head", said["lm_head"], f"; {HEAD} must be left in floats")
+    _layers(said.get("modules_to_not_convert"), "modules_to_not_convert", head_is_plain=True)
+    return _integers(Published("awq", said.get("bits", 0), _group(said), bool(said.get("zero_point", True))), "bits")
+
+
+def _group(said: Mapping[str, Any]) -> int:
+    group = said.get("group_size", -1)
+    return group if isinstance(group, int) and group > 0 else 0
+
+
+def _integers(form: Published, key: str) -> StoredAs:
+    if form.bits not in BITS[form.layout]:
+        raise _refused(key, form.bits, f"; supported are {' and '.join(map(str, BITS[form.layout]))}")
+    ends = ("-zp" if form.zeros else "") + ("-ordered" if form.order else "")
+    name = f"int{form.bits}-g{form.group}{ends}" if form.group else f"int{form.bits}-channel{ends}"
+    if name not in NUMBER_FORMATS:
+        raise _refused("group_size", form.group, f"; supported are {', '.join(map(str, GROUPS))} and one per channel")
+    return StoredAs(name, integers=form)
 
 
 def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
@@ -108,6 +187,13 @@ def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
         raise _refused(key, left, f"; only {HEAD} may be left in floats")
     if not head_is_plain and HEAD not in (names or ()):
         raise _refused(key, names, f"; {HEAD} must be left in floats")
+
+
+def _sparse(said: Mapping[str, Any]) -> bool:
+    """Floats, of which those that are not zero are stored."""
+    value = said.get("sparsity_config")
+    packed = isinstance(value, dict) and value.get("format") == "sparse-bitmask"
+    return packed and said.get("format") == "dense" and not said.get("config_groups")
 
 
 def _dense(value: Any) -> bool:

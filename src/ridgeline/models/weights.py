@@ -24,6 +24,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer, Linear
 from ridgeline.models.upload import Upload
+from ridgeline.quant.bitmask import whole
 from ridgeline.quant.format import Expected
 
 Progress = Callable[[str, int, int], None]
@@ -150,14 +151,15 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
     for path in files:
         try:
             with safe_open(path, framework="pt") as shard:
-                for name in shard.offset_keys():
+                for name, get in whole(shard.offset_keys(), shard.get_tensor):
                     key = short_name(name)
                     target = wanted.pop(key, None)
                     if target is None:
-                        if not UNUSED.search(name) and not (key == HEAD and decoder.spec.tied):
+                        tied = key == HEAD and decoder.spec.tied
+                        if not UNUSED.search(name) and not tied and not _no_bias(key, get()):
                             unknown.append(name)
                         continue
-                    tensor = shard.get_tensor(name)
+                    tensor = get()
                     _check(name, tensor, target.expected)
                     _take(name, bring(tensor), target)
                     done += tensor.nbytes
@@ -173,6 +175,11 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
         torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
     if progress is not None:
         progress("weights", total, total)
+
+
+def _no_bias(name: str, tensor: torch.Tensor) -> bool:
+    """Zeros that some GPTQ checkpoints hold for layers without biases."""
+    return name.endswith("_proj.bias") and not bool(tensor.any())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

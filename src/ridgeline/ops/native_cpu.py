@@ -16,11 +16,14 @@ import torch
 from ridgeline.ops import cpu, cpu_alone
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
-from ridgeline.ops.native_layers import NativeLayers
+from ridgeline.ops.native_integer import int_ops
+from ridgeline.ops.native_layers import NativeLayers, outputs_of
+from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, QkvShape, RunLayers, plain
+from ridgeline.ops.table import ChainParts, LayerParts, Normed, Ops, Plain, QkvShape, RunChain, RunLayers, plain
 
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
 MAX_HEAD_DIM = 256
@@ -195,7 +198,7 @@ class NativeOps:
         tokens = torch.empty(rows, dtype=torch.int32)
         given = (logits, temperature, key, position)
         strides = (ctypes.c_int64 * len(given))(*(one.stride(0) for one in given))
-        self._sample(*(one.data_ptr() for one in given), tokens.data_ptr(), rows, vocab, strides, int(purpose))
+        self._sample(*(one.data_ptr() for one in given), tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
@@ -205,6 +208,17 @@ class NativeOps:
             return run
         return NativeLayers(parts, kernels, self._view, run)
 
+    def chain(self, parts: ChainParts) -> RunChain | None:
+        """See Ops."""
+        kernels, dtype = self._kernels.get(parts.embedding.dtype), parts.embedding.dtype
+        if (
+            kernels is None
+            or parts.embedding.device.type != "cpu"
+            or not all(_known(one, dtype) for one in parts.layers)
+        ):
+            return None
+        return NativeChain(parts, kernels, self._view, self._fixed)
+
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
         return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
 
@@ -213,11 +227,10 @@ def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
     """Whether the kernels can run this layer: loaded on the CPU in one number format, with sizes that they take."""
     shape, matrices = parts.shape, (parts.qkv, parts.out, parts.gate_up, parts.down)
     held = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
-    held += [tensor for one in matrices for tensor in (one.packed, one.bias)]
+    held += [one.bias for one in matrices]
+    held += [one.packed for one in matrices if isinstance(one.packed, torch.Tensor)]
     same = all(one.dtype is dtype and one.device.type == "cpu" for one in held if one is not None)
-    sizes = (
-        shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0 and parts.gate_up.packed.shape[0] % (2 * LANES) == 0
-    )
+    sizes = shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0 and outputs_of(parts.gate_up) % (2 * LANES) == 0
     return same and sizes
 
 
@@ -279,7 +292,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
     except OSError as error:
         return None, f"{path} cannot be opened: {error}"
     arena = Arena(library)
-    ops = NativeOps(library, arena, fixed)
+    ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
     table = Ops(
         name="native, batch-invariant" if fixed else "native",
         rms_norm=ops.rms_norm,
@@ -290,8 +303,14 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         linear=ops.linear,
         linear_add=ops.linear_add,
         linear_activate=ops.linear_activate,
-        fp8=fp8_ops(library, arena, fixed, ops.activate),
+        fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=False),
+        fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=True),
+        integer=int_ops(library, arena, ops.rms_norm, ops.activate),
         sample=ops.sample,
+        gather=rows.gather,
+        advance=rows.advance,
         layers=ops.layers,
+        verify=rows.verify,
+        chain=ops.chain,
     )
     return table, "AVX-512 and AMX tiles" if library.tiles else "AVX-512"

@@ -8,9 +8,10 @@ from ctypes import c_void_p
 
 import torch
 
-from ridgeline.ops.native.binding import GATES, Kernels, Layer
+from ridgeline.ops.native.binding import GATES, IntWeights, Kernels, Layer, MatrixOf
+from ridgeline.ops.native_integer import int_weights
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import LayerParts, Matrix, RunLayers
+from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, RunLayers
 
 ViewOf = Callable[[KvView, StepInputs], ctypes.c_void_p]
 
@@ -25,7 +26,7 @@ class NativeLayers:
 
     def __init__(self, parts: Sequence[LayerParts], kernels: Kernels, view_of: ViewOf, otherwise: RunLayers) -> None:
         self._parts, self._run, self._view_of, self._otherwise = tuple(parts), kernels.layers, view_of, otherwise
-        self._structs = (Layer * len(parts))(*(_layer(one) for one in parts))
+        self._structs = layer_structs(parts)
         self._pointers = c_void_p * len(parts)
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
@@ -51,6 +52,11 @@ class NativeLayers:
         return stream
 
 
+def layer_structs(parts: Sequence[LayerParts]) -> ctypes.Array[Layer]:
+    """What the kernels know of each layer; its weights must live as long."""
+    return (Layer * len(parts))(*(_layer(one) for one in parts))
+
+
 def _layer(parts: LayerParts) -> Layer:
     shape = parts.shape
     return Layer(
@@ -58,22 +64,30 @@ def _layer(parts: LayerParts) -> Layer:
         parts.feed_forward_norm.data_ptr(),
         _pointer(shape.q_norm),
         _pointer(shape.k_norm),
-        *_matrix(parts.qkv),
-        *_matrix(parts.out),
-        *_matrix(parts.gate_up),
-        *_matrix(parts.down),
+        _matrix(parts.qkv),
+        _matrix(parts.out),
+        _matrix(parts.gate_up),
+        _matrix(parts.down),
         shape.cos_sin.data_ptr(),
         shape.n_heads,
         shape.cos_sin.shape[2],
-        parts.gate_up.packed.shape[0] // 2,
+        outputs_of(parts.gate_up) // 2,
         GATES[parts.activation],
         shape.norm_eps,
         shape.norm_offset,
     )
 
 
-def _matrix(matrix: Matrix) -> tuple[int, int | None]:
-    return matrix.packed.data_ptr(), _pointer(matrix.bias)
+def outputs_of(matrix: Matrix) -> int:
+    packed = matrix.packed
+    return packed.out if isinstance(packed, IntMatrix) else packed.shape[0]
+
+
+def _matrix(matrix: Matrix) -> MatrixOf:
+    packed, bias = matrix.packed, _pointer(matrix.bias)
+    if isinstance(packed, IntMatrix):
+        return MatrixOf(None, bias, int_weights(packed))
+    return MatrixOf(packed.data_ptr(), bias, IntWeights())
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

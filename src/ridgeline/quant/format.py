@@ -139,7 +139,7 @@ class Weight(Protocol):
         ...
 
     def matrix(self) -> Matrix | None:
-        """Itself for operations that run whole layers; None if it is not in floating point."""
+        """Itself for operations that run whole layers; None if it takes more than floating-point numbers in their order."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -35,12 +35,24 @@ class View(ctypes.Structure):
     )
 
 
+class IntWeights(ctypes.Structure):
+    """Mirror of IntWeights in integer.h; bits 0: the matrix is in floating point."""
+
+    _fields_ = (*((name, c_void_p) for name in ("codes", "scales", "zeros")), ("bits", c_int64), ("group", c_int64))
+
+
+class MatrixOf(ctypes.Structure):
+    """Mirror of Matrix in layers.cpp."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("integer", IntWeights))
+
+
 class Layer(ctypes.Structure):
     """Mirror of Layer in layers.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "feed_forward_norm", "q_norm", "k_norm")),
-        *((f"{name}{part}", c_void_p) for name in ("qkv", "out", "gate_up", "down") for part in ("", "_bias")),
+        *((name, MatrixOf) for name in ("qkv", "out", "gate_up", "down")),
         ("cos_sin", c_void_p),
         *((name, c_int64) for name in ("heads", "half", "d_ff", "gate")),
         ("eps", c_float),
@@ -56,8 +68,10 @@ class Kernels:
     pack(weight, packed, n, k). norm(x, weight, out, rows, n, eps, offset). activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin,
     q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
-    layers(layers, n, views, caches, stream, tokens, d_model). fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
-    k, norm or 0, eps, offset, fixed): see fp8.cpp.
+    layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp.
+    fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
+    k, norm or 0, eps, offset, fixed, plain): see fp8.cpp. int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0,
+    norm or 0, eps, offset): see integer.h.
     """
 
     linear: Any
@@ -68,6 +82,8 @@ class Kernels:
     attention: Any
     layers: Any
     fp8_linear: Any
+    int_linear: Any
+    chain: Any
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -78,7 +94,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
     "attention": (*[c_void_p] * 4, *[c_int64] * 2),
     "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
-    "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int),
+    "chain": (ctypes.c_char_p,),
+    "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int),
+    "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }
 # Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
 _BRIEF = frozenset({"norm", "activate", "qkv_write"})
@@ -88,8 +106,9 @@ _BRIEF = frozenset({"norm", "activate", "qkv_write"})
 class Library:
     """An opened library: kernels by element type, whether it multiplies with AMX tiles, what compiled it.
 
-    sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose): see sample.cpp.
-    fp8_pack(values, packed, n, k): see fp8.cpp.
+    sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose, ids or 0): see sample.cpp.
+    fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
+    rows_gather, rows_advance, rows_verify(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
     """
 
@@ -97,6 +116,10 @@ class Library:
     huge_pages: Any
     sample: Any
     fp8_pack: Any
+    int_pack: Any
+    rows_gather: Any
+    rows_advance: Any
+    rows_verify: Any
     tiles: bool
     compiler: str
 
@@ -152,13 +175,20 @@ def open_library(path: Path) -> Library:
         kernels[dtype] = Kernels(**functions)
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
     library.rl_compiler.restype = ctypes.c_char_p
-    library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int)
+    library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
+    library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
+    for one in (brief.rl_rows_gather, brief.rl_rows_advance, brief.rl_rows_verify):
+        one.argtypes, one.restype = (ctypes.c_char_p,), None
     return Library(
         kernels,
         library.rl_huge_pages,
         library.rl_sample,
         library.rl_fp8_pack,
+        library.rl_int_pack,
+        brief.rl_rows_gather,
+        brief.rl_rows_advance,
+        brief.rl_rows_verify,
         bool(library.rl_uses_tiles()),
         library.rl_compiler().decode(),
     )

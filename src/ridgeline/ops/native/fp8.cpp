@@ -115,12 +115,23 @@ template <class T> float quantize_row(const T* x, bf16* out, index k, const Norm
     return amax / LARGEST;
 }
 
-// Everything of one call; T: what x and y are.
+// The same row in bfloat16, not quantized.
+template <class T> float narrow_row(const T* x, bf16* out, index k, const Norm<T>& norm) {
+    const __m512 scale = norm.weight ? norm_scale(x, k, norm.eps) : _mm512_setzero_ps();
+    for (index at = 0; at < padded_k<bf16>(k); at += LANES) {
+        const __mmask16 kept = first_lanes(std::max<index>(0, k - at));
+        store(out + at, norm.weight ? normed(x, at, kept, scale, norm) : load(x + at, kept));
+    }
+    return 1.0f;
+}
+
+// Everything of one call; T: what x and y are. plain: x is not quantized.
 template <class T> struct Call8 {
     const T* x;
     const std::uint8_t* packed;
     Problem<bf16, T> problem;
     Norm<T> norm;
+    bool plain;
 };
 
 // Up to ROWS of x times one block, weights widened in registers; SPLIT sums along K hide the latency of the multiply-adds.
@@ -212,7 +223,7 @@ template <class T> void linear(const Call8<T>& given) {
         const Team team{omp_get_thread_num(), omp_get_num_threads()};
         const Range own = share(m, team.who, team.of);
         for (index row = own.begin; row < own.end; ++row)
-            ((float*)scales.memory)[row] = quantize_row(c.x + row * k, (bf16*)rows.memory + row * wide, k, c.norm);
+            ((float*)scales.memory)[row] = (c.plain ? narrow_row<T> : quantize_row<T>)(c.x + row * k, (bf16*)rows.memory + row * wide, k, c.norm);
         team.wait();
         Problem<bf16, T> filled = c.problem;
         filled.k = wide;  // rows are padded already
@@ -235,10 +246,10 @@ RIDGELINE_API void rl_fp8_pack(const std::uint8_t* values, std::uint8_t* packed,
 #define RIDGELINE_FP8(T, SUFFIX)                                                                                         \
     RIDGELINE_API void rl_fp8_linear_##SUFFIX(const T* x, const std::uint8_t* packed, const float* scales, const T* bias, \
                                               const T* added, T* out, index m, index n, index k, const T* norm,          \
-                                              float eps, float offset, int fixed) {                                      \
+                                              float eps, float offset, int fixed, int plain) {                           \
         const Problem<bf16, T> p{nullptr, nullptr, bias, added, out, m, n, k, Gate::NONE, {nullptr, 0, 0}, fixed != 0,    \
                                  scales, nullptr, 0};                                                                    \
-        linear(Call8<T>{x, packed, p, {norm, eps, offset}});                                                             \
+        linear(Call8<T>{x, packed, p, {norm, eps, offset}, plain != 0});                                                             \
     }
 
 RIDGELINE_FP8(bf16, bf16)

@@ -4,6 +4,7 @@
 // runs in between, which at one token costs as much as the products do.
 
 #include "attention.h"
+#include "integer.h"
 #include "product.h"
 #include "qkv.h"
 
@@ -12,10 +13,17 @@
 namespace ridgeline {
 namespace {
 
+// integer.bits 0: floating-point numbers.
 template <class T> struct Matrix {
     const T* packed;
     const T* bias;
+    IntWeights integer;
 };
+
+template <class T> void multiply(const Problem<T>& p, const Matrix<T>& w, T* room, Team team) {
+    if (w.integer.bits) return int_product(p, w.integer, room, team);
+    product(p, room, team);
+}
 
 // Mirrored field by field in binding.py. Norms of q and k and biases may be null.
 template <class T> struct Layer {
@@ -56,18 +64,21 @@ void run_layer(const Stack<T>& s, index at, const Schedule& planned, const Room<
     const bool fixed = view.fixed != 0;
     const index m = s.tokens, d = s.d_model, width = (l.heads + 2 * view.kv_heads) * view.dim, own = l.heads * view.dim;
     const Norm<T> first{l.attention_norm, l.eps, l.offset}, second{l.feed_forward_norm, l.eps, l.offset}, none{nullptr, 0, 0};
-    product(Problem<T>{s.stream, l.qkv.packed, l.qkv.bias, nullptr, room.qkv, m, width, d, Gate::NONE, first, fixed}, room.input, team);
+    multiply(Problem<T>{s.stream, l.qkv.packed, l.qkv.bias, nullptr, room.qkv, m, width, d, Gate::NONE, first, fixed}, l.qkv,
+             room.input, team);
     team.wait();
     qkv_write(Qkv<T>{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.half, l.eps, l.offset}, team);
     team.wait();
     attend(Call<T>{view, room.qkv, room.attended, cache, l.heads, width}, planned, room.partials, tickets, work, team);
     team.wait();
-    product(Problem<T>{room.attended, l.out.packed, l.out.bias, s.stream, s.stream, m, d, own, Gate::NONE, none, fixed}, room.input, team);
+    multiply(Problem<T>{room.attended, l.out.packed, l.out.bias, s.stream, s.stream, m, d, own, Gate::NONE, none, fixed}, l.out,
+             room.input, team);
     team.wait();
-    product(Problem<T>{s.stream, l.gate_up.packed, l.gate_up.bias, nullptr, room.inner, m, 2 * l.d_ff, d, Gate(l.gate), second, fixed},
-            room.input, team);
+    multiply(Problem<T>{s.stream, l.gate_up.packed, l.gate_up.bias, nullptr, room.inner, m, 2 * l.d_ff, d, Gate(l.gate), second, fixed},
+             l.gate_up, room.input, team);
     team.wait();
-    product(Problem<T>{room.inner, l.down.packed, l.down.bias, s.stream, s.stream, m, d, l.d_ff, Gate::NONE, none, fixed}, room.input, team);
+    multiply(Problem<T>{room.inner, l.down.packed, l.down.bias, s.stream, s.stream, m, d, l.d_ff, Gate::NONE, none, fixed}, l.down,
+             room.input, team);
     team.wait();
 }
 
@@ -100,7 +111,7 @@ template <class T> void run(const Stack<T>& s) {
         partials = std::max(partials, planned[at]->room());
     }
     widest = std::max({widest, attended, inner});
-    const index each = s.tokens * index(sizeof(T)), sizes[] = {lines(room_of<T>(s.tokens, widest)), lines(qkv * each),
+    const index each = s.tokens * index(sizeof(T)), sizes[] = {lines(std::max(room_of<T>(s.tokens, widest), digits_room(s.tokens, widest))), lines(qkv * each),
                                                                lines(attended * each), lines(inner * each), lines(partials)};
     const Scratch memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
     char* at[5] = {(char*)memory.memory};

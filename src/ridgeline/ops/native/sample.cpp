@@ -76,8 +76,8 @@ struct Best {
     }
 };
 
-// The best of the tokens begin .. end - 1; the first one of equals. NaN never wins.
-Best best_of(const float* logits, const Draw& draw, index begin, index end) {
+// The best of the logits begin .. end - 1; the first one of equals. NaN never wins. ids: their tokens, null: as they are numbered.
+Best best_of(const float* logits, const std::int32_t* ids, const Draw& draw, index begin, index end) {
     const __m512 never = _mm512_set1_ps(-INFINITY), heat = _mm512_set1_ps(draw.temperature);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i golden = _mm512_set1_epi32(std::int32_t(GOLDEN)), first = _mm512_set1_epi32(std::int32_t(draw.first));
@@ -92,7 +92,8 @@ Best best_of(const float* logits, const Draw& draw, index begin, index end) {
             if (_mm512_cmp_ps_mask(z, _mm512_set1_ps(best.score), _CMP_GT_OQ)) best.offer(_mm512_max_ps(z, never), at);
             continue;
         }
-        const __m512i token = _mm512_add_epi32(_mm512_set1_epi32(std::int32_t(at)), lanes);
+        const __m512i token = ids ? _mm512_maskz_loadu_epi32(inside, ids + at)
+                                  : _mm512_add_epi32(_mm512_set1_epi32(std::int32_t(at)), lanes);
         const __m512i word = mix(_mm512_add_epi32(_mm512_mullo_epi32(token, golden), first), second);
         __m512 u = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(word, 1)), _mm512_set1_ps(0.5f));
         u = _mm512_min_ps(_mm512_mul_ps(u, _mm512_set1_ps(4.656612873077393e-10f)), _mm512_set1_ps(1.0f - 0x1p-24f));
@@ -106,10 +107,10 @@ Best best_of(const float* logits, const Draw& draw, index begin, index end) {
 
 }  // namespace
 
-// logits float32 [n, vocab], rows `stride` apart; temperature, key [n, 2] and position with steps from row to row.
+// logits float32 [n, vocab], rows `stride` apart; temperature, key [n, 2] and position with steps from row to row. ids: as above.
 RIDGELINE_API void rl_sample(const float* logits, const float* temperature, const std::int32_t* key,
                              const std::int32_t* position, std::int32_t* tokens, index n, index vocab, const index* strides,
-                             int purpose) {
+                             int purpose, const std::int32_t* ids) {
     const int threads = threads_for(n * vocab, LOGITS_PER_THREAD);
     std::vector<Best> found(n * threads);
 #pragma omp parallel num_threads(threads)
@@ -119,14 +120,14 @@ RIDGELINE_API void rl_sample(const float* logits, const float* temperature, cons
         for (index row = 0; row < n; ++row) {
             const Draw draw = draw_of(key + row * strides[2], position[row * strides[3]], purpose, temperature[row * strides[1]]);
             const index end = std::min(vocab, own.end * LANES);
-            found[who * n + row] = best_of(logits + row * strides[0], draw, own.begin * LANES, end);
+            found[who * n + row] = best_of(logits + row * strides[0], ids, draw, own.begin * LANES, end);
         }
     }
     for (index row = 0; row < n; ++row) {
         Best best = found[row];
         for (index who = 1; who < threads; ++who)
             if (found[who * n + row].score > best.score) best = found[who * n + row];
-        tokens[row] = best.token;
+        tokens[row] = ids ? ids[best.token] : best.token;
     }
 }
 

@@ -1,0 +1,154 @@
+"""What each way to a smaller model does to the shipped model's answers, on held-out text:
+
+    python benchmarks/compression.py [--out benchmarks/results/compression.json] [--model FOLDER] [--only RECIPE ...]
+
+Calibrated on the package's own sample, judged on texts that neither training nor calibration saw, token by token over the
+same past, with all logits and activations in float32 (compress.evaluate). The "outliers" rows are of a model that computes
+the same with a few inputs 128 times larger (compress.outliers). Speeds stay empty: other benchmarks measure what is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cpu_name, provenance, write_rows
+
+from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
+from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.inputs import Product, llm_int8
+from ridgeline.compress.job import Job
+from ridgeline.compress.outliers import add_outliers
+from ridgeline.compress.recipes import read_recipe
+from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows
+from ridgeline.compress.walk import Rounded
+from ridgeline.core.config import ModelConfig
+from ridgeline.models.hub import resolve_model
+from ridgeline.quality.drift import Drift
+from ridgeline.quality.texts import read_texts
+from ridgeline.text.tokenizer import Tokenizer
+
+TEXTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "heldout.jsonl"
+AT_RUN_TIME: dict[str, Product] = {"llm-int8": llm_int8}
+"""What needs no checkpoint of its own: the original's numbers are rounded as they are used."""
+WITH_OUTLIERS = ("rtn-w8a8", "smoothquant-w8a8", "llm-int8")
+RECIPES = (
+    *("rtn-int4-g128", "gptq-int4-g128", "rtn-int4-g128-zp", "awq-int4-g128", *WITH_OUTLIERS),
+    *("magnitude-50", "wanda-50", "sparsegpt-50", "gptq-int4-g128-zp", "rtn-int8-channel", "rtn-int3-g128"),
+    *("gptq-int3-g128", "sparsegpt-2:4", "wanda-2:4", "rtn-int4-g32", "neurons-25", "heads-25", "layers-1"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One model, with a judge of what is made of it. texts: rows to calibrate with."""
+
+    name: str
+    source: Checkpoint
+    judge: Judge
+    texts: list[tuple[int, ...]]
+
+    def measure(self, recipe: str, folder: Path) -> tuple[Drift, float]:
+        """Drift from the original, and megabytes of weights."""
+        if recipe in AT_RUN_TIME:
+            return self.judge.measure(Rounded(self.source, AT_RUN_TIME[recipe])), self._int8_bytes() / 1e6
+        Job(self.source, read_recipe(recipe), self.texts, folder).run(lambda stage, done, total: None)
+        made = Checkpoint(folder)
+        return self.judge.measure(made), made.bytes / 1e6
+
+    def _int8_bytes(self) -> int:
+        """Linears of the layers in 8 bits with a float32 scale per output, the rest as it is."""
+        saved = 0
+        for index in range(len(self.source.spec.layers)):
+            stored = self.source.stored(index)
+            for name in LINEAR_NAMES:
+                weight = stored[f"{name}.weight"]
+                saved += weight.nbytes - weight.numel() - 4 * weight.shape[0]
+        return self.source.bytes - saved
+
+
+def row(run: Run, recipe: str, drift: Drift, megabytes: float) -> dict[str, Any]:
+    told = None if recipe in AT_RUN_TIME else read_recipe(recipe)
+    found = {name: round(one.value, 6) for name, one in drift.figures.items()}
+    intervals = {
+        f"{name}_interval": [round(one.low, 6), round(one.high, 6)]
+        for name, one in drift.figures.items()
+        if name in ("kl", "top1", "perplexity_change") and one.low is not None and one.high is not None
+    }
+    return {
+        "row": f"compression-{run.name}-{recipe}",
+        "model": run.name,
+        "method": recipe,
+        "bits": 8 if told is None else told.bits or 16,
+        "group": None if told is None or told.bits is None else told.grid.group,
+        "size_mb": round(megabytes, 3),
+        "size_mb_ref": round(run.source.bytes / 1e6, 3),
+        "perplexity": found["perplexity"],
+        "perplexity_ref": found["perplexity_reference"],
+        "perplexity_change": found["perplexity_change"],
+        "kl": found["kl"],
+        "top1": found["top1"],
+        **intervals,
+        "tok_s": None,
+        "tok_s_ref": None,
+        "device": "cpu",
+        "tokens": drift.tokens,
+        "documents": drift.documents,
+        "calibration_tokens": sum(map(len, run.texts)) if told is not None and told.needs_texts else 0,
+    }
+
+
+def runs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Run, tuple[str, ...]]]:
+    """The model as it is with all recipes, then the one with outliers."""
+    source = Checkpoint(resolve_model(ModelConfig(model=options.model)))
+    name = Path(options.model).name or "ridgeline-14m"
+    tokenizer = Tokenizer.load(source.folder)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=True)
+
+    texts = calibration_rows(read_texts(default_calibration()), encode, options.length, options.calibration_tokens)
+    windows = judging_windows(read_texts(options.texts), encode, options.length, options.tokens)
+    judge = Judge(source, windows)
+    yield Run(name, source, judge, texts), RECIPES
+    add_outliers(source, folder / "outliers")
+    yield Run(f"{name}-outliers", Checkpoint(folder / "outliers"), judge, texts), WITH_OUTLIERS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--model", default="", help="model folder; empty is the shipped model")
+    parser.add_argument("--texts", type=Path, default=TEXTS, help="texts to judge by")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens to judge by")
+    parser.add_argument("--calibration-tokens", type=int, default=32_768)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="these recipes alone")
+    parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = provenance(cpu_name(), options.commit)
+    with tempfile.TemporaryDirectory() as folder:
+        for run, recipes in runs(options, Path(folder)):
+            for recipe in recipes:
+                if options.only and recipe not in options.only:
+                    continue
+                place = Path(folder) / f"{run.name}-{recipe.replace(':', '-')}"
+                found = row(run, recipe, *run.measure(recipe, place)) | about
+                print(
+                    f"{run.name:24} {recipe:18} {found['size_mb']:7.2f} MB  perplexity {found['perplexity']:8.4f} "
+                    f"({found['perplexity_change']:+8.2%})  KL {found['kl']:.5f}  top-1 {found['top1']:.4f}",
+                    flush=True,
+                )
+                if options.out:
+                    write_rows(options.out, [found])
+
+
+if __name__ == "__main__":
+    main()

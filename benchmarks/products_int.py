@@ -1,0 +1,363 @@
+"""Checks and times the products with integer weights on one GPU, alone and in whole decode steps of an 8B:
+
+    python benchmarks/products_int.py --out benchmarks/results/products_int.json [--sweep] [--limit SECONDS]
+
+Every kernel is first compared with float64. A step is what a decoder does for one token of each row, all in a CUDA graph:
+norms, products, rotary embedding, attention over 128 slots, head in bf16; only embedding and sampling are missing. Steps
+of bf16, int8 (a scale per channel) and int4 (a scale per 128 inputs) differ in the layers' weights alone. --sweep tries
+other configurations than the shipped ones, at one token within whole steps, and names the best; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from common import provenance, write_rows
+from kernels import DIM, HEADS, KV_HEADS, Batch, make
+from products import EPS, MODELS, PROCESSES, Role, off, replayed
+
+from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.table import IntMatrix, Normed, QkvShape, plain
+from ridgeline.ops.triton import integer_shapes
+from ridgeline.ops.triton.activation import activate
+from ridgeline.ops.triton.integer import INT_TRITON, pack
+from ridgeline.ops.triton.integer_matrix import integer_product
+from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_vector import integer_vector_product
+from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.shapes import PROCESSORS, MatrixTile, split
+from ridgeline.ops.triton.table import TRITON
+
+DTYPE = torch.bfloat16
+MODEL = MODELS[0]
+BITS = {"int8": (8, 1 << 20), "int4": (4, 128)}
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPTS = (512, 1024, 2048, 8192)
+SLOTS = 128
+ALLOWED = 6e-3
+Tile = IntVectorTile | MatrixTile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a linear is run: a tile (None: widen, then cuBLAS), and whether the activation is part of it."""
+
+    tile: Tile | None
+    gate: bool = False
+
+
+def random_matrix(n: int, k: int, bits: int, group: int) -> IntMatrix:
+    """Any bytes are codes; their mean is about zero."""
+    codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
+    groups = max(1, k // group)
+    scales = (torch.rand(n, groups, device="cuda") + 0.5).mul_(0.02 / (1 << bits - 2)).half()
+    return IntMatrix(codes, scales, None, bits, group, n, k)
+
+
+def shipped(role: Role, tokens: int, matrix: IntMatrix) -> Choice:
+    """What ops.triton.integer chooses."""
+    if role.kind is not None and (tile := tile_for(tokens, matrix, True)) is not None:
+        return Choice(tile, True)
+    return Choice(tile_for(tokens, matrix, False))
+
+
+def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: torch.Tensor) -> torch.Tensor:
+    """rest: the norm's gain [k] or the stream [T, n], whichever the role needs."""
+    given: torch.Tensor | Normed = Normed(x, rest, EPS, False) if role.norm else x
+    stream = rest if role.add else None
+    if isinstance(choice.tile, IntVectorTile):
+        return integer_vector_product(given, matrix, None, choice.tile, stream, role.kind)
+    values = plain(given, rms_norm)
+    if choice.tile is None:
+        linear = INT_TRITON.linear(values, matrix, None) if stream is None else None
+        out = INT_TRITON.linear_add(values, matrix, None, rest) if linear is None else linear
+    else:
+        out = integer_product(values, matrix, None, choice.tile, stream, role.kind if choice.gate else None)
+    return activate(out, role.kind) if role.kind is not None and not choice.gate else out
+
+
+# --- right before fast ------------------------------------------------------------------------------------------------
+
+
+CHECKED = tuple(
+    itertools.product(
+        ((256, 4096), (1000, 1048)),
+        ((4, 128, False), (8, 1 << 20, False), (4, 32, True), (8, 64, True), (3, 1 << 20, False), (4, 128, True)),
+    )
+) + (((200, 14336), (4, 128, False)), ((200, 14336), (8, 1 << 20, False)))
+"""((outputs, inputs), (bits, group, zero points))."""
+
+
+def check_one(case: tuple[tuple[int, int], tuple[int, int, bool]]) -> list[str]:
+    """What is wrong with products of one matrix and any number of tokens."""
+    (n, k), (bits, group, asymmetric) = case
+    groups = -(-k // group)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(n, groups, device="cuda") + 0.5).half().float()
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device="cuda") if asymmetric else None
+    matrix = pack(codes, scales, zeros, bits, group)
+    weight = dequantized(codes, scales, zeros, bits, group).double()
+    wrong = []
+    for tokens in (1, 2, 5, 16, 64, 128, 256, 1024):
+        x, bias = torch.randn(tokens, k, dtype=DTYPE, device="cuda"), torch.randn(n, dtype=DTYPE, device="cuda")
+        stream = torch.randn(tokens, n, dtype=DTYPE, device="cuda")
+        want = x.double() @ weight.T + bias.double()
+        runs = {
+            "linear": (partial(INT_TRITON.linear, x, matrix, bias), want),
+            "add": (partial(INT_TRITON.linear_add, x, matrix, bias, stream.clone()), want + stream.double()),
+            "gate": (partial(INT_TRITON.linear_activate, x, matrix, bias, "silu"), REFERENCE.activate(want, "silu")),
+        }
+        for name, (work, expected) in runs.items():
+            place = f"{name} of {tokens} tokens, {n} x {k}, {bits} bits, group {group}, zeros {asymmetric}"
+            try:
+                error = off(work(), expected)
+            except Exception as problem:
+                wrong.append(f"{place}: {type(problem).__name__} {str(problem)[-200:]}")
+                continue
+            if not error < ALLOWED:
+                wrong.append(f"{place}: error {error:.2g}")
+    return wrong
+
+
+# --- whole steps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of one format; weights: name of the role -> a matrix for each layer, integers or bf16."""
+
+    weights: dict[str, list[Any]]
+    head: torch.Tensor
+    gain: torch.Tensor
+    shape: QkvShape
+
+    @classmethod
+    def of(cls, form: str, head: torch.Tensor) -> Step:
+        made: dict[str, list[Any]] = {}
+        for role in MODEL.roles:
+            size = (role.n, role.k)
+            made[role.name] = [
+                random_matrix(*size, *BITS[form])
+                if form in BITS
+                else torch.empty(size, dtype=DTYPE, device="cuda").normal_(0, 0.02)
+                for _ in range(MODEL.layers)
+            ]
+        angle = torch.rand(SLOTS + 64, DIM // 2, device="cuda")
+        cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
+        shape = QkvShape(HEADS, KV_HEADS, DIM, cos_sin, None, None, EPS, False)
+        return cls(made, head, torch.rand(head.shape[1], dtype=DTYPE, device="cuda") + 0.5, shape)
+
+    def linear(
+        self, role: Role, layer: int, x: torch.Tensor, rest: torch.Tensor, choice: Choice | None
+    ) -> torch.Tensor:
+        weight = self.weights[role.name][layer]
+        if isinstance(weight, IntMatrix):
+            assert choice is not None
+            return run(role, choice, x, weight, rest)
+        given = Normed(x, rest, EPS, False) if role.norm else x
+        if role.kind is not None:
+            return TRITON.linear_activate(given, weight, None, role.kind)
+        return TRITON.linear_add(x, weight, None, rest) if role.add else TRITON.linear(given, weight, None)
+
+    def __call__(self, stream: torch.Tensor, batch: Batch, choices: dict[str, Choice]) -> torch.Tensor:
+        qkv, out, gate_up, down = MODEL.roles
+        step = replace(batch.step)
+        for layer, view in enumerate(batch.views):
+            x = self.linear(qkv, layer, stream, self.gain, choices.get("qkv"))
+            q, k, v = TRITON.qkv_write(x, self.shape, view, step)
+            x = TRITON.attention(q, k, v, view, step)[0].view(stream.shape[0], -1)
+            stream = self.linear(out, layer, x, stream, choices.get("out"))
+            x = self.linear(gate_up, layer, stream, self.gain, choices.get("gate_up"))
+            stream = self.linear(down, layer, x, stream, choices.get("down"))
+        return TRITON.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
+
+    def us(self, batch: Batch, choices: dict[str, Choice], repeats: int = 5) -> float:
+        stream = torch.randn(batch.q.shape[0], self.head.shape[1], dtype=DTYPE, device="cuda")
+        return replayed(lambda: self(stream.clone(), batch, choices), repeats)
+
+
+def choices_of(step: Step, tokens: int) -> dict[str, Choice]:
+    return {
+        role.name: shipped(role, tokens, matrix)
+        for role in MODEL.roles
+        if isinstance(matrix := step.weights[role.name][0], IntMatrix)
+    }
+
+
+# --- what a sweep tries -----------------------------------------------------------------------------------------------
+
+VECTORS = {
+    ("int4", 4096): ((8, 256, 8), (8, 128, 4), (4, 128, 4), (16, 512, 16), (8, 512, 8), (8, 512, 16)),
+    ("int4", 14336): ((4, 512, 16), (8, 512, 16), (4, 512, 8), (2, 256, 8)),
+    ("int8", 4096): ((4, 256, 8), (8, 256, 8), (4, 128, 4), (2, 128, 4), (4, 512, 8)),
+    ("int8", 14336): ((2, 512, 16), (4, 512, 16), (1, 512, 16), (2, 256, 8)),
+}
+"""(rows, words, warps) for one token."""
+PROGRAMS = {4: (264, 396, 528), 8: (132, 264, 396), 16: (132, 264)}
+# Tokens of a tile -> (rows, block, warps, stages).
+MATRICES = {
+    16: ((64, 256, 4, 3), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 8, 3)),
+    64: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3)),
+    128: ((64, 128, 4, 3), (128, 128, 8, 3)),
+}
+SWEPT = {16: (16,), 64: (64,), 128: (128, 256)}
+
+
+def matrix_tiles(batch: int, role: Role) -> Iterator[MatrixTile]:
+    for rows, block, warps, stages in MATRICES[batch]:
+        tile = MatrixTile(batch, rows, block, warps, stages, asked=512)
+        usual = split(tile, role.n, role.k)
+        for splits in sorted({1, usual.splits, 2 * usual.splits, 3 * usual.splits}):
+            if splits == 1 or splits * -(-role.n // rows) <= 4 * PROCESSORS:
+                yield replace(tile, splits=splits)
+
+
+def compile_one(work: tuple[str, Role, Choice, int]) -> None:
+    """Leaves the compiled kernel in Triton's cache on disk."""
+    form, role, choice, tokens = work
+    try:
+        matrix = random_matrix(256, role.k, *BITS[form])
+        rest = torch.ones((tokens, 256) if role.add else (role.k,), dtype=DTYPE, device="cuda")
+        run(role, choice, torch.ones(tokens, role.k, dtype=DTYPE, device="cuda"), matrix, rest)
+    except Exception as error:
+        print("does not compile:", form, role.name, choice, type(error).__name__, str(error)[-150:], flush=True)
+
+
+def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
+    """Every kernel of a sweep."""
+    work = []
+    for form, role in itertools.product(forms, MODEL.roles):
+        for rows, words, warps in VECTORS[form, role.k]:
+            work.append((form, role, Choice(IntVectorTile(rows, words, warps, 1), True), 1))
+        for batch in MATRICES:
+            if role.name != "out":
+                few = {replace(one, splits=min(one.splits, 2)) for one in matrix_tiles(batch, role)}
+                for tile in sorted(few, key=str):
+                    work += [
+                        (form, role, Choice(tile, gate), batch)
+                        for gate in {False, role.kind is not None and batch <= 16}
+                    ]
+    return work
+
+
+def sweep_one(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
+    """One token: each role's tile in turn, judged by the whole step."""
+    batch = make([(SLOTS, 1)], "page")
+    best = {role.name: Choice(IntVectorTile(*VECTORS[form, role.k][0], 132), True) for role in MODEL.roles}
+    least = step.us(batch, best)
+    print(f"{form} first {least:.1f} us", flush=True)
+    for role in sorted(MODEL.roles, key=lambda role: -role.n * role.k):
+        tried: dict[str, float] = {}
+        tiles = [
+            IntVectorTile(rows, words, warps, programs)
+            for rows, words, warps in VECTORS[form, role.k]
+            for programs in PROGRAMS[warps]
+        ]
+        for tile in tiles:
+            if time.monotonic() > until:
+                return
+            try:
+                spent = step.us(batch, best | {role.name: Choice(tile, True)}, 3)
+            except Exception as problem:
+                print("failed", tile, str(problem)[-100:])
+                continue
+            tried[str(tile)] = spent
+            if spent < least - 1.0:
+                least, best[role.name] = spent, Choice(tile, True)
+        order = sorted(tried.items(), key=lambda item: item[1])
+        print(f"{form} {role.name}: {least:.1f} us with {best[role.name].tile}; then", *order[:4], flush=True)
+        yield {"row": f"sweep-{form}-{role.name}-m1", "best": str(best[role.name].tile), "us": least, "tried": tried}
+
+
+def sweep_many(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
+    """More tokens: each role by itself."""
+    for batch, counts in SWEPT.items():
+        for tokens, role in itertools.product(counts, MODEL.roles):
+            matrices = step.weights[role.name]
+            x = torch.randn(tokens, role.k, dtype=DTYPE, device="cuda")
+            rest = torch.randn((tokens, role.n) if role.add else (role.k,), dtype=DTYPE, device="cuda")
+            tried: dict[str, float] = {}
+            for tile in matrix_tiles(batch, role):
+                for gate in sorted({False, role.kind is not None and batch <= 16}):
+                    if time.monotonic() > until:
+                        return
+                    choice = Choice(tile, gate)
+                    try:
+                        work = lambda: [run(role, choice, x, one, rest) for one in matrices[:12]]  # noqa: B023, E731
+                        tried[f"{tile} gate {gate}"] = replayed(work, 3) / 12
+                    except Exception as problem:
+                        print("failed", choice, str(problem)[-100:], flush=True)
+            order = sorted(tried.items(), key=lambda item: item[1])
+            print(
+                f"{form} {role.name} M={tokens} B={batch}:", *[f"{us:.1f} {name}" for name, us in order[:3]], flush=True
+            )
+            yield {"row": f"sweep-{form}-{role.name}-m{tokens}-b{batch}", "tried": tried}
+
+
+def steps(form: str, step: Step) -> Iterator[dict[str, Any]]:
+    for tokens in STEPS:
+        spent = step.us(make([(SLOTS, 1)] * tokens, "page"), choices_of(step, tokens), 7)
+        print(f"STEP {form:5} M={tokens:<4} {spent:9.1f} us", flush=True)
+        yield {"row": f"int-step-{form}-m{tokens}-us", "value": round(spent, 1), "unit": "us"}
+
+
+def prompts(form: str, step: Step) -> Iterator[dict[str, Any]]:
+    """Products of a layer for many tokens, without attention."""
+    for tokens in PROMPTS:
+        total = 0.0
+        for role in MODEL.roles:
+            weights = step.weights[role.name][:4]
+            x = torch.randn(tokens, role.k, dtype=DTYPE, device="cuda")
+            rest = torch.randn((tokens, role.n) if role.add else (role.k,), dtype=DTYPE, device="cuda")
+            choice = shipped(role, tokens, weights[0]) if form in BITS else None
+            total += replayed(lambda: [step.linear(role, i, x, rest, choice) for i in range(4)], 3) / 4  # noqa: B023
+        print(f"LAYER {form:5} M={tokens:<4} {total:9.1f} us", flush=True)
+        yield {"row": f"int-layer-{form}-m{tokens}-us", "value": round(total, 1), "unit": "us"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a sweep tries nothing new")
+    parser.add_argument("--forms", nargs="+", default=["bf16", "int8", "int4"])
+    options = parser.parse_args()
+    until = time.monotonic() + options.limit
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        began = time.monotonic()
+        with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.map(check_one, CHECKED)
+            if options.sweep:
+                list(pool.map(compile_one, compiled([form for form in options.forms if form in BITS])))
+            wrong = [what for each in found for what in each]
+        print(f"checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
+        for what in wrong[:12]:
+            print("WRONG:", what, flush=True)
+        print(f"{len(wrong)} wrong; tokens up to {integer_shapes.MOST_TOKENS} by the tensor-core kernel", flush=True)
+        head = torch.empty((MODEL.head.n, MODEL.head.k), dtype=DTYPE, device="cuda").normal_(0, 0.02)
+        for form in options.forms:
+            step = Step.of(form, head)
+            if options.sweep and form in BITS:
+                rows += [*sweep_one(form, step, until), *sweep_many(form, step, until)]
+            rows += [*steps(form, step), *prompts(form, step)]
+            del step
+            if options.out:
+                about = provenance(torch.cuda.get_device_name())
+                write_rows(options.out, [row | about for row in rows])
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

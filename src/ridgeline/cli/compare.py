@@ -1,0 +1,201 @@
+"""Whether a candidate answers as its reference does: perplexity and drift on fixed texts, and a verdict for CI.
+
+REFERENCE and CANDIDATE are model folders, hub names, or addresses (http://...) of servers of the OpenAI API; REFERENCE may
+also be a file that --save-reference wrote. Exit status 1 when a limit is broken. The divergence counts the alternatives
+that both sides told (--top) and takes all other tokens as one: it is a lower bound, near the truth for 20 alternatives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.serve import read
+from ridgeline.cli.show import Stages
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.sampling import MAX_LOGPROBS
+from ridgeline.engine.local import LocalEngine
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+from ridgeline.quality.drift import Drift, by_document, measure, token_drift
+from ridgeline.quality.scores import EngineScorer, Scorer, Scores, StoredScorer, store
+from ridgeline.quality.served import Endpoint, ServerScorer
+from ridgeline.quality.texts import Window, read_texts, windows
+from ridgeline.quality.verdict import LIMITS, Check, judge, report
+from ridgeline.text.tokenizer import Tokenizer
+
+WINDOW = 1024
+_SCHEMES = ("http://", "https://")
+_SHOWN = {
+    "perplexity_reference": ("perplexity of the reference", "{:.4f}"),
+    "perplexity": ("perplexity of the candidate", "{:.4f}"),
+    "perplexity_change": ("change of perplexity", "{:+.3%}"),
+    "kl": ("KL, nats per token", "{:.5f}"),
+    "kl_p99": ("KL of one token in a hundred", "{:.4f}"),
+    "top1": ("same most probable token", "{:.3%}"),
+    "logprob_change": ("change of log-probability", "{:+.5f}"),
+}
+
+
+def parser() -> Parser:
+    found = parser_for("compare", __doc__ or "", (EngineConfig,), model=False)
+    found.add_argument("reference", metavar="REFERENCE", help="folder, hub name, address of a server, or stored scores")
+    found.add_argument("candidate", metavar="CANDIDATE", nargs="?", help="folder, hub name, or address of a server")
+    text = found.add_argument_group("texts")
+    text.add_argument("--text", metavar="FILE", help='a text, or JSON lines with a member "text"')
+    text.add_argument("--window", type=int, metavar="N", help=f"tokens scored together (default: {WINDOW})")
+    text.add_argument("--overlap", type=int, metavar="N", help="tokens of a window that only repeat the last one's end")
+    text.add_argument("--limit-tokens", type=int, metavar="N", help="stop after the window that reaches so many tokens")
+    models = found.add_argument_group("models")
+    models.add_argument("--dtype", metavar="NAME", help="of models in this process: auto, bfloat16, float16 or float32")
+    models.add_argument("--quantization", metavar="NAME", help="number format of a candidate in this process")
+    models.add_argument("--tokenizer", metavar="FOLDER", help="whose tokens are counted (default: the first folder's)")
+    models.add_argument("--reference-model", metavar="NAME", help="the model's name on the reference's server")
+    models.add_argument("--candidate-model", metavar="NAME", help="the model's name on the candidate's server")
+    models.add_argument("--reference-key-env", metavar="NAME", help="variable with the reference server's API key")
+    models.add_argument("--candidate-key-env", metavar="NAME", help="variable with the candidate server's API key")
+    models.add_argument("--top", type=int, metavar="N", help=f"alternatives per token (default: {MAX_LOGPROBS})")
+    models.add_argument(
+        "--save-reference", metavar="FILE", help="keep the reference's scores; CANDIDATE may be left out"
+    )
+    limits = found.add_argument_group("limits")
+    for name, (figure, side) in LIMITS.items():
+        words = f"fail if {figure} is {'above' if side == 'most' else 'below'} this"
+        limits.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=words)
+    found.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
+    found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
+    return found
+
+
+def run(given: Given) -> int:
+    rest = vars(given.rest)
+    candidate, save = rest.get("candidate"), rest.get("save_reference")
+    if candidate is None and save is None:
+        raise ConfigError("there is nothing to compare with: name a CANDIDATE, or give --save-reference FILE.")
+    top = rest.get("top", MAX_LOGPROBS)
+    if not 1 <= top <= MAX_LOGPROBS:
+        raise ConfigError(f"--top is {top}: give a whole number from 1 to {MAX_LOGPROBS}.", param="top")
+    sides = Sides(given, rest)
+    with Stages(Console(stderr=True)) as stages:
+        sequences = sides.windows()
+        reference = sides.scores("reference", sequences, top, stages)
+        if save is not None:
+            store(Path(save), rest["reference"], sequences, reference)
+        if candidate is None:
+            return 0
+        other = sides.scores("candidate", sequences, top, stages)
+    parts = [token_drift(ours, theirs) for ours, theirs in zip(reference, other, strict=True)]
+    drift = measure(by_document(parts, [one.document for one in sequences]))
+    checks = judge(drift, {name: rest[name] for name in LIMITS if name in rest})
+    found = report(rest["reference"], candidate, top, drift, checks)
+    if "out" in rest:
+        Path(rest["out"]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if rest["json"]:
+        print(json.dumps(found))
+    else:
+        show(Console(), drift, checks)
+    return 0 if found["passed"] else 1
+
+
+class Sides:
+    """The two models of a comparison, one in memory at a time, and the sequences both are asked about."""
+
+    def __init__(self, given: Given, rest: Mapping[str, Any]) -> None:
+        self._resolved = read(given)
+        self._rest = rest
+        self._stored: StoredScorer | None = None
+        named = Path(rest["reference"])
+        if named.is_file():
+            self._stored = StoredScorer(named)
+        self.tokenizer = Tokenizer.load(self._tokenizer_folder())
+
+    def windows(self) -> list[Window]:
+        rest = self._rest
+        if "text" not in rest:
+            if self._stored is None:
+                raise ConfigError("there is no text: give --text FILE.", param="text")
+            return self._stored.windows()
+        longest = rest.get("window", WINDOW)
+        for side in ("reference", "candidate"):
+            with suppress(_NotHere):
+                longest = min(longest, read_model(self._folder(side))[0].max_len - 1)
+        texts = read_texts(Path(rest["text"]))
+        tokenizer = self.tokenizer
+        found = windows(
+            texts, lambda one: tokenizer.encode(one, add_special_tokens=True), longest, rest.get("overlap", 0)
+        )
+        kept, tokens = [], 0
+        for one in found:
+            if tokens < rest.get("limit_tokens", 1 << 60):
+                kept.append(one)
+                tokens += one.tokens
+        return kept
+
+    def scores(self, side: str, sequences: list[Window], top: int, stages: Stages) -> list[Scores]:
+        """What the side says of the sequences. Raises ConfigError or EngineFailed."""
+        named = self._rest[side]
+        if side == "reference" and self._stored is not None:
+            return self._stored.score(sequences, top, stages)
+        if named.startswith(_SCHEMES):
+            key = os.environ.get(self._rest.get(f"{side}_key_env", ""), "")
+            endpoint = Endpoint(named, self._rest.get(f"{side}_model", ""), key)
+            scorer: Scorer = ServerScorer(endpoint, self.tokenizer)
+            return scorer.score(sequences, top, stages)
+        model = replace(self._model(side), max_model_len=max(len(one.ids) for one in sequences) + 1)
+        engine = LocalEngine.start(model, self._resolved.engine, stages)
+        try:
+            return EngineScorer(named, engine).score(sequences, top, stages)
+        finally:
+            engine.close()
+
+    def _model(self, side: str) -> ModelConfig:
+        """What the options say of a side in this process; the number format is the candidate's alone."""
+        plain = self._resolved.model
+        quantization = plain.quantization if side == "candidate" else ""
+        return replace(plain, model=self._rest[side], quantization=quantization)
+
+    def _folder(self, side: str) -> Path:
+        named = self._rest.get(side)
+        if named is None or named.startswith(_SCHEMES) or (side == "reference" and self._stored is not None):
+            raise _NotHere
+        return resolve_model(self._model(side))
+
+    def _tokenizer_folder(self) -> Path:
+        if "tokenizer" in self._rest:
+            return resolve_model(ModelConfig(model=self._rest["tokenizer"], load_format="dummy"))
+        for side in ("reference", "candidate"):
+            with suppress(_NotHere):
+                return self._folder(side)
+        raise ConfigError("no model folder says what the tokens are: give --tokenizer FOLDER.", param="tokenizer")
+
+
+class _NotHere(Exception):
+    """A side of which no folder is known."""
+
+
+def show(console: Console, drift: Drift, checks: list[Check]) -> None:
+    """The figures with their intervals, and what the limits say."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, (words, form) in _SHOWN.items():
+        one = drift.figures[name]
+        interval = "" if one.low is None or one.high is None else f"{form.format(one.low)} .. {form.format(one.high)}"
+        table.add_row(words, form.format(one.value), f"[dim]{interval}[/dim]")
+    console.print(table)
+    console.print(f"[dim]{drift.tokens} tokens of {drift.documents} documents; 95 % intervals over documents[/dim]")
+    for check in checks:
+        word = "[green]kept[/green]" if check.passed else "[red]broken[/red]"
+        known = drift.figures[LIMITS[check.limit][0]].low is not None
+        doubt = " [dim](the interval crosses it)[/dim]" if known and not check.certain else ""
+        flag = escape(f"--{check.limit.replace('_', '-')} {check.bound:g}")
+        console.print(f"{word}  {flag}: {check.value:.5g}{doubt}", highlight=False)

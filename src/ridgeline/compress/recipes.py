@@ -1,0 +1,120 @@
+"""The recipes of `ridgeline compress`, as data: a name says method, numbers and pattern."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ridgeline.compress.gptq import Order
+from ridgeline.compress.grid import Grid
+from ridgeline.compress.prune import Pattern
+from ridgeline.compress.smooth import ALPHA
+from ridgeline.compress.storage import INT8, Bitmask, Floats, Integers, Storage
+from ridgeline.core.errors import ConfigError
+from ridgeline.quant.layouts import Layout, Published
+
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers"]
+NO_GRID = Grid(8)
+
+EXAMPLES = {
+    "rtn-int4-g128": "round to nearest, 4 bits, a scale for each 128 inputs",
+    "gptq-int4-g128": "GPTQ: inputs one by one, later ones making up for earlier ones' rounding",
+    "gptq-int4-g128-actorder": "the same, inputs of large activations first",
+    "gptq-int3-g128": "3 bits",
+    "awq-int4-g128": "AWQ: inputs of large activations on a finer grid, with zero points",
+    "rtn-w8a8": "8-bit weights and inputs, nothing smoothed",
+    "smoothquant-w8a8": "SmoothQuant: outliers of inputs moved into weights, then 8-bit weights and inputs",
+    "magnitude-50": "half of the weights zero, the smallest",
+    "wanda-50": "Wanda: the smallest by weight times activation",
+    "wanda-2:4": "two of every four weights",
+    "sparsegpt-50": "SparseGPT: the others make up for those taken",
+    "sparsegpt-2:4": "two of every four weights",
+    "neurons-25": "a quarter of the feed-forward neurons less: a smaller dense model",
+    "heads-25": "a quarter of the attention heads less",
+    "layers-2": "two layers less",
+}
+"""Recipes that help shows; every other number of bits, group, share or pattern is named in the same way."""
+
+_QUANTIZED = re.compile(r"(rtn|gptq|awq)-int([348])-(?:g(\d+)|channel)(-zp|-sym)?(-actorder|-ordered)?")
+_SPARSE = re.compile(r"(magnitude|wanda|sparsegpt)-(?:(\d+):(\d+)|(\d+))")
+_SMALLER = re.compile(r"(heads|neurons|layers)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to do with every linear of the layers, and how to store it.
+
+    amount: share of heads or neurons that go, or number of layers. needs_texts: calibration texts are run.
+    """
+
+    name: str
+    method: Method
+    storage: Storage
+    grid: Grid = NO_GRID
+    order: Order = "as stored"
+    alpha: float = ALPHA
+    pattern: Pattern = field(default=Pattern(0.0))
+    amount: float = 0.0
+
+    @property
+    def needs_texts(self) -> bool:
+        return self.method not in ("rtn", "magnitude")
+
+    @property
+    def bits(self) -> int | None:
+        """Of a weight; None where weights stay in floats."""
+        return self.grid.bits if self.grid is not NO_GRID else None
+
+
+def read_recipe(name: str) -> Recipe:
+    """The recipe that a name means. Raises ConfigError with the nearest name."""
+    if found := _QUANTIZED.fullmatch(name):
+        return _quantized(name, found)
+    if found := _SPARSE.fullmatch(name):
+        return _sparse(name, found)
+    if found := _SMALLER.fullmatch(name):
+        method, count = found[1], int(found[2])
+        if method != "layers" and not 0 < count < 100:
+            raise ConfigError(f"recipe {name!r}: {count} is no share in per cent between 1 and 99.", param="recipe")
+        amount = float(count) if method == "layers" else count / 100
+        return Recipe(name, method, Floats(), amount=amount)  # type: ignore[arg-type]
+    if name in ("rtn-w8a8", "smoothquant-w8a8"):
+        method = name.partition("-")[0]
+        return Recipe(name, method, Integers(INT8), Grid(8))  # type: ignore[arg-type]
+    near = difflib.get_close_matches(name, EXAMPLES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes are {', '.join(EXAMPLES)}."
+    raise ConfigError(f"there is no recipe {name!r}: {hint}", param="recipe")
+
+
+def _quantized(name: str, found: re.Match[str]) -> Recipe:
+    method, bits, group = found[1], int(found[2]), int(found[3] or 0)
+    zeros = found[4] == "-zp" or (found[4] is None and method == "awq")
+    ordered = found[5] == "-ordered"
+    if found[5] and method != "gptq":
+        raise ConfigError(f"recipe {name!r}: only gptq takes inputs in an order.", param="recipe")
+    layout: Layout = {"rtn": "pack-quantized", "gptq": "gptq", "awq": "awq"}[method]  # type: ignore[assignment]
+    if bits == 3 or (method == "gptq" and zeros):
+        # Only this layout holds 3 bits, and a zero point of 0.
+        layout = "gptq_v2" if zeros else "gptq"
+    elif method == "awq" and bits != 4:
+        layout = "pack-quantized"
+    order: Order = "groups" if ordered else "static" if found[5] else "as stored"
+    grid = Grid(bits, group, not zeros)
+    return Recipe(name, method, Integers(Published(layout, bits, group, zeros, ordered)), grid, order)  # type: ignore[arg-type]
+
+
+def _sparse(name: str, found: re.Match[str]) -> Recipe:
+    method = found[1]
+    if found[2]:
+        kept, of = int(found[2]), int(found[3])
+        if not 0 < kept < of:
+            raise ConfigError(f"recipe {name!r}: {kept} of {of} weights is no pattern.", param="recipe")
+        pattern, structure = Pattern((of - kept) / of, of), f"{kept}:{of}"
+    else:
+        share = int(found[4])
+        if not 0 < share < 100:
+            raise ConfigError(f"recipe {name!r}: {share} is no share in per cent between 1 and 99.", param="recipe")
+        pattern, structure = Pattern(share / 100), "unstructured"
+    return Recipe(name, method, Bitmask(structure), pattern=pattern)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+// A chain of drafts by a small decoder, all of its tokens in one call; see ridgeline.ops.table.ChainParts.
+//
+// Only what a draft model's own products take is worth its time: at one row, ten calls from Python between two tokens take as
+// long as the tokens.
+
+#include "rows.h"
+#include "view.h"
+
+#include <vector>
+
+namespace ridgeline {
+
+// Of the other files, by their exported names.
+extern "C" {
+void rl_layers_bf16(const void* layers, index n, const View* const* views, bf16* const* caches, bf16* stream, index tokens,
+                    index d_model);
+void rl_layers_f32(const void* layers, index n, const View* const* views, float* const* caches, float* stream, index tokens,
+                   index d_model);
+void rl_norm_bf16(const bf16* x, const bf16* weight, bf16* out, index rows, index n, float eps, float offset);
+void rl_norm_f32(const float* x, const float* weight, float* out, index rows, index n, float eps, float offset);
+void rl_linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, const bf16* added, bf16* out, index m, index n, index k,
+                    int gate, const bf16* norm, float eps, float offset, int fixed);
+void rl_linear_f32(const float* x, const float* packed, const float* bias, const float* added, float* out, index m, index n,
+                   index k, int gate, const float* norm, float eps, float offset, int fixed);
+void rl_sample(const float* logits, const float* temperature, const std::int32_t* key, const std::int32_t* position,
+               std::int32_t* tokens, index n, index vocab, const index* strides, int purpose, const std::int32_t* ids);
+}
+
+namespace {
+
+// One name for both types.
+void run_layers(const void* l, index n, const View* const* v, bf16* const* c, bf16* x, index t, index d) { rl_layers_bf16(l, n, v, c, x, t, d); }
+void run_layers(const void* l, index n, const View* const* v, float* const* c, float* x, index t, index d) { rl_layers_f32(l, n, v, c, x, t, d); }
+void norm(const bf16* x, const bf16* w, bf16* out, index m, index n, float e, float o) { rl_norm_bf16(x, w, out, m, n, e, o); }
+void norm(const float* x, const float* w, float* out, index m, index n, float e, float o) { rl_norm_f32(x, w, out, m, n, e, o); }
+void multiply(const bf16* x, const bf16* w, bf16* out, index m, index n, index k, int fixed) {
+    rl_linear_bf16(x, w, nullptr, nullptr, out, m, n, k, 0, nullptr, 0, 0, fixed);
+}
+void multiply(const float* x, const float* w, float* out, index m, index n, index k, int fixed) {
+    rl_linear_f32(x, w, nullptr, nullptr, out, m, n, k, 0, nullptr, 0, 0, fixed);
+}
+
+// Mirrored field by field in native_chain.py. embedding [vocab, d_model]; head packed [outputs, d_model]; ids [outputs], null: as
+// they are numbered.
+template <class T> struct Parts {
+    const void* layers;
+    index n_layers, d_model;
+    const T* embedding;
+    const T* norm;
+    const T* head;
+    const token* ids;
+    index outputs;
+    float eps, offset, scale;
+    std::int32_t fixed;
+};
+
+// Mirrored by the order of arguments there. state.ints are a copy that moves along. views point to length, position and slots.
+template <class T> struct Chain {
+    State state;
+    const Parts<T>* parts;
+    const std::int32_t* rows;  // [n]
+    const float* temperature;  // [n]
+    T* hidden;                 // [n, d_model] behind the last known token, normed; written
+    index n, count;
+    const View* const* views;  // of each layer
+    T* const* caches;
+    std::int32_t* position;  // [n]
+    std::int32_t* length;    // [n]
+    std::int64_t* slots;     // [groups, n]
+};
+
+template <class T> void embed(const Parts<T>& p, const token* tokens, index n, T* stream) {
+    for (index row = 0; row < n; ++row) {
+        const T* from = p.embedding + tokens[row] * p.d_model;
+        T* to = stream + row * p.d_model;
+        for (index at = 0; at < p.d_model; at += LANES) {
+            const __mmask16 kept = first_lanes(p.d_model - at);
+            store(to + at, _mm512_mul_ps(load(from + at, kept), _mm512_set1_ps(p.scale)), kept);
+        }
+    }
+}
+
+template <class T> void widen_all(const T* from, float* to, index n) {
+    for (index at = 0; at < n; at += LANES) {
+        const __mmask16 kept = first_lanes(n - at);
+        store(to + at, load(from + at, kept), kept);
+    }
+}
+
+template <class T> void run(const Chain<T>& c) {
+    const Parts<T>& p = *c.parts;
+    const index n = c.n, size = n * p.outputs, strides[] = {p.outputs, 1, 2, 1};
+    std::vector<T> scores(size), stream(n * p.d_model);
+    std::vector<float> logits(size);
+    std::vector<std::int32_t> key(2 * n), place(n), drawn(n), said(3 * n), tokens(n);
+    for (index node = 0; node < c.count; ++node) {
+        for (index row = 0; row < n; ++row) {
+            const std::int32_t* own = c.state.of(c.rows[row]);
+            std::copy(own + KEY, own + KEY + 2, key.data() + 2 * row);
+            place[row] = own[KNOWN];
+        }
+        multiply(c.hidden, p.head, scores.data(), n, p.outputs, p.d_model, p.fixed);
+        widen_all(scores.data(), logits.data(), size);
+        rl_sample(logits.data(), c.temperature, key.data(), place.data(), drawn.data(), n, p.outputs, strides, 0, p.ids);
+        advance(Advance{c.state, c.rows, drawn.data(), n, said.data()});
+        if (node + 1 == c.count) return;
+        gather(Gather{c.state, c.rows, nullptr, nullptr, nullptr, n, n, c.position, tokens.data(), c.length, c.slots});
+        embed(p, tokens.data(), n, stream.data());
+        run_layers(p.layers, p.n_layers, c.views, c.caches, stream.data(), n, p.d_model);
+        norm(stream.data(), p.norm, c.hidden, n, p.d_model, p.eps, p.offset);
+    }
+}
+
+}  // namespace
+
+RIDGELINE_API void rl_chain_bf16(const Chain<bf16>* c) { run(*c); }
+RIDGELINE_API void rl_chain_f32(const Chain<float>* c) { run(*c); }
+
+}  // namespace ridgeline

@@ -1,0 +1,125 @@
+// The device's rows: a step's query tokens, and what a draw writes back; see ridgeline.ops.rows and ridgeline.decoding.verify.
+//
+// Every argument is one struct of pointers and sizes, which costs Python one call that packs numbers. Nothing here is worth a
+// second thread.
+
+#include "rows.h"
+
+#include <vector>
+
+namespace ridgeline {
+namespace {
+
+// parent null: chains.
+struct Verify {
+    State state;
+    const std::int32_t* rows;     // [n]
+    const token* drawn;           // [n, wide]
+    const std::int32_t* n_draft;  // [n]
+    const std::int64_t* parent;   // [n, wide]
+    index n, wide;
+    std::int32_t* packed;  // [n, 2 + wide], for trees [n, 2 + 3 wide]
+    std::int64_t* path;    // [n, wide]
+};
+
+int flag_of(const State& s, const std::int32_t* row, index place, token drawn) {
+    const index held = place + 1;
+    int flag = held >= row[LIMIT] ? FULL : 0;
+    if (held - row[PROMPT] <= row[MIN_TOKENS]) return flag;
+    bool stop = false;
+    for (index at = STOP; at < s.columns; ++at) stop |= row[at] == drawn;
+    return stop ? flag | STOPPED : flag;
+}
+
+void move(std::int32_t* row, std::int32_t count, std::int32_t flag) {
+    for (const Column column : {POSITION, LENGTH, KNOWN}) row[column] += count;
+    row[DONE] += flag != 0;
+}
+
+// Whether each node and all above it are right; parents come before their children. Without parents nodes are a chain.
+void agree(const Verify& v, index n, const token* drafts, std::vector<char>& right) {
+    const token* drawn = v.drawn + n * v.wide;
+    right[0] = 1;
+    for (index node = 1; node < v.wide; ++node) {
+        const index above = v.parent ? v.parent[n * v.wide + node] : node - 1;
+        right[node] = right[above] && node <= v.n_draft[n] && drawn[above] == drafts[node - 1];
+    }
+}
+
+// What row n keeps, into `packed` and `path`.
+void judge(const Verify& v, index n, std::vector<char>& right) {
+    const std::int32_t* row = v.state.of(v.rows[n]);
+    const token* drawn = v.drawn + n * v.wide;
+    const index known = row[KNOWN];
+    agree(v, n, v.state.tokens + v.rows[n] * v.state.width + known, right);
+    std::int32_t* packed = v.packed + n * (2 + (v.parent ? 3 : 1) * v.wide);
+    std::int32_t* said = packed + 2;
+    index nodes = 0;
+    if (v.parent) {
+        std::int64_t* path = v.path + n * v.wide;
+        std::fill(path, path + v.wide, 0);
+        for (index node = 0; node < v.wide; ++node)
+            if (right[node]) path[nodes++] = node;
+        for (index at = 0; at < v.wide; ++at) {
+            said[at] = drawn[path[at]];
+            said[v.wide + at] = drawn[at];
+            said[2 * v.wide + at] = std::int32_t(path[at]);
+        }
+    } else {
+        nodes = std::count(right.begin(), right.end(), 1);
+        std::copy(drawn, drawn + v.wide, said);
+    }
+    packed[0] = packed[1] = 0;
+    if (row[DONE]) return;
+    while (packed[0] < nodes && !packed[1]) {
+        packed[1] = flag_of(v.state, row, known + packed[0], said[packed[0]]);
+        ++packed[0];
+    }
+}
+
+}  // namespace
+
+void gather(const Gather& g) {
+    const State& s = g.state;
+    for (index n = 0; n < g.n_rows; ++n) g.length[n] = s.of(g.own[n])[LENGTH] + (g.n_query ? g.n_query[n] : 1);
+    for (index at = 0; at < g.n_tokens; ++at) {
+        const index row = g.own[g.n_query ? g.row_of[at] : at], place = g.n_query ? g.place[at] : 0;
+        const index position = s.of(row)[POSITION] + place, slot = s.of(row)[LENGTH] + place;
+        g.position[at] = std::int32_t(position);
+        g.tokens[at] = s.tokens[row * s.width + position];
+        for (index group = 0; group < s.groups; ++group) {
+            const index page = s.tables[(group * s.rows + row) * s.pages + slot / s.page_tokens];
+            g.slots[group * g.n_tokens + at] = page * s.page_tokens + slot % s.page_tokens;
+        }
+    }
+}
+
+void advance(const Advance& a) {
+    for (index n = 0; n < a.n; ++n) {
+        std::int32_t* row = a.state.of(a.rows[n]);
+        const index place = row[KNOWN];
+        const bool live = !row[DONE];
+        const int flag = live ? flag_of(a.state, row, place, a.drawn[n]) : 0;
+        a.state.tokens[a.rows[n] * a.state.width + place] = a.drawn[n];
+        move(row, live, flag);
+        std::int32_t* said = a.said + 3 * n;
+        said[0] = live, said[1] = flag, said[2] = a.drawn[n];
+    }
+}
+
+RIDGELINE_API void rl_rows_gather(const Gather* g) { gather(*g); }
+RIDGELINE_API void rl_rows_advance(const Advance* a) { advance(*a); }
+
+// All rows are judged before any is written: drafts and what was drawn stand in the same places, row 0's more than once.
+RIDGELINE_API void rl_rows_verify(const Verify* v) {
+    std::vector<char> right(v->wide);
+    for (index n = 0; n < v->n; ++n) judge(*v, n, right);
+    for (index n = 0; n < v->n; ++n) {
+        const std::int32_t* packed = v->packed + n * (2 + (v->parent ? 3 : 1) * v->wide);
+        std::int32_t* row = v->state.of(v->rows[n]);
+        std::copy(packed + 2, packed + 2 + v->wide, v->state.tokens + v->rows[n] * v->state.width + row[KNOWN]);
+        move(row, packed[0], packed[1]);
+    }
+}
+
+}  // namespace ridgeline

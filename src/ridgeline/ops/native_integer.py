@@ -1,0 +1,130 @@
+"""Integer weight-only linears of the compiled library: see native/integer.h. Any number of tokens gives each the same sums."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from ridgeline.ops.native.arena import LANES, Arena
+from ridgeline.ops.native.binding import GATES, IntWeights, Library
+from ridgeline.ops.reference import ROW_CODES, int_pack
+from ridgeline.ops.table import IntMatrix, IntOps, Normed, Plain, plain
+
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+
+
+class NativeInteger:
+    """The functions of IntOps over one opened library. norm, activate: the plain operations."""
+
+    __slots__ = ("_activate", "_arena", "_kernels", "_norm", "_pack")
+
+    def __init__(
+        self, library: Library, arena: Arena, norm: RmsNorm, activate: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> None:
+        self._kernels, self._pack, self._arena = library.kernels, library.int_pack, arena
+        self._norm, self._activate = norm, activate
+
+    def pack(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
+    ) -> IntMatrix:
+        """See IntOps: codes in blocks of 16 outputs, scales and zeros of the 16 side by side."""
+        if codes.device.type != "cpu":  # the meta device: a model that is only measured
+            return int_pack(codes, scales, zeros, bits, group)
+        outputs, inputs = codes.shape
+        rows, width = -(-outputs // LANES) * LANES, -(-inputs // ROW_CODES) * ROW_CODES * bits // 8
+        packed, codes = self._arena.take(rows, width, torch.uint8), codes.contiguous()
+        self._pack(codes.data_ptr(), packed.data_ptr(), outputs, inputs, bits)
+        laid = self._blocks(scales.half())
+        return IntMatrix(
+            packed[:outputs], laid, None if zeros is None else self._blocks(zeros), bits, group, outputs, inputs
+        )
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """[out, groups] -> the same shape, in memory [out / 16, groups, 16]."""
+        outputs, groups = values.shape
+        rows = -(-outputs // LANES) * LANES
+        room = self._arena.take(rows, groups, values.dtype)
+        padded = torch.nn.functional.pad(values, (0, 0, 0, rows - outputs))
+        room.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
+        return room[:outputs]
+
+    def linear(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+        """See reference.int_linear."""
+        return self._product(x, matrix, bias)
+
+    def linear_add(
+        self, x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """See reference.int_linear_add; the result lies in the stream's memory where that is one run."""
+        if stream.dtype is not x.dtype or not stream.is_contiguous():
+            return self._product(x, matrix, bias).add_(stream)
+        return self._product(x, matrix, bias, stream)
+
+    def linear_activate(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        """See reference.int_linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        if matrix.out % (2 * LANES):
+            return self._activate(self._product(x, matrix, bias), kind)
+        return self._product(x, matrix, bias, None, kind)
+
+    def _product(
+        self,
+        x: Plain,
+        matrix: IntMatrix,
+        bias: torch.Tensor | None,
+        stream: torch.Tensor | None = None,
+        kind: str | None = None,
+    ) -> torch.Tensor:
+        """The norm before a product and what follows it in one call."""
+        norm = x if isinstance(x, Normed) else None
+        given = x.x if isinstance(x, Normed) else x
+        kernels = self._kernels.get(given.dtype)
+        if kernels is None or (norm is not None and norm.weight.dtype is not given.dtype):
+            return self._in_float32(plain(x, self._norm), matrix, bias, stream, kind)
+        given = given if given.is_contiguous() else given.contiguous()
+        rows, inputs = given.shape
+        out = given.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
+        weights = int_weights(matrix)
+        kernels.int_linear(
+            given.data_ptr(),
+            ctypes.byref(weights),
+            0 if bias is None else bias.data_ptr(),
+            0 if stream is None else stream.data_ptr(),
+            out.data_ptr(),
+            rows,
+            matrix.out,
+            inputs,
+            0 if kind is None else GATES[kind],
+            0 if norm is None else norm.weight.data_ptr(),
+            0.0 if norm is None else norm.eps,
+            norm is not None and norm.offset,
+        )
+        return out
+
+    def _in_float32(
+        self,
+        x: torch.Tensor,
+        matrix: IntMatrix,
+        bias: torch.Tensor | None,
+        stream: torch.Tensor | None,
+        kind: str | None,
+    ) -> torch.Tensor:
+        """For numbers that the kernels do not know."""
+        wide = None if stream is None else stream.float()
+        out = self._product(x.float(), matrix, None if bias is None else bias.float(), wide, kind)
+        return out.to(x.dtype)
+
+
+def int_weights(matrix: IntMatrix) -> IntWeights:
+    """Where a packed matrix lies, as the kernels take it."""
+    zeros = None if matrix.zeros is None else matrix.zeros.data_ptr()
+    return IntWeights(matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros, matrix.bits, matrix.group)
+
+
+def int_ops(
+    library: Library, arena: Arena, norm: RmsNorm, activate: Callable[[torch.Tensor, str], torch.Tensor]
+) -> IntOps:
+    """The table for integer linears."""
+    ops = NativeInteger(library, arena, norm, activate)
+    return IntOps(pack=ops.pack, linear=ops.linear, linear_add=ops.linear_add, linear_activate=ops.linear_activate)

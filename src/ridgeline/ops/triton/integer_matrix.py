@@ -1,0 +1,421 @@
+"""Integer weights on the tensor cores: codes become 16-bit floats in registers, on their way into the product.
+
+A program computes ROWS x BATCH of out^T = W x^T like gemm_small: the copy engine streams codes and x, and each thread
+finds in the 16 bytes that it reads exactly the weights that the matrix unit wants of it, so nothing is exchanged between
+threads (the layout is integer.pack's). A code becomes a float by being put below an exponent: 16-bit floats from 2^7
+(bfloat16) or 2^10 (float16) on are a step of 1 apart, so "or" adds the code exactly, and subtracting that power and the
+zero point is exact too (Kim et al. 2022, Who Says Elephants Can't Run). Weights are rounded to x's dtype once, after
+their scale; with one scale per output channel they are exact, and the sum is scaled.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.ops.table import IntMatrix
+from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.gemm_small import COUNTERS, _arrivals, _ask, _biased, _sum_of_parts
+from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.shapes import MatrixTile
+
+# Four codes of 4 bits, or two of 8, from each half of a register; t: the codes as floats before any scale.
+_MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
+
+
+@cache
+def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool) -> str:
+    """PTX that turns a register of codes into registers of two floats each: $0.. = (code - shift) * scale. Operands behind
+    the results: codes, shift, scale. scaled, shifted: whether to use the last two."""
+    magic, kind = _MAGIC[dtype]
+    count = 2 if bits == 8 else 4
+    codes, shift, scale = f"${count}", f"${count + 1}", f"${count + 2}"
+    lines = ["{ .reg .b32 c, t, u;"]
+    for index in range(count):
+        width = 16 // count
+        lines.append(f"shr.b32 c, {codes}, {index * width};" if index else f"mov.b32 c, {codes};")
+        if bits == 8 and dtype == torch.bfloat16:
+            # 128 + the lower seven bits, minus 128 or 256: the eighth bit is the exponent's lowest.
+            lines.append(f"lop3.b32 t, c, 0x007F007F, {magic}, 0xEA; lop3.b32 u, c, 0x00800080, {magic}, 0xEA;")
+            lines.append(f"sub.rn.{kind} t, t, u;")
+        elif bits == 8:
+            lines.append("lop3.b32 t, c, 0x00FF00FF, 0x64806480, 0x6A;")
+        else:
+            lines.append(f"lop3.b32 t, c, 0x000F000F, {magic}, 0xEA;")
+        if shifted:
+            lines.append(f"sub.rn.{kind} t, t, {shift};")
+        lines.append(f"mul.rn.{kind} ${index}, t, {scale};" if scaled else f"mov.b32 ${index}, t;")
+    return " ".join([*lines, "}"])
+
+
+def shift_of(bits: int, dtype: torch.dtype) -> float:
+    """What `conversion` adds to a code - zero, where zero is 0; codes of 8 bits are signed there."""
+    if bits == 8:
+        return 0.0 if dtype == torch.bfloat16 else 1152.0
+    return 128.0 if dtype == torch.bfloat16 else 1024.0
+
+
+@triton.jit
+def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """p int16 [...] -> its codes as floats in the order of their bits, one tensor each; shift and scale as p."""
+    if PTX != "":
+        # The type of results must be written out.
+        given = [p, shift, scale]
+        two: tl.constexpr = "=&r,=&r,r,r,r"
+        four: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
+        if BITS == 8:
+            if tl.bfloat16 == TYPE:
+                return tl.inline_asm_elementwise(PTX, two, given, (tl.bfloat16,) * 2, True, 2)
+            else:
+                return tl.inline_asm_elementwise(PTX, two, given, (tl.float16,) * 2, True, 2)
+        elif tl.bfloat16 == TYPE:
+            return tl.inline_asm_elementwise(PTX, four, given, (tl.bfloat16,) * 4, True, 2)
+        else:
+            return tl.inline_asm_elementwise(PTX, four, given, (tl.float16,) * 4, True, 2)
+    wide, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
+    if BITS == 8:
+        c0 = (((wide << 24) >> 24).to(tl.float32) - z) * s
+        c1 = (((wide << 16) >> 24).to(tl.float32) - z) * s
+        return c0.to(TYPE), c1.to(TYPE)
+    else:
+        c0 = ((wide & 15).to(tl.float32) - z) * s
+        c1 = ((wide >> 4 & 15).to(tl.float32) - z) * s
+        c2 = ((wide >> 8 & 15).to(tl.float32) - z) * s
+        c3 = ((wide >> 12 & 15).to(tl.float32) - z) * s
+        return c0.to(TYPE), c1.to(TYPE), c2.to(TYPE), c3.to(TYPE)
+
+
+@triton.jit
+def _widen(
+    p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+):
+    """Codes p int16 [ROWS, units] -> weights [ROWS, BLOCK]; shift, scale: [ROWS, chunks, 1, 4 or 1, 1]."""
+    CHUNKS: tl.constexpr = BLOCK * BITS // 512
+    p = tl.reshape(p, (ROWS, CHUNKS, 4, 4, 2))
+    shift = tl.broadcast_to(shift, (ROWS, CHUNKS, 4, 4, 2))
+    scale = tl.broadcast_to(scale, (ROWS, CHUNKS, 4, 4, 2))
+    if BITS == 8:
+        c0, c1 = _codes(p, shift, scale, BITS, TYPE, PTX)
+        w = tl.permute(tl.join(c0, c1), (0, 1, 3, 5, 2, 4))
+    else:
+        c0, c1, c2, c3 = _codes(p, shift, scale, BITS, TYPE, PTX)
+        w = tl.permute(tl.join(tl.join(c0, c1), tl.join(c2, c3)), (0, 1, 3, 6, 5, 2, 4))
+    return tl.reshape(w, (ROWS, BLOCK))
+
+
+@triton.jit
+def _of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where each group's scale and zero point are, for the weights of a block from input `first` on: [ROWS, numbers], one
+    for a chunk, or four where groups are smaller than chunks."""
+    CHUNK: tl.constexpr = 512 // BITS
+    PIECES: tl.constexpr = 1 if GROUP % CHUNK == 0 else 4
+    at = first + tl.arange(0, BLOCK // CHUNK * PIECES) * (CHUNK // PIECES)
+    return tl.minimum(row, n - 1).to(tl.int64)[:, None] * groups + tl.minimum(at // GROUP, groups - 1)[None, :]
+
+
+@triton.jit
+def _factors(
+    scale_ptr,
+    zero_ptr,
+    row,
+    n,
+    first,
+    groups,
+    SHIFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """(shift, scale) of a block's weights. GROUP 0: a row has one scale, which is left to the sum, and one zero point."""
+    ONE: tl.constexpr = GROUP if GROUP > 0 else 512
+    CHUNKS: tl.constexpr = BLOCK * BITS // 512
+    PIECES: tl.constexpr = 1 if ONE % (512 // BITS) == 0 else 4
+    at = _of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
+    if GROUP > 0:
+        scale = tl.reshape(tl.load(scale_ptr + at).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
+    else:
+        scale = tl.full((ROWS, CHUNKS, 1, PIECES, 1), 1.0, TYPE)
+    if ZEROS:
+        zero = tl.load(zero_ptr + at).to(tl.float32)
+        shift = tl.reshape((zero + SHIFT).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
+    else:
+        shift = tl.full((ROWS, CHUNKS, 1, PIECES, 1), SHIFT, TYPE)
+    return shift, scale
+
+
+# --- few tokens -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _finish(total, scale_ptr, bias_ptr, row, n, GROUP: tl.constexpr, BIAS: tl.constexpr):
+    """A tile of sums, scaled where the weights were not, plus the bias."""
+    if GROUP == 0:
+        total *= tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    return _biased(total, bias_ptr, row, n, BIAS)
+
+
+@triton.jit(do_not_specialize=["m", "batches", "splits"])
+def integer_kernel(
+    w_desc,
+    x_desc,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals_ptr,
+    m,
+    n,
+    units,
+    groups,
+    batches,
+    splits,
+    SHIFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BITS: tl.constexpr,
+    PTX: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    ASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """gemm_small.matrix_kernel with codes for weights: units int16 of them a row, `groups` scales and zero points a row.
+
+    GROUP: inputs per scale, 0: all. SHIFT: what a code is too large by (where ZEROS, apart from its zero point). PTX: see
+    conversion; "" computes it plainly.
+    """
+    PER: tl.constexpr = 16 // BITS
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    split = tl.program_id(0) % splits
+    tile = tl.program_id(0) // splits
+    row_tile = tile // batches
+    batch_tile = tile % batches
+    blocks = (units * PER + BLOCK - 1) // BLOCK
+    begin = split * blocks // splits
+    end = (split + 1) * blocks // splits
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    if PDL and ASKED != "":
+        _ask(w_ptr, tl.minimum(row, n - 1), units, begin * (BLOCK // PER), ASKED)
+        if KIND != 0:
+            _ask(w_ptr, tl.minimum(row, n - 1) + n, units, begin * (BLOCK // PER), ASKED)
+    all_n = n if KIND == 0 else 2 * n
+    await_inputs(PDL)
+    token = batch_tile * BATCH + tl.arange(0, BATCH)
+    total = tl.zeros((ROWS, BATCH), tl.float32)
+    up = total
+    for block in tl.range(begin, end, num_stages=STAGES):
+        p = w_desc.load([row_tile * ROWS, block * (BLOCK // PER)])
+        x = x_desc.load([batch_tile * BATCH, block * BLOCK])
+        shift, scale = _factors(
+            scale_ptr, zero_ptr, row, all_n, block * BLOCK, groups, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK, PTX
+        )
+        w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
+        total = tl.dot(w, x.T, total, input_precision=PRECISION)
+        if KIND != 0:
+            p = w_desc.load([n + row_tile * ROWS, block * (BLOCK // PER)])
+            shift, scale = _factors(
+                scale_ptr,
+                zero_ptr,
+                n + row,
+                all_n,
+                block * BLOCK,
+                groups,
+                SHIFT,
+                GROUP,
+                ZEROS,
+                TYPE,
+                BITS,
+                ROWS,
+                BLOCK,
+                PTX,
+            )
+            w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
+            up = tl.dot(w, x.T, up, input_precision=PRECISION)
+    last = True
+    if SPLIT:
+        SIDE: tl.constexpr = ROWS * BATCH
+        SIZE: tl.constexpr = SIDE if KIND == 0 else 2 * SIDE
+        place = tl.arange(0, ROWS)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
+        parts = part_ptr + tile.to(tl.int64) * splits * SIZE + place
+        tl.store(parts + split * SIZE, total)
+        if KIND != 0:
+            tl.store(parts + split * SIZE + SIDE, up)
+        # Every thread's part must be out before the one thread that counts says so.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
+        if last:
+            total = _sum_of_parts(parts, splits, SIZE)
+            if KIND != 0:
+                up = _sum_of_parts(parts + SIDE, splits, SIZE)
+            tl.store(arrivals_ptr + tile, 0)
+    if last:
+        total = _finish(total, scale_ptr, bias_ptr, row, n, GROUP, BIAS)
+        where = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+        real = (row < n)[:, None] & (token < m)[None, :]
+        if KIND != 0:
+            total = gated(total, _finish(up, scale_ptr + n, bias_ptr + n, row, n, GROUP, BIAS), KIND)
+        if ADD:
+            total += tl.load(where, mask=real, other=0.0).to(tl.float32)
+        tl.store(where, total.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def _numbers(matrix: IntMatrix, dtype: torch.dtype) -> dict[str, object]:
+    """Constants of the kernels for a matrix whose products are in dtype."""
+    scaled, signed = matrix.group < matrix.d_in, matrix.bits == 8
+    width = 8 if signed else 4
+    plain = dtype not in _MAGIC or not matrix.codes.is_cuda
+    shift = (0.0 if plain else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
+    if matrix.zeros is None and not signed:
+        shift += 1 << matrix.bits - 1
+    return {
+        "SHIFT": shift,
+        "GROUP": matrix.group if scaled else 0,
+        "ZEROS": matrix.zeros is not None,
+        "BITS": width,
+        "PTX": "" if plain else conversion(width, dtype, scaled, bool(shift) or matrix.zeros is not None),
+    }
+
+
+def integer_product(
+    x: torch.Tensor,
+    matrix: IntMatrix,
+    bias: torch.Tensor | None,
+    tile: MatrixTile,
+    stream: torch.Tensor | None = None,
+    kind: str | None = None,
+) -> torch.Tensor:
+    """x [T, d_in] with contiguous rows -> x W^T + bias [T, out] in x's dtype. Address and rows of x must be multiples of 16
+    bytes; tile.rows is 16 times its warps, tile.block a multiple of 128.
+
+    stream: contiguous [T, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [T, F].
+    """
+    tokens = x.shape[0]
+    codes = matrix.codes.view(torch.int16)
+    units = codes.shape[1]
+    per = 2 if matrix.bits == 8 else 4
+    # A gate and an up tile are as many accumulators as one tile of twice the tokens.
+    n = matrix.out // (1 if kind is None else 2)
+    batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, tile.rows)
+    most = 1 if batches * tiles > COUNTERS else triton.cdiv(units * per, tile.block)
+    splits = max(1, min(tile.splits, most))
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
+    part, arrivals = out, out
+    if splits > 1:
+        shape = (batches * tiles, splits, 1 if kind is None else 2, tile.rows, tile.batch)
+        part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
+    launch = overlap(x.device)
+    asked = tile.asked if launch["PDL"] and tile.asked <= units * 2 // splits else 0
+    integer_kernel[(batches * tiles * splits,)](
+        TensorDescriptor.from_tensor(codes, [tile.rows, tile.block // per]),
+        TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
+        codes,
+        matrix.scales,
+        matrix.scales if matrix.zeros is None else matrix.zeros,
+        matrix.scales if bias is None else bias,
+        out,
+        part,
+        arrivals,
+        tokens,
+        n,
+        units,
+        matrix.scales.shape[1],
+        batches,
+        splits,
+        **_numbers(matrix, x.dtype),
+        BIAS=bias is not None,
+        ADD=stream is not None,
+        KIND=KINDS[kind],
+        SPLIT=splits > 1,
+        BATCH=tile.batch,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ASKED=str(asked) if asked else "",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **launch,
+    )
+    return out
+
+
+# --- many tokens ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dequantize_kernel(
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    n,
+    k,
+    units,
+    groups,
+    SHIFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BITS: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS x BLOCK weights into out [n, k]; see integer_kernel."""
+    PER: tl.constexpr = 16 // BITS
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * BLOCK
+    unit = first // PER + tl.arange(0, BLOCK // PER)
+    inside = (row < n)[:, None] & (unit < units)[None, :]
+    p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
+    shift, scale = _factors(
+        scale_ptr, zero_ptr, row, n, first, groups, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK, PTX
+    )
+    w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
+    if GROUP == 0:
+        w = w.to(tl.float32) * tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    await_inputs(PDL)
+    at = first + tl.arange(0, BLOCK)
+    inside = (row < n)[:, None] & (at < k)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * k + at[None, :], w.to(TYPE), mask=inside)
+
+
+def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [out, d_in] in dtype."""
+    codes = matrix.codes.view(torch.int16)
+    out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=codes.device)
+    rows, block = 32, 256
+    dequantize_kernel[(triton.cdiv(matrix.out, rows), triton.cdiv(matrix.d_in, block))](
+        codes,
+        matrix.scales,
+        matrix.scales if matrix.zeros is None else matrix.zeros,
+        out,
+        matrix.out,
+        matrix.d_in,
+        codes.shape[1],
+        matrix.scales.shape[1],
+        **_numbers(matrix, dtype),
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
+        **overlap(codes.device),
+    )
+    return out

@@ -1,0 +1,264 @@
+"""Integer weights: 8, 4 or 3 bits, a scale per group of inputs or per output channel; activations in floating point, or
+rounded to 8 bits before a product (W8A8, LLM.int8()).
+
+Weights come from a checkpoint in floating point and are rounded to nearest tensor by tensor as they stream in, or they
+are published in integers already (quant.layouts). Scales are those of whole rows and groups, so every rank holds the
+same numbers as one device would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import NumberFormat
+from ridgeline.ops.reference import ROW_CODES, rms_norm
+from ridgeline.ops.table import Activation, IntMatrix, IntOps, Matrix, Plain, Scaled, plain
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, adds_bias, expected
+from ridgeline.quant.layouts import Decoded, Published, decode
+
+SMALLEST_SCALE = 2.0**-24
+"""The smallest number above 0 that float16 holds."""
+LARGEST_SCALE = 65504.0
+OUTLIER = 6.0
+"""Magnitude from which LLM.int8() leaves an input in floating point (Dettmers et al. 2022, section 3.2)."""
+
+
+def round_to_nearest(
+    weight: torch.Tensor, form: NumberFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """weight [N, K] -> codes uint8 [N, K], scales float32 [N, groups] that float16 holds, zeros uint8 [N, groups] or None.
+
+    Symmetric: codes reach one step further below 0 than above, so the scale has the sign that puts a group's largest
+    magnitude at that end, exactly; on real weights this loses about as little as zero points do. With zero points codes
+    span the group's range, 0 included. Raises UnsupportedModel for numbers that no scale covers.
+    """
+    rows, inputs = weight.shape
+    group, most = form.group or inputs, (1 << form.bits) - 1
+    pad = -inputs % group
+    groups = torch.nn.functional.pad(weight.float(), (0, pad)).view(rows, -1, group)
+    if form.zeros:
+        low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+        scales = _held((high - low) / most)
+        zeros = (-low / scales).round().clamp(0, most)
+        shift = zeros.unsqueeze(-1)
+    else:
+        half = float(1 << form.bits - 1)
+        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        scales = _held(extreme / -half)
+        zeros, shift = None, torch.tensor(half, device=weight.device)
+    codes = (groups / scales.unsqueeze(-1)).round().add_(shift).clamp_(0, most).to(torch.uint8)
+    return codes.view(rows, -1)[:, :inputs], scales, None if zeros is None else zeros.to(torch.uint8)
+
+
+def _held(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as float16 holds them; none is 0, because weights are divided by them."""
+    if not scales.is_meta and not bool((scales.abs() <= LARGEST_SCALE).all()):
+        raise UnsupportedModel("cannot be held in integers: it has values that are NaN, infinite or beyond any scale.")
+    return torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).half().float()
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] as integers of -127..127 times a scale per token hold it: W8A8's inputs."""
+    wide = x.float()
+    steps = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
+    return ((wide / steps).round() * steps).to(x.dtype)
+
+
+def outliers_apart(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] as LLM.int8() multiplies it: inputs of OUTLIER and above as they are, the rest in 8 bits.
+
+    Which inputs those are each token decides for itself, where the paper takes a column for all tokens of a batch: so a
+    token's result depends on no other. The two products of the paper are one, because both take the same weights.
+    """
+    far = x.abs() >= OUTLIER
+    return torch.where(far, x, in_8_bits(x.masked_fill(far, 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class IntFormat:
+    """numbers: bits, group and zero points. dtype: of activations, biases and results. published: how the checkpoint holds
+    its integers; None: it holds floats. inputs: what becomes of x before a product; None: nothing."""
+
+    ops: IntOps
+    numbers: NumberFormat
+    dtype: torch.dtype
+    device: torch.device
+    published: Published | None = None
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    name: str = "integer"
+
+    def create(self, shape: LinearShape, share: Share) -> IntWeight:
+        return IntWeight(self, shape, share)
+
+
+class IntWeight:
+    """Parts lie one below the other, as in the plain format. Codes take a byte each until the last tensor is there."""
+
+    __slots__ = (
+        "expects",
+        "_bias",
+        "_codes",
+        "_cut",
+        "_adds_bias",
+        "_form",
+        "_group",
+        "_inputs",
+        "_matrix",
+        "_missing",
+        "_order",
+        "_scales",
+        "_shape",
+        "_waiting",
+        "_zeros",
+    )
+
+    def __init__(self, form: IntFormat, shape: LinearShape, share: Share) -> None:
+        self._form, self._shape = form, shape
+        self.expects: Mapping[tuple[int, str], Expected] = _expected(shape, form.published)
+        self._missing = set(self.expects)
+        self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
+        self._group = _own_group(form.numbers.group or shape.d_in, shape, share)
+        rows, _ = self._cut.size
+        self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
+        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
+        self._codes: torch.Tensor | None = None
+        self._matrix: IntMatrix | None = None
+        self._order: torch.Tensor | None = None
+
+    def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
+        if name == "bias":
+            if self._bias is not None and self._adds_bias:
+                self._bias[self._cut.places[part]].copy_(tensor[self._cut.rows[part]])
+        elif self._form.published is None:
+            rows = self._cut.rows[part]
+            self._place(part, (*round_to_nearest(tensor[rows].to(self._form.device), self._form.numbers), None))
+        else:
+            self._wait(part, name, tensor, self._form.published)
+        self._missing.discard((part, name))
+        if not self._missing:
+            self._pack()
+
+    def _wait(self, part: int, name: str, tensor: torch.Tensor, published: Published) -> None:
+        """Keep one tensor of a part until the others are there."""
+        kept = self._waiting.setdefault(part, {})
+        kept[name] = tensor
+        if any(one == part and other not in kept and other != "bias" for one, other in self.expects):
+            return
+        codes, scales, zeros, order = decode(published, self._waiting.pop(part))
+        if codes.shape != (self._shape.parts[part].rows, self._shape.d_in):
+            raise UnsupportedModel(
+                f"belongs to a matrix of {tuple(codes.shape)}, which is not what config.json asks for."
+            )
+        if not bool((scales.abs() <= LARGEST_SCALE).all()):
+            raise UnsupportedModel("has scales that are NaN, infinite or beyond float16.")
+        rows = self._cut.rows[part]
+        self._place(part, (codes[rows], scales[rows], None if zeros is None else zeros[rows], order))
+
+    def _place(self, part: int, loaded: Decoded) -> None:
+        """This rank's columns of the rows it holds of a part."""
+        codes, scales, zeros, order = loaded
+        rows, inputs = self._cut.size
+        if self._codes is None:
+            device, groups = self._form.device, -(-inputs // self._group)
+            self._codes = torch.empty(rows, inputs, dtype=torch.uint8, device=device)
+            self._scales = torch.empty(rows, groups, dtype=torch.float32, device=device)
+            self._zeros = (
+                torch.empty(rows, groups, dtype=torch.uint8, device=device) if self._form.numbers.zeros else None
+            )
+            self._order = self._permutation(order)
+        elif self._order is not None and not torch.equal(self._order, self._permutation(order)):  # type: ignore[arg-type]
+            raise UnsupportedModel("orders its inputs otherwise than the projections it is merged with (act-order).")
+        place, columns = self._cut.places[part], self._cut.columns
+        own = columns if self._order is None else self._order
+        self._codes[place].copy_(codes[:, own])
+        whole = self._form.numbers.group or self._shape.d_in
+        held = torch.arange(columns.start, columns.stop, self._group, device=scales.device) // whole
+        self._scales[place].copy_(scales[:, held])
+        if self._zeros is not None and zeros is not None:
+            self._zeros[place].copy_(zeros[:, held])
+
+    def _permutation(self, order: torch.Tensor | None) -> torch.Tensor | None:
+        """The inputs, int32, in the order in which groups lie one behind the other (act-order); None: they do already."""
+        if not self._form.numbers.ordered:
+            if order is not None:
+                raise UnsupportedModel("orders its inputs (act-order), though quantization_config says nothing of it.")
+            return None
+        inputs = self._shape.d_in
+        if self._cut.size[1] != inputs:
+            raise UnsupportedModel("orders its inputs over all devices (act-order): serve it on one device.")
+        group = self._form.numbers.group or inputs
+        if order is None:
+            return torch.arange(inputs, dtype=torch.int32, device=self._form.device)
+        if not bool((torch.bincount(order, minlength=-(-inputs // group))[:-1] == group).all()):
+            raise UnsupportedModel("has groups of unequal size.")
+        return order.argsort(stable=True).int().to(self._form.device)
+
+    def _pack(self) -> None:
+        assert self._codes is not None
+        bits = self._form.numbers.bits
+        self._matrix = self._form.ops.pack(self._codes, self._scales, self._zeros, bits, self._group)
+        self._codes = None
+
+    def _given(self, x: Activation) -> Plain:
+        """x with its inputs in the order of the groups, rounded where the format says so."""
+        assert not isinstance(x, Scaled)
+        if self._order is None and self._form.inputs is None:
+            return x
+        return self._rounded(plain(x, rms_norm))
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        return x if self._form.inputs is None else self._form.inputs(x)
+
+    def apply(self, x: Activation) -> torch.Tensor:
+        assert self._matrix is not None
+        return self._form.ops.linear(self._given(x), self._matrix, self._bias)
+
+    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+        assert self._matrix is not None and isinstance(x, torch.Tensor)
+        return self._form.ops.linear_add(self._rounded(x), self._matrix, self._bias, stream)
+
+    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+        assert self._matrix is not None
+        return self._form.ops.linear_activate(self._given(x), self._matrix, self._bias, kind)
+
+    def matrix(self) -> Matrix | None:
+        if self._matrix is None or self._order is not None or self._form.inputs is not None:
+            return None
+        return Matrix(self._matrix, self._bias)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        assert self._matrix is not None
+        found = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
+        return tuple(one for one in found if one is not None)
+
+
+def _expected(shape: LinearShape, published: Published | None) -> dict[tuple[int, str], Expected]:
+    found = expected(shape)
+    if published is None:
+        return found
+    for index, part in enumerate(shape.parts):
+        del found[index, "weight"]
+        found.update({(index, name): one for name, one in published.expected(part.rows, shape.d_in).items()})
+    return found
+
+
+def _own_group(group: int, shape: LinearShape, share: Share) -> int:
+    """The group of a rank: smaller than the whole one, scales repeated, where a rank's inputs begin inside a group."""
+    cut = Cut.of(shape, share)
+    if cut.size[1] == shape.d_in or group >= shape.d_in:
+        return group
+    step = cut.size[1]
+    own = math.gcd(group, step)
+    if own % ROW_CODES:
+        raise ConfigError(
+            f"groups of {group} inputs cannot be shared by {share.size} devices, which take {step} of {shape.d_in} "
+            f"inputs each: use fewer devices, or a group that divides {step}."
+        )
+    return own
