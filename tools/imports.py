@@ -42,6 +42,7 @@ The package's own `llm` (offline use) stands outside like bench: it knows the en
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.speculation",
+    "engine.pace",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
@@ -53,6 +54,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.request": _PLANNING,
     "engine.flight": _PLANNING,
     "engine.speculation": _PLANNING,
+    "engine.pace": _PLANNING,
     "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.fake"),
 }
 """Module -> all it may import of ours, where that differs from its room."""

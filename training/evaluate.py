@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from corpus import KINDS, read_split
-from model import Decoder, Shape
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 
 SCORED_AT_ONCE = 65_536  # tokens
 
@@ -49,12 +49,12 @@ def padded(batch: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def total_nats(model: Decoder, documents: Iterable[list[int]], device: torch.device) -> tuple[float, int]:
+def total_nats(model: TrainableDecoder, documents: Iterable[list[int]], device: torch.device) -> tuple[float, int]:
     """Summed loss in nats over all tokens but each document's first, and the number of those tokens."""
     cuda = device.type == "cuda"
     precision: AbstractContextManager[object] = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
     total, count = 0.0, 0
-    for rows in batches(windows(documents, model.shape.context)):
+    for rows in batches(windows(documents, model.context)):
         rows = rows.to(device)
         with precision:
             logits = model(rows[:, :-1].clamp(min=0))
@@ -66,7 +66,7 @@ def total_nats(model: Decoder, documents: Iterable[list[int]], device: torch.dev
 
 
 def evaluate(
-    model: Decoder, tokenizer: Tokenizer, corpus: Path, split: str, device: torch.device
+    model: TrainableDecoder, tokenizer: Tokenizer, corpus: Path, split: str, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """For each kind of text: documents, tokens, nats per token, bits per byte."""
     tokenizer.encode_special_tokens = True
@@ -87,14 +87,9 @@ def evaluate(
     return result
 
 
-def load_model(folder: Path) -> tuple[Decoder, Tokenizer]:
+def load_model(folder: Path) -> tuple[TrainableDecoder, Tokenizer]:
     """The training model with the weights of a converted folder, in float32."""
-    model = Decoder(Shape())
-    weights = {
-        name.removeprefix("model."): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    model.load_state_dict(weights)
-    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return load_decoder(folder).eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def main() -> None:

@@ -138,9 +138,8 @@ class Blend:
         self.decks = [Deck(pool, int(first)) for pool, first in zip(used, firsts, strict=False)]
         self.waiting: list[Tensor] = []
 
-    def refill(self, size: int) -> None:
-        """Deal, shuffle and cut a new stream into batches of `size` rows."""
-        wanted = max(BLENDED, 4 * size * self.tokens)
+    def stream(self, wanted: int) -> tuple[Tensor, Tensor]:
+        """About `wanted` tokens [n] of documents in random order, and where each document begins."""
         shares = self.shares.values()
         dealt = [deck.deal(int(wanted * s), self.generator) for deck, s in zip(self.decks, shares, strict=True)]
         order = torch.cat(dealt)
@@ -148,7 +147,11 @@ class Blend:
         lengths = self.lengths[order]
         begins = lengths.cumsum(0) - lengths
         moved = (self.starts[order] - begins).repeat_interleave(lengths)
-        stream = self.ids[torch.arange(len(moved), device=moved.device) + moved]
+        return self.ids[torch.arange(len(moved), device=moved.device) + moved], begins
+
+    def refill(self, size: int) -> None:
+        """Deal, shuffle and cut a new stream into batches of `size` rows."""
+        stream, begins = self.stream(max(BLENDED, 4 * size * self.tokens))
         at = torch.arange(0, len(stream) - self.tokens - 1, self.tokens, device=stream.device)
         draw = torch.rand(len(at), generator=self.generator).to(at.device)
         nearest = begins[torch.searchsorted(begins, at).clamp(max=len(begins) - 1)]

@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from evaluate import load_model, total_nats
-from model import Decoder, Shape, next_token_loss
-from muon import Muon
+from model import Shape, next_token_loss
 from pools import CHAT, FINAL, MAIN, TEXT, Blend, Mixture, load
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ridgeline.compress.decoder import TrainableDecoder
+from ridgeline.compress.muon import Muon
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Plan:
 
 
 class Trainer:
-    def __init__(self, plan: Plan, model: Decoder, pools: Path, out: Path, second: bool) -> None:
+    def __init__(self, plan: Plan, model: TrainableDecoder, pools: Path, out: Path, second: bool) -> None:
         self.plan, self.out, self.pools, self.second = plan, out, pools, second
         self.model = model.train()
         self.device = device = model.norm.weight.device
@@ -206,7 +208,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     shape = Shape(width=128, layers=2, heads=4, kv_heads=2, hidden=256) if tiny else Shape()
-    model = load_model(init)[0] if init else Decoder(shape)
+    model = load_model(init)[0] if init else TrainableDecoder(shape.spec())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     Trainer(Plan(**given), model.to(device), pools, out, second=init is not None).run()
 

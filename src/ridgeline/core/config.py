@@ -23,7 +23,11 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     load_format: str = option("auto", "auto reads safetensors; dummy fills random weights from config.json alone")
     dtype: str = option("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
-    quantization: str = option("", "fp8: layers in 8 bits, quantized while loading", "-q")
+    quantization: str = option(
+        "",
+        "layers quantized while loading: fp8, int8, int4, int3 (int4-g64, int4-channel-zp and so on), w8a8, llm-int8, fp8-weight",
+        "-q",
+    )
     max_model_len: int | None = option(None, "longest prompt plus answer in tokens", "--context-length", "-c")
     seed: int = option(0, "seed of dummy weights and of requests that bring none")
 
@@ -41,9 +45,16 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     batching: str = option("continuous", "continuous, static:N or dynamic:N,WINDOW_MS")
     steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
+    speculate: str = option(
+        "",
+        "verify drafts: auto, reference[:FILE], lookahead, recycling, draft:FOLDER or medusa:FOLDER, joined by +",
+        "--speculative-config",
+    )
+    draft_tokens: int | None = option(None, "most draft tokens of a request and step", "--num-speculative-tokens")
     enforce_eager: bool = option(False, "no CUDA graphs")
     deterministic: bool = option(False, "the same tokens whatever else is in the batch; slower")
     threads: int | None = option(None, "CPU threads for the model")
+    calibration: str = option("", "file of `ridgeline calibrate`: step times are predicted by it, not guessed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,6 @@ class ServiceConfig:
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
-    slo: str = option("", "limits that live goodput counts by, as ttft=200ms,tpot=100ms,e2e=5s", "--goodput")
+    slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput")
     price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
     metrics_alias: str = option("", "vllm: emit metrics under vLLM's prefix too")

@@ -27,7 +27,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
     "metrics_alias": ("", "vllm"),
-    "quantization": ("", "fp8"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),
@@ -38,6 +37,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "block_size": (1, 1 << 12),
     "steps_in_flight": (0, 16),
     "threads": (1, 1 << 12),
+    "draft_tokens": (1, 63),
     "port": (0, 65535),
     "max_queue": (0, 1 << 30),
     "max_body_mb": (0.001, 1 << 20),

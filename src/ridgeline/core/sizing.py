@@ -80,6 +80,16 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What is taken beside a model: layers of a draft model in its cache, bytes that others hold of the memory, drafters
+    among them, and rows of logits that a step with drafts has."""
+
+    layers: tuple[LayerSpec, ...] = ()
+    bytes: int = 0
+    logit_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """A device's memory: `total` bytes (on a CPU: what is free now), of which others hold `taken`."""
 
@@ -111,16 +121,16 @@ def size(
     memory_bytes: int,
     device_kind: str,
     *,
-    taken_bytes: int = 0,
     model: ModelConfig = ModelConfig(),
+    beside: Beside = Beside(),
 ) -> MemoryPlan:
     """The plan for serving `spec` (its dtype and max_len as served) on a device "cuda" or "cpu".
 
-    memory_bytes: of the whole GPU, or what is free in a CPU's memory. taken_bytes: what others hold of it already.
+    memory_bytes: of the whole GPU, or what is free in a CPU's memory. beside: what is taken already.
     model: what the user asked for, for the command in the message. Raises DoesNotFit.
     """
-    memory = Memory(device_kind, memory_bytes, taken_bytes)
-    plan, missing = _plan(spec, engine, memory)
+    memory = Memory(device_kind, memory_bytes, beside.bytes)
+    plan, missing = _plan(spec, engine, memory, beside)
     if missing <= 0:
         return plan
     raise DoesNotFit(_refusal(plan, missing, memory) + " " + _remedy(spec, engine, memory, model))
@@ -137,7 +147,7 @@ def working_change(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> dic
 # --- one plan ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> tuple[MemoryPlan, int]:
+def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory, beside: Beside = Beside()) -> tuple[MemoryPlan, int]:
     """The plan, and the bytes it lacks for one sequence of max_len tokens (0 or less: it fits)."""
     chosen = hardware_defaults(memory.kind, memory.total)
     given = {name: getattr(engine, name) for name in chosen}
@@ -153,9 +163,9 @@ def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> tuple[Memory
             f"request a token. Lower max_num_seqs to {step_tokens} or raise max_num_batched_tokens.",
             param="max_num_batched_tokens",
         )
-    layout = kv_layout(spec, chosen["block_size"])
+    layout = kv_layout(spec, chosen["block_size"], guests=beside.layers)
     usable = memory.usable(engine)
-    workspace = workspace_bytes(spec, rows, step_tokens, memory.kind)
+    workspace = workspace_bytes(spec, max(rows, beside.logit_rows), step_tokens, memory.kind)
     graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0
     left = usable - spec.weight_bytes - workspace - graphs
     one = (layout.pages_for(spec.max_len, step_tokens) + 1) * layout.page_bytes

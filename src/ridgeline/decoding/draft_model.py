@@ -7,9 +7,12 @@ one compaction serve both. It draws with the target's own noise, see decoding.ve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from ridgeline.core.errors import ConfigError
@@ -20,6 +23,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState, Spread
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import ChainParts, ChainStart, RunChain
 
 _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""
@@ -41,14 +45,41 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
         )
 
 
+def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
+    """`draft_vocabulary` of a draft's config.json: the tokens that it may say, ascending; empty for all. Raises ConfigError."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
+    known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
+    if not known or len(set(found)) < len(found):
+        raise ConfigError(
+            f"draft_vocabulary in {folder / 'config.json'} must list different token ids below {draft.vocab_size}; "
+            "without it the draft says all tokens.",
+            param="speculate",
+        )
+    if found and not draft.tied:
+        raise ConfigError(
+            f"draft_vocabulary in {folder / 'config.json'} needs a head that is tied to the embedding: remove it.",
+            param="speculate",
+        )
+    return tuple(sorted(found))
+
+
 class DraftModel:
-    """A loaded decoder that drafts chains; see decoding.drafters.DeviceDrafter."""
+    """A loaded decoder that drafts chains; see decoding.drafters.DeviceDrafter.
+
+    vocabulary: the only tokens that it says, ascending; empty: all. A head is most of a small draft's work, and the most
+    frequent tokens are nearly all that it is right about (FR-Spec, Zhao et al. 2025). It takes the decoder's head over.
+    """
 
     parents: tuple[int, ...] = ()
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:
         self._decoder, self._ops = model.decoder, model.ops
         self.layers: tuple[LayerSpec, ...] = model.spec.layers
+        self._ids: torch.Tensor | None = None
+        if vocabulary:
+            self._ids = torch.tensor(vocabulary, dtype=torch.int32, device=model.decoder.embedding.device)
+            model.decoder.narrow(self._ids)
+        self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""
@@ -58,54 +89,77 @@ class DraftModel:
         """It learns nothing."""
 
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
-        """Read what is new, then say one token after the other; each is read as the next one is said."""
-        rows, known = behind.rows, behind.known
+        """Read what is new, then say one token after the other; each is read as the next one is said. A row that has said its
+        end stays there: nothing behind it could be kept."""
         # The rows themselves stay where they are: only this copy moves along the draft.
-        state = replace(behind.state, ints=behind.state.ints.clone())
-        place = state.ints[:, Int.POSITION : Int.LENGTH + 1]
+        state, rows = replace(behind.state, ints=behind.state.ints.clone()), behind.rows
+        # The scratch row, which stands in for padding, has not so many tokens to read; it is done, and never moves.
+        state.ints[0, : Int.KNOWN] = max(unread, default=_UNREAD)
         hidden = self._catch_up(replace(behind, state=state), unread, views)
-        place += 1
-        for node in range(count):
-            logits = self._decoder.logits(hidden)
-            at = known + node
-            if behind.greedy:
-                token = greedy(logits)
-            else:
-                key = state.ints.index_select(0, rows)[:, Int.KEY : Int.KEY + 2]
-                token = self._ops.sample(logits, behind.temperature, key, at, Purpose.TOKEN)
-            behind.write(at.unsqueeze(1), token.unsqueeze(1))
-            if node + 1 < count:
-                hidden = self._run(behind, state, None, 1, views)
-                place += 1
+        temperature, longest = behind.temperature, behind.longest
+        self._chain(ChainStart(state, rows, temperature, hidden, count, longest, behind.greedy), views)
+
+    def _step_by_step(self, start: ChainStart, views: Views) -> None:
+        """The chain on any device."""
+        state, rows, hidden = start.state, start.rows, start.hidden
+        row_of = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        for node in range(start.count):
+            self._ops.advance(state, rows, self._draw(start, hidden))
+            if node + 1 < start.count:
+                got = self._ops.gather(state, rows, None)
+                step = StepInputs(rows, row_of, got.length, got.position, row_of[:-1], 1, start.longest)
+                hidden = self._decoder.forward(got.tokens, views(got.slots), step)
+
+    def _draw(self, start: ChainStart, hidden: torch.Tensor) -> torch.Tensor:
+        """The next token of each row, int32 [S]."""
+        logits, ids = self._decoder.logits(hidden), self._ids
+        if start.greedy:
+            token = greedy(logits)
+            return token if ids is None else ids.index_select(0, token)
+        if ids is not None:
+            # The noise belongs to the token, so that the draft draws with the target's.
+            every = logits.new_full((len(logits), self._decoder.spec.vocab_size), float("-inf"))
+            logits = every.index_copy_(1, ids.long(), logits)
+        held = start.state.ints.index_select(0, start.rows)
+        key = held[:, Int.KEY : Int.KEY + 2]
+        return self._ops.sample(logits, start.temperature, key, held[:, Int.KNOWN], Purpose.TOKEN)
 
     def _catch_up(self, behind: Behind, unread: Sequence[int], views: Views) -> torch.Tensor:
         """Read each row's last tokens, `unread` of them or two; hidden states of the last one, [S, d_model]."""
-        rows, device = behind.rows, behind.rows.device
-        counts = torch.full_like(rows, _UNREAD)
-        if unread:
-            counts = torch.tensor([*unread, *[_UNREAD] * (len(rows) - len(unread))], dtype=torch.int32).to(device)
-        most = max(unread, default=_UNREAD)
-        total = sum(unread) + _UNREAD * (len(rows) - len(unread))
-        row_of = torch.repeat_interleave(
-            torch.arange(len(rows), dtype=torch.int32, device=device), counts, output_size=total
-        )
-        ends = counts.cumsum(0, dtype=torch.int32)
-        number = torch.arange(total, dtype=torch.int32, device=device) - (ends - counts)[row_of.long()]
-        back = behind.state.ints[:, Int.POSITION : Int.LENGTH + 1]
-        shift = torch.zeros(len(back), dtype=torch.int32, device=device).index_copy_(0, rows.long(), counts - 1)
-        back -= shift.unsqueeze(1)
-        hidden = self._run(behind, behind.state, Spread(counts, row_of, number), most, views)
-        back += shift.unsqueeze(1)
-        return hidden.index_select(0, ends - 1)
-
-    def _run(self, behind: Behind, state: RowState, spread: Spread | None, most: int, views: Views) -> torch.Tensor:
-        """One pass over the rows' next tokens."""
-        rows = behind.rows
-        count = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        got = self._ops.gather(state, rows, spread)
-        q_start, row_of = count, count[:-1]
-        if spread is not None:
-            q_start = torch.cat((count[:1], spread.n_query.cumsum(0, dtype=torch.int32)))
-            row_of = spread.row_of
+        rows, most = behind.rows, max(unread, default=_UNREAD)
+        q_start, row_of, place = _last_tokens(len(rows), unread, rows.device)
+        # They end at the next query, one slot behind those in use.
+        got = self._ops.gather(behind.state, rows, Spread(torch.ones_like(rows), row_of, place))
         step = StepInputs(rows, q_start, got.length, got.position, row_of, most, behind.longest)
-        return self._decoder.forward(got.tokens, views(got.slots), step)
+        hidden = self._decoder.forward(got.tokens, views(got.slots), step)
+        return hidden.index_select(0, q_start[1:] - 1)
+
+
+def _last_tokens(
+    count: int, unread: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q_start [S + 1], row_of [T], place [T], from 0 for a row's last token downwards), all int32, of S = count rows with
+    `unread` tokens each; of further rows, two."""
+    if all(one == _UNREAD for one in unread):
+        number = torch.arange(_UNREAD * count, dtype=torch.int32, device=device)
+        q_start = torch.arange(0, _UNREAD * count + 1, _UNREAD, dtype=torch.int32, device=device)
+        return q_start, number // _UNREAD, number % _UNREAD - (_UNREAD - 1)
+    each = np.array([*unread, *[_UNREAD] * (count - len(unread))], dtype=np.int32)
+    ends = each.cumsum(dtype=np.int32)
+    of = np.arange(count, dtype=np.int32).repeat(each)
+    back = np.arange(len(of), dtype=np.int32) + 1 - ends[of]
+    sent = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends, of, back))).to(device)
+    q_start, row_of, place = sent.split([count + 1, len(of), len(of)])
+    return q_start, row_of, place
+
+
+def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:
+    """What drafts a chain at once, where the operations know how."""
+    decoder, spec = model.decoder, model.spec
+    parts, head = decoder.parts(), None if decoder.head is None else decoder.head.matrix()
+    if parts is None or head is None or not isinstance(head.packed, torch.Tensor) or head.bias is not None:
+        return None
+    if spec.final_softcap is not None:
+        return None
+    norm = (decoder.final_norm, spec.norm_eps, spec.norm_offset)
+    return model.ops.chain(ChainParts(parts, decoder.embedding, decoder.scale, *norm, head.packed, ids))

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from ridgeline.ops.rows import Int, RowState, ends, move
+
 
 def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> torch.Tensor:
     """Drafts of chains kept per row, int32 [S]: the longest prefix of drafts that equals what was drawn.
@@ -64,3 +66,37 @@ def until_end(ends: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
     open_before = ends.int().cumsum(dim=1) - ends.int() == 0
     place = torch.arange(ends.shape[1], device=ends.device, dtype=torch.int32)
     return (open_before & (place <= accepted.unsqueeze(1))).sum(dim=1).int()
+
+
+def verify(
+    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Device rows int32 [S] keep what is right of the drafts that stand behind what they know, take the tokens drawn along
+    that path and move on; a row that is done stays as it is. drawn int32 [S, K + 1]; n_draft, parent: as in accept_path, no
+    parents for chains.
+
+    -> int32 [S, 2 + (K + 1)]: tokens gained, flag, those tokens; for trees int32 [S, 2 + 3 (K + 1)]: then `drawn` and the
+    path, which is returned beside it, int64 [S, K + 1].
+    """
+    wide = drawn.shape[1]
+    ints, own = state.ints.index_select(0, rows), rows.unsqueeze(1)
+    place = ints[:, Int.KNOWN].unsqueeze(1) + torch.arange(wide, dtype=torch.int32, device=rows.device)
+    at = (own * state.tokens.shape[1] + place).long().flatten()
+    # What the row drew is written only after its drafts were compared: they stand in the same places.
+    drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
+    said, path = drawn, None
+    if parent is None:
+        accepted = accept(drawn, drafts, n_draft)
+    else:
+        accepted, path = accept_path(drawn, drafts, n_draft, parent)
+        said = drawn.gather(1, path)
+    live = 1 - ints[:, Int.DONE]
+    flags = ends(state, own.expand(-1, wide).flatten(), place.flatten(), said.flatten()).view(-1, wide)
+    count = until_end(flags > 0, accepted).mul_(live)
+    flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
+    state.tokens.view(-1).index_copy_(0, at, said.flatten())
+    move(state, rows, count, flag)
+    packed = [torch.stack((count, flag), dim=1), said]
+    if path is not None:
+        packed += [drawn, path.int()]
+    return torch.cat(packed, dim=1), path

@@ -18,6 +18,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.account import open_account
+from ridgeline.engine.drafting import LOGIT_ROWS, open_drafters, read_wanted, weigh
 from ridgeline.engine.engine import Engine, Grammars, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -70,22 +71,33 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    plan = size(spec, config, total, device.type, taken_bytes=taken, model=model)
+    wanted = read_wanted(config, folder)
+    beside = weigh(wanted, spec, config.max_num_seqs or LOGIT_ROWS, taken)
+    plan = size(spec, config, total, device.type, model=model, beside=beside)
     ops = _operations(config, spec, device)
     stages.ends("config")
-    account, ceilings = open_account(spec, device)
+    account, ceilings = open_account(spec, device, config.calibration)
     stages.ends("ceilings")
     loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
+    speculation, drafter = open_drafters(wanted, loaded, folder, model.load_format == "dummy")
     _finish(device)
     stages.ends("weights")
-    sizes = Sizes(plan.max_rows, plan.max_step_tokens, plan.max_len, plan.n_pages, graphs=not config.enforce_eager)
-    runner = build_runner(loaded, plan.layout, sizes, stages.progress)
+    sizes = Sizes(
+        plan.max_rows,
+        plan.max_step_tokens,
+        plan.max_len,
+        plan.n_pages,
+        graphs=not config.enforce_eager,
+        drafts=wanted.sizes if wanted.most else (),
+    )
+    runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
     stages.ends("runner")
     grammars = _grammars(folder, spec)
     stages.ends("grammar")
     leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
     limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
-    loop = Loop(Scheduler(plan.layout, leases, limits, policy), runner, steps_in_flight=plan.steps_in_flight)
+    scheduler = Scheduler(plan.layout, leases, limits, policy, speculation)
+    loop = Loop(scheduler, runner, steps_in_flight=plan.steps_in_flight)
     setup = Setup(
         max_len=plan.max_len,
         vocab_size=spec.vocab_size,
@@ -93,6 +105,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         fingerprint=sha256(f"{folder.resolve()} {model} {spec}".encode()).hexdigest(),
         seed=model.seed,
         facts=_facts(folder, loaded, plan, device)
+        | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
         | {"ops": ops.name, "startup_s": stages.seconds, "ceilings": ceilings, "options": asdict(config)},
         grammars=grammars,
         account=account,

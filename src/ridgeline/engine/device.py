@@ -14,13 +14,13 @@ from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
 from ridgeline.decoding.sampler import Filters, apply_filters
-from ridgeline.decoding.verify import accept, accept_path, until_end
+from ridgeline.decoding.verify import verify
 from ridgeline.engine.batch import Batch, Wishes
 from ridgeline.engine.rows import Knob, Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Int, Spread, ends, move
+from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
 
@@ -216,30 +216,13 @@ class DeviceStep:
         state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
         if ragged is None or wide == 1:
             return _Moved(self.ops.advance(state, batch.sampled, drawn), None, None)
-        place = wanted.ints[:, Int.KNOWN] + self._count[:wide].repeat(len(batch.sampled))
-        at = (wanted.rows * self.rows.width + place).long()
-        # What the row drew is written only after its drafts were compared: they stand in the same places.
-        drafts = self.rows.flat_tokens.index_select(0, at).view(-1, wide)[:, :-1]
-        grid, path = drawn.view(-1, wide), None
-        if ragged.tree is None:
-            said, accepted = grid, accept(grid, drafts, ragged.n_draft)
-        else:
-            accepted, path = accept_path(grid, drafts, ragged.n_draft, ragged.tree.parent)
-            said = grid.gather(1, path)
-        live = 1 - wanted.ints[::wide, Int.DONE]
-        flags = ends(state, wanted.rows, place, said.flatten()).view(-1, wide)
-        count = until_end(flags > 0, accepted).mul_(live)
-        end = (count - 1).clamp(min=0).long().unsqueeze(1)
-        flag = flags.gather(1, end).squeeze(1) * live
-        self.rows.flat_tokens.index_copy_(0, at, said.flatten())
-        packed = [torch.stack((count, flag), dim=1), said]
+        parent = None if ragged.tree is None else ragged.tree.parent
+        packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
+        last = (packed[:, 0] - 1).clamp(min=0).long()
         if path is not None:
-            self._gather_path(batch, wanted.ints[::wide, Int.LENGTH], path, count)
-            packed += [grid, path.int()]
-            end = path.gather(1, end)
-        move(state, batch.sampled, count, flag)
-        last = end.squeeze(1) + self._count[: len(batch.sampled)].long() * wide
-        return _Moved(torch.cat(packed, dim=1), last, path)
+            self._gather_path(batch, wanted.ints[::wide, Int.LENGTH], path, packed[:, 0])
+            last = path.gather(1, last.unsqueeze(1)).squeeze(1)
+        return _Moved(packed, last + self._count[: len(last)].long() * wide, path)
 
     def _gather_path(self, batch: Batch, root: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
         """Move the keys and values of kept nodes to where those of a chain would lie. root int32 [S]: the last known token's

@@ -230,6 +230,9 @@ class Engine:
             predicted_s=account.predicted_s,
             idle_s=loop.idle_s if steps else 0.0,
             joules=account.joules,
+            drafts=counts.drafts,
+            accepted_at=counts.accepted_at,
+            saved_s=counts.saved_s,
         )
 
 

@@ -85,13 +85,14 @@ class Pace:
         return self.size
 
     def _choose(self, batch: _Batch) -> int:
-        for size, seen in batch.seen.items():
-            if seen.count < _KNOWN:
-                return size
+        known = [size for size in self.sizes if batch.seen[size].count >= _KNOWN]
+        new = next((size for size in self.sizes if size not in known), None)
+        if new is not None and (not known or self._may_pay(batch, known[-1], new)):
+            return new
         if batch.look:
             batch.look -= 1
             return batch.tried
-        best = max(self.sizes, key=lambda size: batch.seen[size].rate)
+        best = max(known, key=lambda size: batch.seen[size].rate)
         if batch.seen[best].rate < _WORTH * batch.seen[0].rate:
             best = 0
         if best != batch.best:
@@ -100,9 +101,24 @@ class Pace:
         if batch.wait <= 0 and len(self.sizes) > 1:
             batch.patience = min(_LAST_WAIT, 2 * batch.patience)
             batch.wait, batch.look = batch.patience, _LOOK
-            others = [size for size in self.sizes if size != best]
-            batch.tried = next((size for size in others if size > batch.tried), others[0])
+            batch.tried = self._neighbour(best, batch.tried)
         return best
+
+    def _may_pay(self, batch: _Batch, known: int, new: int) -> bool:
+        """Whether a larger size could gain more than drafting nothing, if it took no longer than the largest known one and its
+        further nodes were kept as often."""
+        if not known:
+            return True
+        seen = batch.seen[known]
+        gained = 1 + (seen.gained - 1) * new / known
+        return gained / seen.seconds > _WORTH * batch.seen[0].rate
+
+    def _neighbour(self, best: int, tried: int) -> int:
+        """The size above `best` or the one below, in turns; of drafting nothing, the smallest."""
+        place = self.sizes.index(best)
+        near = self.sizes[max(0, place - 1) : place + 2]
+        others = [size for size in near if size != best]
+        return next((size for size in others if size > tried), others[0])
 
     def renew(self, rows: int) -> None:
         """A request has begun: what it says may be easier to draft than what was said so far."""

@@ -82,21 +82,24 @@ class OnDevice:
 
 
 class Drafts:
-    """Drafts of a host drafter (whatever it proposes goes first), of the device's, or of both. pace: how many nodes pay."""
+    """Drafts of a host drafter (whatever it proposes goes first), of the device's, or of both. pace: how many nodes pay.
+    logit_rows: most tokens of a step that logits may be wanted for, where it has drafts."""
 
-    def __init__(self, host: HostDrafter | None, device: OnDevice | None, pace: Pace) -> None:
+    def __init__(
+        self, host: HostDrafter | None, device: OnDevice | None, pace: Pace, logit_rows: int = 1 << 30
+    ) -> None:
         self.most = pace.sizes[-1]
         self.reach = self.most if device is not None and device.reads else 0
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
-        self._rows = 1
+        self._rows, self._size, self._logit_rows = 1, 0, logit_rows
 
     def waits(self, request: Request) -> bool:
         """While nothing that the host drafts would pay, it need not be asked."""
-        return self._host is not None and self._pace.size > 0
+        return self._host is not None and self._size > 0
 
     def propose(self, request: Request, most: int) -> Draft:
-        if self._host is not None and self._pace.size:
+        if self._host is not None and self._size:
             found = self._guess(self._host, request, most)
             if found.tokens:
                 return found
@@ -113,7 +116,7 @@ class Drafts:
     def _guess(self, host: HostDrafter, request: Request, most: int) -> Draft:
         if request.guess is None:
             request.guess = host.start(request.tokens)
-        nodes = min(most, self._pace.worth(self._rows, request.kept))
+        nodes = min(most, self._pace.worth(self._rows, request.kept), self._logit_rows // max(1, self._rows) - 1)
         depth = min(nodes, request.limit - request.expected - 1)
         if depth <= 0:
             return NOTHING
@@ -126,8 +129,10 @@ class Drafts:
         rows = self._rows = sum(plan.samples)
         if any(request.first_token < 0 for request in step.requests):
             self._pace.renew(max(1, rows))
-        step.size = self._pace.size
+        step.size = self._size
         size = self._pace.choose(rows) if rows else 0
+        size = min(size, max(0, self._logit_rows // max(1, rows) - 1))
+        self._size = size
         if device is None:
             return
         plan.ahead = min(size, device.most)
@@ -156,7 +161,7 @@ class Drafts:
         ):
             return 0.0
         # A step that drafts otherwise than it verifies tells nothing of either size.
-        if self._device is not None and plan.ahead != step.size:
+        if self._device is not None and plan.ahead != min(step.size, self._device.most):
             return 0.0
         return self._pace.measure(rows, step.size, len(result.tokens) / rows, result.device_s + result.gap_s)
 

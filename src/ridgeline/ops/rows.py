@@ -47,7 +47,8 @@ class RowState:
 @dataclass(frozen=True, slots=True)
 class Spread:
     """How query tokens are spread over rows: n_query int32 [B]; row_of, place int32 [T], each token's row in the step and
-    number in that row."""
+    number in that row. Tokens that are read again come before the row's next one: their places are below 0, and n_query
+    counts the others."""
 
     n_query: torch.Tensor
     row_of: torch.Tensor

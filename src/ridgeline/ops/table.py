@@ -67,16 +67,37 @@ def plain(x: Plain, rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A loaded linear in floating point: packed as Ops.pack made it; bias [out] or None."""
+class IntMatrix:
+    """The weights of a linear in integers of `bits` bits, a scale per group of inputs; the last group may be shorter.
 
-    packed: torch.Tensor
+    weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k // group; group >= d_in: one scale per output channel.
+
+    codes: uint8, as IntOps.pack laid them out, out * ceil(d_in / 32) * 4 * bits bytes (outputs may be padded beyond that).
+    scales: float16 [out, groups], in the order the device wants, of either sign. float16 holds published scales of both half
+    types.
+    zeros: uint8 [out, groups] in the same order, or None: 2^(bits - 1) everywhere.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group: int
+    out: int
+    d_in: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A loaded linear: packed as Ops.pack made it of floating-point numbers, or in integers; bias [out] or None."""
+
+    packed: torch.Tensor | IntMatrix
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A loaded decoder layer on one device, pre-norm, without post norms, its linears in floating point:
+    """A loaded decoder layer on one device, pre-norm, without post norms, its linears in floating point or weight-only:
 
     stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up), (gate, up) = gate_up(norm(stream)). All its
     norms have the eps and offset of `shape`.
@@ -125,12 +146,81 @@ class Fp8Ops:
         and sums of the 8-bit values in float32, times both scales, plus bias, rounded once; an x that is not quantized
         yet is first, after its norm where that is still to be done.
     linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype; its memory may hold the result.
+    linear_activate(x, matrix, bias, dtype, kind) -> activate(linear(x, matrix, bias, dtype), kind), of a merged gate and up;
+        within one kernel linear's results keep float32.
     """
 
     activate: Callable[[torch.Tensor, str], Activation]
     pack: Callable[[torch.Tensor, torch.Tensor], Fp8Matrix]
     linear: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.dtype], torch.Tensor]
     linear_add: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
+    linear_activate: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.dtype, str], Activation]
+
+
+@dataclass(frozen=True, slots=True)
+class IntOps:
+    """What weight-only integer linears run on.
+
+    pack(codes uint8 [out, in], scales float32 [out, groups], zeros uint8 [out, groups] or None, bits, group) -> IntMatrix;
+        bits 3, 4 or 8; group a multiple of 32, or at least `in`. Scales are numbers that float16 holds.
+    linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus
+        bias, rounded once. x may be Normed, as in Ops.linear.
+    linear_add, linear_activate: as in Ops.
+    """
+
+    pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int], IntMatrix]
+    linear: Callable[[Plain, IntMatrix, torch.Tensor | None], torch.Tensor]
+    linear_add: Callable[[torch.Tensor, IntMatrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
+    linear_activate: Callable[[Plain, IntMatrix, torch.Tensor | None, str], torch.Tensor]
+
+
+Views = Callable[[torch.Tensor], Sequence[KvView]]
+"""slots int64 [groups, T] of query tokens -> the view of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainParts:
+    """A loaded decoder that drafts. embedding [V, D], multiplied by scale; norm [D], the final one; head: packed, of N tokens;
+    ids int32 [N], which ones they are (None: all, in their order)."""
+
+    layers: Sequence[LayerParts]
+    embedding: torch.Tensor
+    scale: float
+    norm: torch.Tensor
+    eps: float
+    offset: bool
+    head: torch.Tensor
+    ids: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStart:
+    """Where a chain begins. state: its ints move along the draft, and what is drafted is written behind what rows know. rows
+    int32 [S]; temperature float32 [S]; hidden [S, D], normed, behind the last known token; count: tokens to draft; longest:
+    most slots any row can hold; greedy: no row samples."""
+
+    state: rows.RowState
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    hidden: torch.Tensor
+    count: int
+    longest: int
+    greedy: bool
+
+
+RunChain = Callable[[ChainStart, Views], None]
+"""Drafts the chain over the views of the drafting layers; hidden is given up."""
+
+
+def no_chain(parts: ChainParts) -> RunChain | None:
+    """Chains are drafted token by token."""
+    return None
+
+
+Verify = Callable[
+    [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tuple[torch.Tensor, torch.Tensor | None],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +241,11 @@ class Ops:
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
-    gather, advance: see ops.rows.
+    gather, advance: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
+    chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
     layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
-    fp8: the same for 8-bit linears; None: this device has no kernels for them, the reference serves.
+    fp8, fp8_weight, integer: the same for linears in e4m3, for those whose activations stay plain, and for integers; None:
+        this device has no kernels for them, the reference serves.
     """
 
     name: str
@@ -168,7 +260,11 @@ class Ops:
     linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[Plain, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
     fp8: Fp8Ops | None = None
+    fp8_weight: Fp8Ops | None = None
+    integer: IntOps | None = None
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
+    verify: Verify | None = None
+    chain: Callable[[ChainParts], RunChain | None] = no_chain

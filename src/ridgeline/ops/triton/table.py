@@ -13,11 +13,13 @@ from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
+from ridgeline.ops.triton.integer import INT_TRITON
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, gather
 from ridgeline.ops.triton.sample import sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
+from ridgeline.ops.triton.verify import verify
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -101,4 +103,6 @@ TRITON = Ops(
     gather=gather,
     advance=advance,
     fp8=FP8_TRITON,
+    integer=INT_TRITON,
+    verify=verify,
 )

@@ -1,0 +1,221 @@
+"""Speculation at a chosen acceptance, for models with random weights, whose text nobody can draft.
+
+The target computes everything and then says what a hash of (row, place) dictates. A drafter that knows the hash is right with
+the chosen chance, given that its drafts before were; it is free, or pays for a real draft model first. All else is the
+engine as it serves: chunks, cache, graphs, verification, commit.
+
+    python benchmarks/controlled.py --out benchmarks/results/speculation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HERE, cpu_name, provenance, timed, write_rows
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.spec import LayerSpec
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter, Views
+from ridgeline.engine import assemble, device, drafting
+from ridgeline.engine.local import LocalEngine
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.speculation import NO_DRAFTS, Drafts, OnDevice, Speculation
+from ridgeline.models.build import LoadedModel
+from ridgeline.models.config import read_model
+from ridgeline.ops.rows import RowState
+from ridgeline.ops.step import StepInputs
+
+NODES = 4
+OUTPUT = 257
+
+
+def _mixed(rows: torch.Tensor, place: torch.Tensor, salt: int) -> torch.Tensor:
+    """A hash of row and place, int64 below 2^31."""
+    value = rows.long() * 1_000_003 + place.long() * 7919 + salt
+    for _ in range(2):
+        value = (value ^ value >> 13) * 1_103_515_245 & 0x7FFFFFFF
+    return value
+
+
+class Controlled:
+    """See decoding.drafters.DeviceDrafter. share: the chance that a node is right; inner: what is paid for."""
+
+    parents: tuple[int, ...] = ()
+
+    def __init__(self, inner: DeviceDrafter, share: torch.Tensor, vocab: int) -> None:
+        self._inner, self._share, self._vocab = inner, share, vocab
+        self.layers: tuple[LayerSpec, ...] = inner.layers
+
+    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+        self._inner.read(tokens, views, slots, step)
+
+    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
+        """Nothing is learned."""
+
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+        self._inner.draft(behind, count, unread, views)
+        place = behind.known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=behind.rows.device)
+        rows = behind.rows.unsqueeze(1)
+        wrong = _mixed(rows, place, 77) % 1000 >= self._share
+        behind.write(place, ((_mixed(rows, place, 0) + wrong) % self._vocab).int())
+
+
+@contextmanager
+def dictated(vocab: int) -> Iterator[None]:
+    """Draws are made as ever, and then replaced."""
+    plain = device.DeviceStep._draw
+
+    def draw(self: Any, batch: Any, wanted: Any, bound: int) -> Any:
+        drawn, logprobs = plain(self, batch, wanted, bound)
+        return (_mixed(wanted.rows, wanted.place, 0) % vocab).int() + 0 * drawn, logprobs
+
+    device.DeviceStep._draw = draw  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        device.DeviceStep._draw = plain  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine whose way of speculating is changed between runs. share: see Controlled, in thousandths."""
+
+    local: LocalEngine
+    share: torch.Tensor
+    reads: bool
+    vocab: int
+
+    def use(self, sizes: tuple[int, ...], *, fixed: bool, share: float) -> None:
+        """Draft up to sizes[-1] nodes; (0,): as without any drafter."""
+        scheduler = self.local.engine.loop.scheduler
+        self.share.fill_(round(share * 1000))
+        drafts = Drafts(None, OnDevice(NODES, reads=self.reads), Pace(sizes, fixed), drafting.LOGIT_ROWS)
+        scheduler._speculation = drafts if sizes[-1] else NO_DRAFTS
+
+    def decode(self, batch: int, prompt: int, repeats: int) -> tuple[float, float]:
+        """(tokens per second of decoding, tokens gained per verification), medians."""
+        counts = self.local.engine.loop.scheduler.counts
+        rates, lengths = [], []
+        for _ in range(repeats + 1):
+            one = timed(self.local, [(prompt, 1)] * batch, self.vocab).seconds
+            many = timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab).seconds
+            rates.append(batch * (OUTPUT - 1) / (many - one))
+            counts = self._counts
+            lengths.append(1 + counts["accepted"] / counts["drafts"] if counts["drafts"] else 1.0)
+            self._counts.update(drafts=0, accepted=0)
+        return statistics.median(rates[1:]), statistics.median(lengths[1:])
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        return _COUNTS
+
+
+_COUNTS = {"drafts": 0, "accepted": 0}
+
+
+def _count(stats: Any) -> None:
+    _COUNTS["drafts"] += stats.drafts
+    _COUNTS["accepted"] += stats.accepted
+
+
+def start(model: Path, draft: Path | None, config: EngineConfig) -> Engine:
+    """An engine on random weights; draft: a draft model whose time is paid, None for a free drafter."""
+    share = torch.zeros((), dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    wanted = drafting.Wanted(device="draft" if draft else "recycling", folder=draft, most=NODES)
+
+    def opened(
+        asked: drafting.Wanted, target: LoadedModel, folder: Path, dummy: bool
+    ) -> tuple[Speculation | None, DeviceDrafter]:
+        inner: DeviceDrafter = NoDrafter()
+        if draft is not None:
+            inner, _ = drafting._open_device(asked, target, dummy)
+        return None, Controlled(inner, share, target.spec.vocab_size)
+
+    assemble.read_wanted = lambda config, folder: wanted  # type: ignore[attr-defined]
+    assemble.open_drafters = opened  # type: ignore[attr-defined]
+    local = LocalEngine.start(
+        ModelConfig(model=str(model), load_format="dummy", max_model_len=2048, dtype="bfloat16"), config, on_step=_count
+    )
+    return Engine(local, share, draft is not None, local.engine.setup.vocab_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
+    parser.add_argument("--draft", type=Path, default=HERE / "models" / "llama-3.2-1b")
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cache-gib", type=float, default=20)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", default="benchmarks/results/speculation.json")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    place = torch.cuda.get_device_name() if cuda else cpu_name()
+    common = {"device": place, "model": f"{args.model.name} shape, random weights", **provenance(place, args.commit)}
+    batches = [int(one) for one in args.batches.split(",")]
+    config = EngineConfig(
+        max_num_seqs=max(batches), enable_prefix_caching=False, kv_cache_memory=int(args.cache_gib * (1 << 30))
+    )
+    rows: list[dict[str, Any]] = []
+    for name, draft in (("free", None), (f"{args.draft.name} shape", args.draft)):
+        vocab = read_model(args.model)[0].vocab_size
+        with dictated(vocab):  # from the start on, because graphs record what is drawn
+            engine = start(args.model, draft, config)
+            for batch in batches:
+                rows += measured(engine, name, batch, args)
+                write_rows(args.out, [one | common for one in rows])
+        del engine
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def measured(engine: Engine, name: str, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Plain decoding, a fixed number of nodes, the adapted number, and adapted with a drafter that is hardly ever right."""
+    ways = [
+        ("fixed", (0, NODES), True, 0.8),
+        ("adapted", (0, 1, 2, 3, 4), False, 0.8),
+        ("adapted", (0, 1, 2, 3, 4), False, 0.05),
+    ]
+    engine.use((0,), fixed=False, share=0.0)
+    plain, _ = engine.decode(batch, args.prompt, args.repeats)
+    found = []
+    for way, sizes, fixed, share in ways:
+        engine.use(sizes, fixed=fixed, share=share)
+        tok_s, gained = engine.decode(batch, args.prompt, args.repeats)
+        row = {
+            "row": f"h200-{name}-{way}-{share}-b{batch}",
+            "drafter": f"{name}, acceptance {share}, {way} K = {NODES}",
+            "work": f"{args.prompt} + {OUTPUT} tokens",
+            "temperature": 1.0,
+            "batch": batch,
+            "tok_s": round(tok_s, 1),
+            "plain_tok_s": round(plain, 1),
+            "ratio": round(tok_s / plain, 3),
+            "accepted_len": round(gained, 3),
+            "step_ratio": round(gained * plain / tok_s, 3) if fixed else None,
+        }
+        print(
+            row["row"],
+            row["tok_s"],
+            row["plain_tok_s"],
+            row["ratio"],
+            row["accepted_len"],
+            row["step_ratio"],
+            flush=True,
+        )
+        found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    main()

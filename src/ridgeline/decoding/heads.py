@@ -1,0 +1,208 @@
+"""Medusa heads (Cai et al. 2024): candidates for the tokens after the next one, from the hidden state the next one comes from.
+
+At place t the model's own head predicts token t + 1; head k = 1, 2, .. predicts token t + k + 1 without knowing those between.
+Each head is a stack of residual blocks h + SiLU(W h + b) before an unembedding: the model's own, which keeps heads small, or one
+of theirs. The first blocks of all heads are one matrix product.
+
+Candidates become a draft through a static tree (`tree`): of all combinations of candidates those most often right.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import ModelSpec
+from ridgeline.ops.table import Ops
+
+PUBLISHED = "medusa_lm_head.pt"
+"""The file that published heads lie in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One node of a static tree. parent: index of the node it hangs on, -1 for the token the model has just drawn. head, rank:
+    it is that head's candidate of that rank, both counted from 0; head is also its depth."""
+
+    parent: int
+    head: int
+    rank: int
+
+
+def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, ...]:
+    """The at most `nodes` nodes that add most to the expected number of accepted tokens, in falling order of what they add, so
+    that every prefix is the best tree of its size (Cai et al. 2024, section 2.3.3).
+
+    accuracies[head][rank]: how often that head's candidate of that rank is what the target says, falling in rank. A node adds the
+    chance that its whole path is right, which is taken for the product of its nodes' accuracies.
+    """
+    found: list[Candidate] = []
+    # (minus what it adds, when it was found, node): of equals the one found first. A node leads to its sibling and its child.
+    open_nodes: list[tuple[float, int, Candidate]] = []
+    count = 0
+
+    def push(above: float, parent: int, head: int, rank: int) -> None:
+        nonlocal count
+        if head < len(accuracies) and rank < len(accuracies[head]):
+            heapq.heappush(open_nodes, (-above * accuracies[head][rank], count, Candidate(parent, head, rank)))
+            count += 1
+
+    gains = {-1: 1.0}
+    push(1.0, -1, 0, 0)
+    while open_nodes and len(found) < nodes:
+        minus, _, node = heapq.heappop(open_nodes)
+        here = len(found)
+        found.append(node)
+        gains[here] = -minus
+        push(gains[node.parent], node.parent, node.head, node.rank + 1)
+        push(gains[here], here, node.head + 1, 0)
+    return tuple(found)
+
+
+class MedusaHeads:
+    """Heads on a device. heads, layers: how many, and blocks in each. width: of the hidden states they read. accuracies: as `tree`
+    reads them, measured when the heads were trained; empty where the folder does not say."""
+
+    __slots__ = ("accuracies", "heads", "layers", "width", "_bias", "_first", "_ops", "_unembed", "_weight")
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], ops: Ops, accuracies: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """tensors: by their published names, "{head}.{layer}.linear.weight" [D, D], "{head}.{layer}.linear.bias" [D] and, for
+        heads with unembeddings of their own, "{head}.{layers}.weight" [V, D]; all in one dtype and on one device."""
+        self.heads, self.layers = _counts(tensors)
+        self.width = tensors["0.0.linear.weight"].shape[1]
+        self.accuracies = tuple(tuple(row) for row in accuracies)
+        self._ops = ops
+
+        def stacked(suffix: str) -> torch.Tensor:
+            return torch.stack([tensors[f"{head}.{suffix}"] for head in range(self.heads)])
+
+        self._weight = [stacked(f"{layer}.linear.weight") for layer in range(self.layers)]
+        self._bias = [stacked(f"{layer}.linear.bias") for layer in range(self.layers)]
+        self._first = ops.pack(self._weight[0].flatten(0, 1).contiguous())
+        own = f"0.{self.layers}.weight" in tensors
+        self._unembed = stacked(f"{self.layers}.weight") if own else None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every weight it holds."""
+        own = () if self._unembed is None else (self._unembed,)
+        return (self._first, *self._weight[1:], *self._bias, *own)
+
+    def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
+        """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
+        rows = hidden.shape[0]
+        inner = self._ops.linear(hidden, self._first, self._bias[0].flatten()).view(rows, self.heads, self.width)
+        out = hidden.unsqueeze(1) + F.silu(inner[:, :heads])
+        for weight, bias in zip(self._weight[1:], self._bias[1:], strict=True):
+            inner = torch.baddbmm(bias[:heads].unsqueeze(1), out.transpose(0, 1), weight[:heads].mT)
+            out = out + F.silu(inner.transpose(0, 1))
+        return out
+
+    def candidates(
+        self, hidden: torch.Tensor, top: Sequence[int], logits_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The likeliest tokens of each head, int32 [S, len(top), max(top)], the likeliest first.
+
+        hidden [S, D]: the final states, normed, from which the last known tokens were drawn. top: candidates wanted of each head
+        from the first on; a head gives max(top) whatever its own number is. logits_of: hidden [N, D] -> logits [N, V], the model's
+        head.
+        """
+        states = self.states(hidden, len(top))
+        if self._unembed is None:
+            logits = logits_of(states.flatten(0, 1)).view(hidden.shape[0], len(top), -1)
+        else:
+            logits = (states.transpose(0, 1) @ self._unembed[: len(top)].mT).transpose(0, 1)
+        return logits.topk(max(top), dim=-1).indices.int()
+
+
+def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+    """The heads in `folder` for the target `spec`: config.json, and weights in safetensors or in the published PUBLISHED.
+
+    Raises ConfigError where files are missing, broken or fit another model, UnsupportedModel for an unknown layout.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}. A folder of Medusa heads is needed, with its config.json.") from None
+    tensors = {name.removeprefix("medusa_head."): one for name, one in _read(folder).items()}
+    heads, layers = _counts(tensors)
+    for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
+        if config.get(key, count) != count:
+            raise ConfigError(f"{path}: {key} is {config[key]} and the weights hold {count}: one of them is wrong.")
+    for key, size in (("hidden_size", spec.d_model), ("vocab_size", spec.vocab_size)):
+        if config.get(key, size) != size:
+            raise ConfigError(
+                f"{path}: {key} is {config[key]} and the target's is {size}: the heads belong to another model."
+            )
+    for name, shape in _expected(heads, layers, spec, f"0.{layers}.weight" in tensors).items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            found = list(tensors[name].shape) if name in tensors else "missing"
+            raise ConfigError(
+                f"{folder}: tensor {name} is {found}; {list(shape)} is needed for this target: the heads belong to another model."
+            )
+    moved = {name: one.to(device, dtype) for name, one in tensors.items()}
+    return MedusaHeads(moved, ops, _accuracies(path, config, heads))
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the folder, whichever of the two files it holds."""
+    stored = folder / "model.safetensors"
+    if not stored.is_file() and (folder / "medusa_lm_head.safetensors").is_file():
+        stored = folder / "medusa_lm_head.safetensors"
+    try:
+        if stored.is_file():
+            return load_file(stored)
+        if (folder / PUBLISHED).is_file():
+            found: dict[str, torch.Tensor] = torch.load(folder / PUBLISHED, map_location="cpu", weights_only=True)
+            return found
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ConfigError(
+            f"{folder}: the weights of the heads cannot be read ({error}): download them again."
+        ) from None
+    raise ConfigError(f"{folder} has neither model.safetensors nor {PUBLISHED}: the weights of the heads are missing.")
+
+
+def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """(heads, blocks of each) by the names of the tensors."""
+    parts = [name.split(".") for name in tensors]
+    blocks = [(int(one[0]), int(one[1])) for one in parts if one[2:] == ["linear", "weight"] and one[0].isdigit()]
+    if not blocks or any(len(one) not in (3, 4) or not one[0].isdigit() for one in parts):
+        odd = sorted(tensors)[:4]
+        raise UnsupportedModel(f"tensors named {odd} are no Medusa heads: names like 0.0.linear.weight are needed.")
+    return 1 + max(head for head, _ in blocks), 1 + max(layer for _, layer in blocks)
+
+
+def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of heads for `spec`. own: they bring unembeddings."""
+    width = spec.d_model
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for layer in range(layers):
+            shapes[f"{head}.{layer}.linear.weight"] = (width, width)
+            shapes[f"{head}.{layer}.linear.bias"] = (width,)
+        if own:
+            shapes[f"{head}.{layers}.weight"] = (spec.vocab_size, width)
+    return shapes
+
+
+def _accuracies(path: Path, config: Mapping[str, Any], heads: int) -> list[list[float]]:
+    rows = config.get("accuracies", [])
+    fine = isinstance(rows, list) and len(rows) in (0, heads) and all(isinstance(row, list) and row for row in rows)
+    if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
+        raise ConfigError(
+            f"{path}: accuracies must hold, for each of the {heads} heads, chances between 0 and 1 by rank."
+        )
+    return rows

@@ -1,0 +1,79 @@
+"""The row operations (ops.rows, decoding.verify) as one foreign call each: see native/rows.cpp.
+
+The call's arguments are packed into the struct that it reads: for so many of them that is the cheapest way out of Python.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+import torch
+
+from ridgeline.ops.native.binding import Library
+from ridgeline.ops.rows import Gathered, RowState, Spread
+
+STATE = 9
+"""Numbers that state_of gives."""
+_GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 10}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
+
+
+class NativeRows:
+    """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
+
+    __slots__ = ("_advance", "_gather", "_verify")
+
+    def __init__(self, library: Library) -> None:
+        self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
+
+    def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+        """See ops.rows.gather."""
+        rows, groups = own.shape[0], state.tables.shape[0]
+        if spread is None:
+            count, given = rows, (0, 0, 0)
+        else:
+            count = spread.row_of.shape[0]
+            given = (at(spread.n_query), at(spread.row_of), at(spread.place))
+        position, tokens = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
+        length, slots = torch.empty(rows, dtype=torch.int32), torch.empty((groups, count), dtype=torch.int64)
+        out = (position.data_ptr(), tokens.data_ptr(), length.data_ptr(), slots.data_ptr())
+        self._gather(_GATHER.pack(*state_of(state), at(own), *given, rows, count, *out))
+        return Gathered(tokens, position, slots, length)
+
+    def advance(self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """See ops.rows.advance."""
+        count = rows.shape[0]
+        said = torch.empty((count, 3), dtype=torch.int32)
+        self._advance(_ADVANCE.pack(*state_of(state), at(rows), at(drawn), count, said.data_ptr()))
+        return said
+
+    def verify(
+        self,
+        state: RowState,
+        rows: torch.Tensor,
+        drawn: torch.Tensor,
+        n_draft: torch.Tensor,
+        parent: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See decoding.verify.verify."""
+        count, wide = drawn.shape
+        path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
+        packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
+        given = (at(rows), at(drawn), at(n_draft), 0 if parent is None else at(parent), count, wide)
+        out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
+        self._verify(_VERIFY.pack(*state_of(state), *given, *out))
+        return packed, path
+
+
+def state_of(state: RowState) -> tuple[int, ...]:
+    """State in rows.h."""
+    tokens, tables = state.tokens, state.tables
+    rows, width = tokens.shape
+    groups, _, pages = tables.shape
+    columns = state.ints.shape[1]
+    return at(tokens), at(state.ints), at(tables), rows, width, columns, groups, pages, state.page_tokens
+
+
+def at(tensor: torch.Tensor) -> int:
+    """Where a tensor in one run lies."""
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -1,0 +1,120 @@
+"""Verifying drafts and moving rows on, one program per row; see decoding.verify."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.rows import DONE, KNOWN, LENGTH, LIMIT, MIN_TOKENS, POSITION, PROMPT, STOP
+
+
+@triton.jit
+def _verify_kernel(
+    rows_ptr,
+    drawn_ptr,
+    n_draft_ptr,
+    parent_ptr,
+    tokens_ptr,
+    ints_ptr,
+    packed_ptr,
+    path_ptr,
+    width,
+    ints_stride,
+    packed_stride,
+    wide: tl.constexpr,
+    stops: tl.constexpr,
+    TREE: tl.constexpr,
+    PDL: tl.constexpr,
+    WIDE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """The walk from the root: a token is taken, and its node becomes the next place, if one has drafted it. Row 0 is done, so
+    however often it comes it is written what it holds."""
+    await_inputs(PDL)
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index)
+    own = ints_ptr + row * ints_stride
+    known = tl.load(own + KNOWN)
+    done = tl.load(own + DONE)
+    prompt = tl.load(own + PROMPT)
+    fewest = tl.load(own + MIN_TOKENS)
+    limit = tl.load(own + LIMIT)
+    stop_at = tl.arange(0, STOPS)
+    stop_ids = tl.load(own + STOP + stop_at, mask=stop_at < stops, other=-1)
+    node = tl.arange(0, WIDE)
+    drafted = (node > 0) & (node <= tl.load(n_draft_ptr + index))
+    draft = tl.load(tokens_ptr + row * width + known + node - 1, mask=drafted, other=-1)
+    parent = node - 1
+    if TREE:
+        parent = tl.load(parent_ptr + index * wide + node, mask=drafted, other=-1).to(tl.int32)
+    drawn = tl.load(drawn_ptr + index * wide + node, mask=node < wide, other=-1)
+    packed = packed_ptr + index * packed_stride
+    if TREE:
+        tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
+    # Behind the path the places hold what was drawn there, as without drafts.
+    said = drawn
+    path = tl.zeros((WIDE,), tl.int32)
+    here = 0
+    count = 0
+    flag = 0
+    going = 1 - done
+    for depth in range(wide):
+        token = tl.sum(tl.where(node == here, drawn, 0), 0)
+        stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
+        held = known + depth + 1
+        stopped = stopped & (held - prompt > fewest)
+        ended = tl.where(held >= limit, 2, 0) + tl.where(stopped, 1, 0)
+        said = tl.where((node == depth) & (going > 0), token, said)
+        path = tl.where((node == depth) & (going > 0), here, path)
+        count += going
+        flag = tl.where(going > 0, ended, flag)
+        child = tl.max(tl.where(drafted & (parent == here) & (draft == token), node, 0), 0)
+        going = tl.where((ended == 0) & (child > 0), going, 0)
+        here = child
+    tl.store(tokens_ptr + row * width + known + node, said, mask=(node < count))
+    tl.store(packed, count)
+    tl.store(packed + 1, flag)
+    tl.store(packed + 2 + node, said, mask=node < wide)
+    if TREE:
+        tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
+        tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
+    tl.store(own + POSITION, tl.load(own + POSITION) + count)
+    tl.store(own + LENGTH, tl.load(own + LENGTH) + count)
+    tl.store(own + KNOWN, known + count)
+    tl.store(own + DONE, done + tl.where(flag > 0, 1, 0))
+
+
+def verify(
+    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See decoding.verify.verify; what lies behind the tokens gained means nothing there either."""
+    count, wide = drawn.shape
+    packed = torch.empty((count, 2 + (1 if parent is None else 3) * wide), dtype=torch.int32, device=rows.device)
+    path = None if parent is None else torch.empty((count, wide), dtype=torch.int64, device=rows.device)
+    stops = state.ints.shape[1] - Int.STOP
+    if count:
+        _verify_kernel[(count,)](
+            rows,
+            drawn,
+            n_draft,
+            drawn if parent is None else parent,
+            state.tokens,
+            state.ints,
+            packed,
+            drawn if path is None else path,
+            state.tokens.stride(0),
+            state.ints.stride(0),
+            packed.stride(0),
+            wide=wide,
+            stops=stops,
+            TREE=parent is not None,
+            WIDE=triton.next_power_of_2(wide),
+            STOPS=triton.next_power_of_2(stops),
+            num_warps=1,
+            **overlap(rows.device),
+        )
+    return packed, path

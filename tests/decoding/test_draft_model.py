@@ -1,0 +1,54 @@
+"""What a draft model's folder may ask for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import ModelSpec
+from ridgeline.decoding.draft_model import read_vocabulary
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import shipped_model
+
+DRAFT = shipped_model().parent / "draft"
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_model(DRAFT)[0]
+
+
+def config(folder: Path, **keys: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    return folder
+
+
+def test_the_shipped_draft_says_frequent_tokens_only(spec: ModelSpec) -> None:
+    said = read_vocabulary(DRAFT, spec)
+    assert 1000 < len(said) < spec.vocab_size // 2
+    assert list(said) == sorted(set(said))
+    assert 0 in said, "a draft must be able to end"
+
+
+def test_tokens_come_in_ascending_order(spec: ModelSpec, tmp_path: Path) -> None:
+    """Of equal scores the lower token wins, in the draft as in the target."""
+    assert read_vocabulary(config(tmp_path, draft_vocabulary=[9, 4, 7]), spec) == (4, 7, 9)
+
+
+def test_without_a_list_it_says_all(spec: ModelSpec, tmp_path: Path) -> None:
+    assert read_vocabulary(config(tmp_path), spec) == ()
+
+
+@pytest.mark.parametrize("found", [[1, 1], [-1], [8192], ["a"], [True], 5, None])
+def test_a_list_that_names_no_tokens_is_refused(spec: ModelSpec, tmp_path: Path, found: object) -> None:
+    with pytest.raises(ConfigError, match="draft_vocabulary"):
+        read_vocabulary(config(tmp_path, draft_vocabulary=found), spec)
+
+
+def test_a_head_of_its_own_is_not_cut(spec: ModelSpec, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tied"):
+        read_vocabulary(config(tmp_path, draft_vocabulary=[1]), replace(spec, tied=False))

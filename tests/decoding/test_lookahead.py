@@ -1,0 +1,152 @@
+"""Lookahead decoding: the target's own words behind its guesses become the next guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.errors import ConfigError
+from ridgeline.decoding import lookahead
+from ridgeline.decoding.combined import FirstOf
+from ridgeline.decoding.lookahead import Lookahead, Pool, Window
+from ridgeline.decoding.reference import Reference
+from tests.decoding.simulated import Run, Target, hashed, paths, plain, speculate, verify
+
+prompts = st.lists(st.integers(0, 5), min_size=1, max_size=20)
+shapes = st.tuples(st.integers(1, 5), st.integers(2, 5), st.integers(1, 4))
+steps = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 8), st.integers(0, 24)), max_size=12)
+
+
+@given(prompt=prompts, shape=shapes, order=st.integers(0, 3), steps=steps)
+def test_a_guess_keeps_to_its_bounds(
+    prompt: list[int], shape: tuple[int, int, int], order: int, steps: list[tuple[int, int, int]]
+) -> None:
+    columns, ngram, candidates = shape
+    run = Run(Lookahead(*shape).start(prompt), hashed(6, order), list(prompt))
+    for nodes, depth, kept in steps:
+        run.step(nodes, depth, kept)
+        assert len(run.drafts[-1].tokens) <= (columns + candidates) * (ngram - 1)
+
+
+@given(prompt=prompts, shape=shapes, order=st.integers(0, 3), vocab=st.integers(1, 5))
+def test_the_answer_is_the_plain_one(prompt: list[int], shape: tuple[int, int, int], order: int, vocab: int) -> None:
+    target = hashed(vocab, order)
+    run = speculate(Lookahead(*shape), target, prompt, 60)
+    assert run.output[:60] == plain(target, prompt, 60)
+
+
+def never_twice(text: Sequence[int]) -> int:
+    """Depends on the position alone, and no word comes twice."""
+    return 1000 + len(text)
+
+
+def periodic(text: Sequence[int]) -> int:
+    return 100 + len(text) % 7
+
+
+def markov(text: Sequence[int]) -> int:
+    """One of two words, by the last word and a coin of the position: a draw with noise."""
+    coin = hashed(2, 1)([len(text)])
+    return hashed(12, 2)([text[-1], coin])
+
+
+@pytest.mark.parametrize("target", [periodic, markov])
+def test_the_pool_learns(target: Target) -> None:
+    """The second hundred tokens take fewer steps than the first, and both fewer than a hundred."""
+    run = speculate(Lookahead(columns=5, ngram=4, candidates=3), target, [1, 2, 3], 100)
+    first = len(run.drafts)
+    while len(run.output) < 200:
+        run.step(32, 12)
+    assert len(run.drafts) - first < first < 90
+    assert run.output[:200] == plain(target, [1, 2, 3], 200)
+
+
+def test_only_the_window_can_guess_what_was_never_said() -> None:
+    """Under a target that goes by position the window holds the words to come; a pool of what was said holds none."""
+    said = Pool(3, 4)
+    said.read(plain(never_twice, [1, 2, 3], 100))
+    assert said.behind(never_twice(range(103))) == []
+    assert speculate(Lookahead(columns=4), never_twice, [1, 2, 3], 100).accepted > 50
+
+
+def test_the_pool_takes_what_the_target_says_behind_a_guess() -> None:
+    """A column holds 1, then what the target says behind 1, and behind that: an n-gram, though nobody has said it."""
+    pool = Pool(3, 4)
+    run = Run(Window([1, 2, 3], 2, pool), lambda text: text[-1] + 10, [1, 2, 3])
+    for _ in range(2):
+        run.step(64, 16)
+    assert pool.behind(1) == [(11, 21), (2, 3)]
+
+
+def test_the_first_step_is_a_chain_and_each_step_adds_a_level() -> None:
+    """What the target says behind a column's last guess becomes its next level, until it has ngram - 1 of them."""
+    run = Run(Lookahead(columns=3, ngram=4, candidates=1).start([1, 2, 3]), never_twice, [1, 2, 3])
+    run.step(64, 16)
+    assert [len(path) for path in paths(run.drafts[0])] == [1, 2, 3]
+    run.step(64, 16)
+    assert sorted(len(path) for path in paths(run.drafts[1])) == [1, 2, 2, 3, 3, 4]
+    assert (1, 1004) in paths(run.drafts[1]), "the word of position 4, as the first guess stood at position 3"
+
+
+def test_a_window_that_was_not_verified_stays() -> None:
+    guess = Lookahead(columns=2, ngram=3, candidates=1).start([1, 2, 3, 4])
+    first = guess.propose(64, 16)
+    guess.hear([50], NOTHING, [50])
+    assert guess.propose(64, 16) == first
+    guess.hear([51], NOTHING, [51])
+    assert guess.propose(64, 16) == first
+
+
+def test_candidates_are_the_most_recent_ngrams() -> None:
+    pool = Pool(3, 2)
+    pool.read([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7])
+    assert pool.behind(1) == [(6, 7), (2, 3)]
+    assert pool.behind(9) == []
+
+
+def test_a_pool_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookahead, "POOL_KEYS", 16)
+    pool = Pool(3, 2)
+    for turn in range(20):
+        pool.read([hashed(1000, 1)([turn, place]) for place in range(100)])
+        pool.read([token * turn % 50 for token in range(100)])
+    assert len(pool) <= 16 * 2
+
+
+@pytest.mark.parametrize("shape", [(-1, 3, 3), (3, 1, 3), (3, 3, 0)])
+def test_sizes_that_make_no_draft_are_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="n-grams of at least 2"):
+        Lookahead(*shape)
+
+
+def test_without_columns_there_is_the_pool() -> None:
+    assert Lookahead(columns=0).start([1, 2, 3]).propose(8, 8) == NOTHING
+    assert Lookahead(columns=0).start([1, 2, 3, 1]).propose(8, 8) == Draft((2, 3), (-1, 0))
+
+
+def test_a_small_budget_still_moves_the_window() -> None:
+    """Only the columns that fit are verified, and those go on."""
+    run = Run(Lookahead(columns=6, ngram=3, candidates=2).start([1, 2, 3]), never_twice, [1, 2, 3])
+    for _ in range(60):
+        run.step(6, 3)
+    assert run.accepted > 20
+
+
+@given(prompt=prompts, order=st.integers(0, 3), steps=steps)
+def test_together_the_first_with_a_guess_is_asked(
+    prompt: list[int], order: int, steps: list[tuple[int, int, int]]
+) -> None:
+    target, text = hashed(5, order), list(prompt)
+    reference, both = Reference().start(prompt), FirstOf([Reference(), Lookahead()]).start(prompt)
+    for nodes, depth, _ in steps:
+        first, draft = reference.propose(nodes, depth), both.propose(nodes, depth)
+        assert draft == first if first.tokens else draft.tokens, "Lookahead always has a guess"
+        gained, drawn = verify(target, text, draft)
+        text += gained
+        reference.hear(gained, draft, drawn)
+        both.hear(gained, draft, drawn)
+    assert text == prompt + plain(target, prompt, len(text) - len(prompt))

@@ -1,0 +1,91 @@
+"""Device drafters under the scheduler: whatever they draft, requests say what they would say without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.decoding.draft_model import DraftModel
+from ridgeline.decoding.drafters import DeviceDrafter
+from ridgeline.decoding.heads import MedusaHeads
+from ridgeline.decoding.medusa import Medusa
+from ridgeline.decoding.recycling import Recycling
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.speculation import Drafts, OnDevice
+from tests.engine.runners import PROMPT, DeviceBench, alone, pair
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "warm": {"temperature": 0.9, "seed": 3, "logprobs": 1},
+    "filtered": {"temperature": 1.3, "seed": 4, "top_p": 0.8},
+    "penalized": {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3},
+}
+
+
+def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter, OnDevice]]:
+    """The target drafting for itself is always right; heads of noise are hardly ever."""
+    model = pair(family, device)[1]
+    width = model.spec.d_model
+    chance = torch.Generator().manual_seed(0)
+    tensors = {f"{head}.0.linear.weight": torch.randn(width, width, generator=chance) for head in range(3)}
+    tensors |= {f"{head}.0.linear.bias": torch.zeros(width) for head in range(3)}
+    heads = MedusaHeads({name: one.to(device) for name, one in tensors.items()}, model.ops)
+    medusa = Medusa(heads, model.decoder.logits, 6)
+    recycling = Recycling(model.spec.vocab_size, torch.device(device))
+    return {
+        "itself": (DraftModel(model), OnDevice(3, reads=True)),
+        "medusa": (medusa, OnDevice(6, medusa.parents)),
+        "recycling": (recycling, OnDevice(9, recycling.parents[:9])),
+    }
+
+
+def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **facts: object) -> DeviceBench:
+    drafter, shape = drafters(family, str(facts.get("device", "cpu")))[name]
+    sizes = (0, shape.most) if nodes is None else nodes
+    speculation = Drafts(None, shape, Pace(sizes, fixed=nodes is None))
+    return DeviceBench(family, speculation=speculation, drafter=drafter, drafts=sizes, **facts)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recycling"])
+def test_speculated_is_plain(family: str, depth: int, name: str) -> None:
+    """In a batch, prompts in chunks, requests that come later; sampled, logged and penalized rows too."""
+    bench = speculating(family, name, depth=depth, step_tokens=16)
+    given = {one: PROMPT[number:] + PROMPT[: number + 9] for number, one in enumerate(OPTIONS)}
+    for one, prompt in given.items():
+        bench.submit(one, prompt, **OPTIONS[one])  # type: ignore[arg-type]
+        bench.turn()
+    bench.submit("late", PROMPT[::-1])
+    bench.run()
+    for one, prompt in given.items():
+        assert bench.tokens[one, 0] == alone(prompt, family, **OPTIONS[one])
+    assert bench.tokens["late", 0] == alone(PROMPT[::-1], family)
+    assert [one.token for one in bench.logprobs["warm", 0]] == bench.tokens["warm", 0]
+    assert bench.scheduler.counts.drafted > 0
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_that_is_the_target_is_always_right(family: str, depth: int) -> None:
+    """Which holds only if it has read every token, with its own keys where they belong."""
+    bench = speculating(family, "itself", depth=depth)
+    bench.submit("greedy")
+    bench.submit("warm", PROMPT[::-1], temperature=0.9, seed=3)
+    bench.run()
+    counts = bench.scheduler.counts
+    # The last draft of each may reach over the limit.
+    assert counts.accepted >= counts.drafted - 2 * 3 > 0
+
+
+def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes change from step to step, so drafting pauses and goes on."""
+    drafter, shape = drafters("llama-gqa")["itself"]
+    pace = Pace((0, 1, 3))
+    asked = iter([3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
+    monkeypatch.setattr(Pace, "choose", lambda self, rows: next(asked))
+    bench = DeviceBench(speculation=Drafts(None, shape, pace), drafter=drafter, depth=1)
+    bench.submit("one", max_tokens=60)
+    bench.run()
+    assert bench.tokens["one", 0] == alone(max_tokens=60)
+    assert bench.scheduler.counts.accepted >= bench.scheduler.counts.drafted - 3 > 0

@@ -1,0 +1,129 @@
+"""The option `speculate`: what it may name, what it refuses, and that every way of drafting leaves the text as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.sampling import Grammar
+from ridgeline.engine.drafting import read_wanted, weigh
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import shipped_model
+
+ASSETS = shipped_model().parent
+WAYS = (
+    "auto",
+    "reference",
+    "lookahead",
+    "recycling",
+    f"draft:{ASSETS / 'draft'}",
+    f"medusa:{ASSETS / 'medusa'}",
+    f"reference+lookahead+draft:{ASSETS / 'draft'}",
+)
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
+    "The capital of France is Paris. The capital of France is Paris. The capital of",
+    "Once upon a time there was",
+)
+KINDS = (
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=40, seed=5, logprobs=2),
+    SamplingParams(temperature=0.9, max_tokens=30, seed=6, top_p=0.9, repetition_penalty=1.2, min_tokens=20),
+    SamplingParams(
+        temperature=0.7,
+        seed=7,
+        max_tokens=60,
+        grammar=Grammar("json_schema", json.dumps({"type": "object", "properties": {"name": {"type": "string"}}})),
+    ),
+)
+
+
+@cache
+def engine(way: str) -> LLM:
+    return LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8)
+
+
+def wanted(speculate: str, **options: object) -> object:
+    return read_wanted(EngineConfig(speculate=speculate, **options), shipped_model())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=["greedy", "sampled", "penalized", "grammar"])
+def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
+    """All prompts in one batch, in float32: token for token, and each token's log-probability."""
+    asked, plain = engine(way), engine("")
+    for got, want in zip(asked.generate(PROMPTS, KINDS[kind]), plain.generate(PROMPTS, KINDS[kind]), strict=True):
+        assert got.choices[0].token_ids == want.choices[0].token_ids
+        assert got.choices[0].finish == want.choices[0].finish
+        for one, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):
+            assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_are_kept(way: str) -> None:
+    """On text that repeats itself every way is right at times; what it drafted and kept is counted."""
+    llm, steps = engine(way), []
+    llm._engine._on_step = steps.append
+    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=120))
+    drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
+    assert drafted >= accepted > 0
+    assert accepted == sum(sum(one.accepted_at) for one in steps)
+    assert 0 < sum(one.drafts for one in steps) <= drafted
+
+
+def test_what_auto_means() -> None:
+    assert wanted("auto").host == ("reference",)  # type: ignore[attr-defined]
+    other = read_wanted(EngineConfig(speculate="auto"), Path("another"))
+    assert (other.host, other.device) == (("reference",), "")
+    assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]
+
+
+def test_what_users_of_vllm_write() -> None:
+    found = wanted('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
+    assert (found.host, found.most, found.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
+    found = wanted('{"model": "some/folder", "num_speculative_tokens": 3}')
+    assert (found.device, found.folder, found.most) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("speculate", "options", "words"),
+    [
+        ("eagle", {}, "'eagle' is unknown"),
+        ("draft", {}, "must name a folder"),
+        ("recycling:x", {}, "must not name a folder"),
+        ("recycling+medusa:x", {}, "second drafter on the device"),
+        ('{"method": "eagle3", "model": "x"}', {}, "'eagle3' is none of"),
+        ("{nonsense", {}, "cannot be read"),
+        ("lookahead", {"deterministic": True}, "chains of drafts, not trees"),
+    ],
+)
+def test_refusals(speculate: str, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        wanted(speculate, **options)
+    assert caught.value.param == "speculate"
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = json.loads((ASSETS / "draft" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
+    spec = served_spec(read_model(shipped_model())[0], ModelConfig())
+    with pytest.raises(ConfigError, match="5000 tokens, the served model 8192"):
+        weigh(wanted(f"draft:{tmp_path}"), spec, 8, 0)  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    with pytest.raises(ConfigError, match="shorter than the served 4096"):
+        weigh(wanted(f"draft:{tmp_path}"), spec, 8, 0)  # type: ignore[arg-type]
+
+
+def test_memory_is_planned_for_the_draft() -> None:
+    spec = served_spec(read_model(shipped_model())[0], ModelConfig())
+    beside = weigh(wanted(f"draft:{ASSETS / 'draft'}"), spec, 8, 100)  # type: ignore[arg-type]
+    draft = read_model(ASSETS / "draft")[0]
+    assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40

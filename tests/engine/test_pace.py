@@ -1,0 +1,105 @@
+"""How many nodes are drafted, on a device whose step times and acceptance the test makes up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ridgeline.engine.pace import Pace
+
+SIZES = (0, 1, 2, 4, 8)
+
+
+def run(
+    pace: Pace, steps: int, kept: float, seconds: Callable[[int], float], *, rows: int = 1, seed: int = 0
+) -> tuple[float, dict[int, int]]:
+    """Tokens per second of chains kept with chance `kept` a node, and how often each size was used."""
+    chance = random.Random(seed)
+    tokens = total = 0.0
+    used: dict[int, int] = {}
+    for _ in range(steps):
+        size = pace.choose(rows)
+        used[size] = used.get(size, 0) + 1
+        gained = 0
+        for _ in range(rows):
+            gained += 1
+            for _ in range(size):
+                if chance.random() >= kept:
+                    break
+                gained += 1
+        took = seconds(size) * chance.uniform(0.97, 1.1)
+        pace.measure(rows, size, gained / rows, took)
+        tokens, total = tokens + gained / rows, total + took
+    return tokens / total, used
+
+
+def cheap(size: int) -> float:
+    """Memory-bound: a further token costs 2 % of a step."""
+    return 1 + 0.02 * size
+
+
+def dear(size: int) -> float:
+    """Compute-bound: twice the tokens, twice the time."""
+    return 1.0 + size
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.05, 0.3, 0.6])
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_what_does_not_pay_costs_next_to_nothing(kept: float, rows: int) -> None:
+    rate, used = run(Pace(SIZES), 3000, kept, dear, rows=rows)
+    plain, _ = run(Pace((0,)), 3000, kept, dear, rows=rows)
+    assert rate > 0.97 * plain
+    assert used[0] > 0.95 * 3000
+
+
+@pytest.mark.parametrize(("kept", "best"), [(0.9, 8), (0.6, 4)])
+def test_what_pays_is_used(kept: float, best: int) -> None:
+    rate, used = run(Pace(SIZES), 2000, kept, cheap)
+    fixed, _ = run(Pace((0, best), fixed=True), 2000, kept, cheap)
+    assert rate > 0.93 * fixed
+    assert used.get(0, 0) < 0.1 * 2000
+
+
+def test_it_goes_off_and_on_again() -> None:
+    pace = Pace(SIZES)
+    run(pace, 500, 0.9, cheap)
+    _, off = run(pace, 1500, 0.0, cheap)
+    assert off[0] > 1000
+    _, again = run(pace, 3000, 0.9, cheap)
+    assert again.get(0, 0) < 1500
+
+
+def test_batches_of_other_sizes_are_others() -> None:
+    pace = Pace(SIZES)
+    run(pace, 600, 0.9, cheap, rows=1)
+    _, used = run(pace, 600, 0.9, dear, rows=100)
+    assert used[0] > 500
+    _, used = run(pace, 600, 0.9, cheap, rows=1)
+    assert used.get(0, 0) < 60
+
+
+def test_a_new_request_is_looked_at_soon() -> None:
+    pace = Pace(SIZES)
+    run(pace, 4000, 0.0, cheap)
+    pace.renew(1)
+    _, used = run(pace, 40, 0.95, cheap)
+    assert used.get(0, 40) < 30
+
+
+def test_what_is_saved() -> None:
+    pace = Pace((0, 4), fixed=True)
+    assert pace.measure(2, 4, 3.0, 1.5) == 0.0, "nothing to compare with yet"
+    pace.measure(2, 0, 1.0, 1.0)
+    assert pace.measure(2, 4, 3.0, 1.5) == pytest.approx(1.5)
+
+
+def test_nodes_worth_verifying_for_one_request() -> None:
+    pace = Pace(SIZES)
+    for size in SIZES:
+        pace.measure(1, size, 1.0, 1 + 0.05 * size)
+    pace.size = 8
+    assert pace.worth(1, 0.95) == 8
+    assert 1 <= pace.worth(1, 0.3) <= 3
+    assert pace.worth(1, 0.0) == 1

@@ -1,0 +1,154 @@
+"""The row operations of the compiled library equal those in plain PyTorch, bit for bit, in what they return and in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from ridgeline.decoding.verify import verify
+from ridgeline.ops import native_cpu, rows
+from ridgeline.ops.native.binding import library_path
+from ridgeline.ops.rows import Int, RowState, Spread
+from ridgeline.ops.table import Ops
+
+ROWS, WIDTH, STOPS, VOCAB = 6, 64, 4, 3
+GROUPS, PAGE_TOKENS = 3, 4
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path) -> Ops:
+    found, what = native_cpu.load(folder)
+    assert found is not None and library_path(folder).exists(), what
+    return found
+
+
+@some.composite
+def states(draw: Callable[..., int]) -> RowState:
+    """Rows anywhere between their beginning and their end, of a vocabulary so small that drafts are often right and stops
+    come often; row 0 as scratch."""
+    number = torch.Generator().manual_seed(draw(some.integers(0, 1 << 30)))
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=number, dtype=torch.int32)
+
+    ints = numbers(-1, VOCAB, ROWS, Int.STOP + STOPS)
+    known = numbers(3, 30, ROWS)
+    ints[:, Int.KNOWN], ints[:, Int.POSITION] = known, known - 1
+    ints[:, Int.LENGTH] = known - 1 - numbers(0, 2, ROWS)
+    ints[:, Int.DONE] = numbers(0, 4, ROWS) == 0
+    ints[:, Int.LIMIT] = known + numbers(1, 12, ROWS)
+    ints[:, Int.PROMPT] = known - numbers(0, 3, ROWS)
+    ints[:, Int.MIN_TOKENS] = numbers(0, 6, ROWS)
+    if draw(some.booleans()):
+        ints[:, Int.STOP :] = -1
+    ints[0, Int.DONE] = 1
+    pages = numbers(1, 1000, GROUPS, ROWS, WIDTH // PAGE_TOKENS)
+    return RowState(numbers(0, VOCAB, ROWS, WIDTH), ints, pages, PAGE_TOKENS)
+
+
+def copy(state: RowState) -> RowState:
+    return RowState(state.tokens.clone(), state.ints.clone(), state.tables, state.page_tokens)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype is want.dtype and got.shape == want.shape
+    assert torch.equal(got, want), f"{got}\n{want}"
+
+
+def moved_alike(one: RowState, other: RowState) -> None:
+    """Row 0 may have been written more than once; which of its tokens stays is nobody's business."""
+    same(one.tokens[1:], other.tokens[1:])
+    same(one.ints, other.ints)
+
+
+# Some rows in any order, row 0 as often as it likes.
+chosen = some.permutations(range(1, ROWS)).flatmap(
+    lambda order: some.tuples(some.integers(1, ROWS - 1), some.integers(0, 3)).map(
+        lambda sizes: [*order[: sizes[0]], *[0] * sizes[1]]
+    )
+)
+often = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+
+
+@often
+@given(state=states(), own=chosen, data=some.data())
+def test_gather(native: Ops, state: RowState, own: list[int], data: some.DataObject) -> None:
+    """One token of each row, or any number with padding of the last row behind them."""
+    spread = None
+    if data.draw(some.booleans()):
+        counts = data.draw(some.lists(some.integers(0, 5), min_size=len(own), max_size=len(own)))
+        row_of = [row for row, n in enumerate(counts) for _ in range(n)] + [len(own) - 1] * data.draw(
+            some.integers(0, 2)
+        )
+        place = [at for n in counts for at in range(n)]
+        place += [0] * (len(row_of) - len(place))
+        spread = Spread(*(torch.tensor(one, dtype=torch.int32) for one in (counts, row_of, place)))
+    given_rows = torch.tensor(own, dtype=torch.int32)
+    got, want = native.gather(state, given_rows, spread), rows.gather(state, given_rows, spread)
+    for name in ("tokens", "position", "slots", "length"):
+        same(getattr(got, name), getattr(want, name))
+
+
+@often
+@given(state=states(), own=chosen, data=some.data())
+def test_advance(native: Ops, state: RowState, own: list[int], data: some.DataObject) -> None:
+    said = data.draw(some.lists(some.integers(0, VOCAB - 1), min_size=len(own), max_size=len(own)))
+    drawn, given_rows, other = torch.tensor(said, dtype=torch.int32), torch.tensor(own, dtype=torch.int32), copy(state)
+    same(native.advance(state, given_rows, drawn), rows.advance(other, given_rows, drawn))
+    moved_alike(state, other)
+
+
+@some.composite
+def trees(draw: Callable[..., int], count: int, wide: int) -> torch.Tensor:
+    """Each node hangs on one before it."""
+    parents = [[0, *(draw(some.integers(0, node)) for node in range(wide - 1))] for _ in range(count)]
+    return torch.tensor(parents, dtype=torch.int64)
+
+
+@often
+@given(state=states(), own=chosen, wide=some.integers(2, 12), data=some.data())
+def test_verify(native: Ops, state: RowState, own: list[int], wide: int, data: some.DataObject) -> None:
+    """Chains and trees, drafts that are right by chance or on purpose, rows with fewer of them than others. In trees siblings may
+    be equal here, which the rule does not ask for; even then the path is the reference's, beyond the kept nodes too."""
+    count = len(own)
+    parent = data.draw(trees(count, wide)) if data.draw(some.booleans()) else None
+    n_draft = torch.tensor(
+        data.draw(some.lists(some.integers(0, wide - 1), min_size=count, max_size=count)), dtype=torch.int32
+    )
+    numbers = torch.Generator().manual_seed(data.draw(some.integers(0, 1 << 30)))
+    drawn = torch.randint(0, VOCAB, (count, wide), generator=numbers, dtype=torch.int32)
+    if data.draw(some.booleans()):
+        drawn[:] = drawn[:, :1]
+        for row in own:
+            known = int(state.ints[row, Int.KNOWN])
+            state.tokens[row, known : known + wide] = drawn[0, 0]
+    given_rows, other = torch.tensor(own, dtype=torch.int32), copy(state)
+    assert native.verify is not None
+    got, path = native.verify(state, given_rows, drawn, n_draft, parent)
+    want, want_path = verify(other, given_rows, drawn, n_draft, parent)
+    same(got, want)
+    assert (path is None) == (want_path is None)
+    if path is not None and want_path is not None:
+        same(path, want_path)
+    moved_alike(state, other)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
+    """A case by hand: drafts 5 6 7 8 are all right, 7 is the row's stop."""
+    ints = torch.zeros(2, Int.STOP + 1, dtype=torch.int32)
+    ints[1] = torch.tensor([9, 9, 10, 0, 40, 10, 0, 0, 0, 0, 7])
+    state = RowState(torch.zeros(2, 20, dtype=torch.int32), ints, torch.zeros(1, 2, 5, dtype=torch.int32), 4)
+    state.tokens[1, 10:14] = torch.tensor([5, 6, 7, 8])
+    drawn, n_draft = torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    parent = torch.tensor([[0, 0, 1, 2, 3]]) if tree else None
+    assert native.verify is not None
+    packed, path = native.verify(state, torch.tensor([1], dtype=torch.int32), drawn, n_draft, parent)
+    assert packed[0, :5].tolist() == [3, 1, 5, 6, 7]
+    assert ints[1, :4].tolist() == [12, 12, 13, 1]
+    assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]

@@ -1,0 +1,74 @@
+"""Verification in one kernel: what counts of it is what decoding.verify says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeline.decoding.verify import verify as plainly
+from ridgeline.ops.rows import Int, RowState
+
+pytest.importorskip("triton")
+
+from ridgeline.ops.triton.verify import verify
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+VOCAB, WIDTH = 3, 64
+
+
+def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, list[torch.Tensor], torch.Tensor | None]:
+    """Rows between their beginning and their end; siblings in a tree differ, so some nodes are out of the vocabulary."""
+    chance = random.Random(seed)
+    rows = 5
+    ints = torch.zeros(rows, Int.STOP + 4, dtype=torch.int32)
+    tokens = torch.randint(0, VOCAB, (rows, WIDTH), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    parent = torch.zeros(rows, nodes + 1, dtype=torch.int64)
+    for row in range(rows):
+        known = chance.randint(3, 20)
+        ints[row, : Int.STOP] = torch.tensor([known - 1, known - 1, known, int(row == 0), 0, 0, 0, 0, 1, 2])
+        ints[row, Int.LIMIT] = known + chance.randint(1, nodes + 3)
+        ints[row, Int.PROMPT] = known - chance.randint(0, 2)
+        ints[row, Int.MIN_TOKENS] = chance.randint(0, 4)
+        ints[row, Int.STOP :] = torch.tensor([chance.choice([-1, 2]), -1, -1, -1])
+        for node in range(1, nodes + 1):
+            parent[row, node] = chance.randint(0, node - 1) if tree else node - 1
+            taken = {
+                int(tokens[row, known + one - 1]) for one in range(1, node) if parent[row, one] == parent[row, node]
+            }
+            free = [one for one in range(VOCAB) if one not in taken] or [100 + node]
+            tokens[row, known + node - 1] = chance.choice(free)
+    own = torch.tensor([3, 1, 4, 0, 0], dtype=torch.int32)
+    drawn = torch.randint(
+        0, VOCAB, (5, nodes + 1), dtype=torch.int32, generator=torch.Generator().manual_seed(seed + 1)
+    )
+    n_draft = torch.tensor([chance.randint(0, nodes) for _ in own], dtype=torch.int32)
+    state = RowState(tokens, ints, torch.zeros(1, rows, 4, dtype=torch.int32), 16)
+    return state, [own, drawn, n_draft], parent.index_select(0, own) if tree else None
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("nodes", [1, 3, 7, 12])
+@pytest.mark.parametrize("seed", range(8))
+def test_verify(seed: int, nodes: int, tree: bool) -> None:
+    state, given, parent = case(seed, nodes, tree)
+    there = replace(state, tokens=state.tokens.to(DEVICE), ints=state.ints.to(DEVICE), tables=state.tables.to(DEVICE))
+    there = replace(there, tokens=there.tokens.clone(), ints=there.ints.clone())
+    want, want_path = plainly(state, given[0], given[1], given[2], parent)
+    moved = [one.to(DEVICE) for one in given]
+    got, path = verify(there, moved[0], moved[1], moved[2], None if parent is None else parent.to(DEVICE))
+    got, wide = got.cpu(), nodes + 1
+    assert torch.equal(there.ints.cpu(), state.ints)
+    assert torch.equal(got[:, :2], want[:, :2])
+    for index, row in enumerate(given[0].tolist()):
+        count, known = int(want[index, 0]), int(state.ints[row, Int.KNOWN])
+        assert torch.equal(got[index, 2 : 2 + count], want[index, 2 : 2 + count])
+        if row:
+            assert torch.equal(there.tokens[row, :known].cpu(), state.tokens[row, :known])
+        if path is not None and want_path is not None:
+            assert torch.equal(got[index, 2 + wide : 2 + 2 * wide], given[1][index])
+            assert torch.equal(path[index, :count].cpu(), want_path[index, :count])
+            assert torch.equal(got[index, 2 + 2 * wide :][:count].long(), want_path[index, :count])

@@ -1,0 +1,255 @@
+"""How often the shipped model says what its drafters guess, by kind of held-out text.
+
+    python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --machine "..." \
+        --commit HASH --out benchmarks/results/drafters.json
+
+Three ways to come by a text: `read`, the held-out text itself (the target is made to say it, as forced continuations are);
+`sampled` and `greedy`, what the target says at temperature 0.8 and 0 after the first 64 tokens of each row. A draft is kept as
+long as its guesses are the text's tokens, and it reads the same tokens before them as the target, so one pass of both over a
+text tells what every chain would have kept. The draft draws with the noise that the target draws with (ops.noise).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from corpus import KINDS, read_split
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from ridgeline.compress.decoder import TrainableDecoder, load_decoder
+from ridgeline.compress.distill import MedusaModule
+from ridgeline.compress.write import keys_of, write
+from ridgeline.ops.sample import sample
+
+PROMPT, LENGTH = 64, 256  # tokens
+DEPTH = 5
+RANKS = 10
+HEAT = 0.8
+CUTS = (1024, 2048, 4096)
+AT_ONCE = 32  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Rows [rows, PROMPT + LENGTH] int64 of which the tokens after the prompt count. temperature: at which the target said them;
+    None: it was made to. keys: int32 [rows, 2], whose noise it drew with."""
+
+    kind: str
+    way: str
+    rows: Tensor
+    temperature: float | None
+    keys: Tensor
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.rows.split(AT_ONCE), self.keys.split(AT_ONCE), strict=True)
+
+
+class Reader:
+    """Rows of held-out text."""
+
+    def __init__(self, corpus: Path, tokenizer: Path, split: str, count: int, device: torch.device) -> None:
+        self.tokenizer, self.count, self.device = Tokenizer.from_file(str(tokenizer)), count, device
+        self.tokenizer.encode_special_tokens = True
+        self.documents = list(read_split(corpus, split))
+        Random(0).shuffle(self.documents)
+
+    def stream(self, kind: str) -> list[int]:
+        encoded = self.tokenizer.encode_batch([one.text for one in self.documents if one.kind == kind])
+        return [token for one in encoded for token in (*one.ids, 0)]
+
+    def rows(self, kind: str) -> Tensor:
+        """[count or fewer, PROMPT + LENGTH] int64: pieces at even distances of the documents in random order."""
+        ids = torch.tensor(self.stream(kind))
+        pieces = ids[: len(ids) // (PROMPT + LENGTH) * (PROMPT + LENGTH)].view(-1, PROMPT + LENGTH)
+        return pieces[:: max(1, len(pieces) // self.count)][: self.count].to(self.device)
+
+    def frequent(self) -> Tensor:
+        """All ids, those most frequent in the split first, every kind of text counting alike."""
+        total = torch.zeros(self.tokenizer.get_vocab_size(), dtype=torch.float64)
+        for kind in KINDS:
+            counts = torch.tensor(self.stream(kind)).bincount(minlength=len(total)).double()
+            total += counts / counts.sum()
+        return total.argsort(descending=True, stable=True).to(self.device)
+
+
+def texts(target: TrainableDecoder, rows: dict[str, Tensor]) -> Iterator[Text]:
+    """Of the rows of each kind: the text itself, and what the target says instead after its beginning, at HEAT and greedily."""
+    every = torch.cat(list(rows.values()))
+    keys = keys_of(7, len(every), every.device)
+    heat = torch.tensor([HEAT, 0.0], device=every.device).repeat_interleave(len(every))
+    said = write(target, every[:, :PROMPT].repeat(2, 1), LENGTH, heat, keys.repeat(2, 1))
+    sizes = [len(one) for one in rows.values()]
+    parts = zip(rows, keys.split(sizes), *(half.split(sizes) for half in (every, *said.chunk(2))), strict=True)
+    for kind, noise, read, sampled, greedy in parts:
+        yield Text(kind, "read", read, None, noise)
+        yield Text(kind, "sampled", sampled, HEAT, noise)
+        yield Text(kind, "greedy", greedy, 0.0, noise)
+
+
+def draw(logits: Tensor, heat: float, keys: Tensor) -> Tensor:
+    """Draws at the places after the prompt, int32 [rows, LENGTH], of logits float32 [rows, LENGTH, vocab]."""
+    rows = len(logits)
+    position = torch.arange(PROMPT, PROMPT + LENGTH, dtype=torch.int32, device=keys.device).repeat(rows)
+    temperature = torch.full((rows * LENGTH,), heat, device=keys.device)
+    return sample(logits.flatten(0, 1), temperature, keys.repeat_interleave(LENGTH, 0), position).view(rows, LENGTH)
+
+
+def scored(model: TrainableDecoder, rows: Tensor) -> Tensor:
+    """float32 [rows, LENGTH, vocab]: the logits for the tokens after the prompt."""
+    return model.logits(model.hidden(rows)[:, PROMPT - 1 : -1]).float()
+
+
+def chain(kept: Tensor) -> list[float]:
+    """For each of DEPTH places of a chain: how often its token is kept where all before it were. kept: bool [rows, tokens],
+    whether the guess at each token is right; chains begin everywhere."""
+    starts = kept.shape[1] - DEPTH + 1
+    alive = torch.ones_like(kept[:, :starts])
+    rates = []
+    for place in range(DEPTH):
+        reached, alive = alive, alive & kept[:, place : place + starts]
+        rates.append(float(alive.sum() / reached.sum().clamp(min=1)))
+    return rates
+
+
+@torch.no_grad()
+def draft_figures(target: TrainableDecoder, draft: TrainableDecoder, text: Text, frequent: Tensor) -> dict[str, Any]:
+    """One text's figures; see the README of the draft for their names."""
+    kept, cut, sums = [], {size: [] for size in CUTS}, torch.zeros(3, dtype=torch.float64)
+    heat = text.temperature or 0.0
+    for rows, keys in text.parts():
+        p, q, said = scored(target, rows), scored(draft, rows), rows[:, PROMPT:]
+        kept.append(draw(q, heat, keys) == said)
+        for size in CUTS:
+            rare = torch.ones(q.shape[-1], dtype=torch.bool, device=q.device)
+            rare[frequent[:size]] = False
+            cut[size].append(draw(q.masked_fill(rare, float("-inf")), heat, keys) == said)
+        pick = q.argmax(-1, keepdim=True)
+        coupled = draw(p, HEAT, keys) == draw(q, HEAT, keys)
+        p, q = (p / HEAT).softmax(-1), (q / HEAT).softmax(-1)
+        measured = (coupled.double(), torch.minimum(p, q).sum(-1), p.gather(-1, pick))
+        sums += torch.tensor([float(one.double().sum()) for one in measured], dtype=torch.float64)
+    right = torch.cat(kept)
+    rates = chain(right)
+    whole = torch.tensor(rates).cumprod(0)
+    coupled, overlap, likeliest = (sums / right.numel()).tolist()
+    figures = {
+        "kept": rates,
+        "kept_of_5": float(whole.sum()),
+        "coupled": coupled,
+        "overlap": overlap,
+        "likeliest": likeliest,
+    }
+    return figures | {f"kept_vocab_{size}": float(torch.cat(cut[size]).float().mean()) for size in CUTS}
+
+
+@torch.no_grad()
+def head_hits(target: TrainableDecoder, heads: MedusaModule, text: Text) -> Tensor:
+    """float64 [heads, RANKS]: how often the text's token is each head's candidate of each rank."""
+    hits = torch.zeros(len(heads), RANKS, dtype=torch.float64)
+    places = LENGTH - len(heads)
+    for rows, _ in text.parts():
+        hidden = target.hidden(rows)[:, PROMPT - 1 : PROMPT - 1 + places]
+        for index, head in enumerate(heads):
+            guesses = target.logits(head(hidden)).topk(RANKS, -1).indices
+            said = rows[:, PROMPT + index + 1 : PROMPT + index + 1 + places]
+            hits[index] += (guesses == said.unsqueeze(-1)).double().sum((0, 1)).cpu()
+    return hits / (len(text.rows) * places)
+
+
+def load_heads(folder: Path) -> MedusaModule:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = MedusaModule(config["hidden_size"], config["medusa_num_heads"], config["medusa_num_layers"])
+    heads.load_state_dict(load_file(folder / "model.safetensors"))
+    return heads
+
+
+def rounded(value: Any) -> Any:
+    return [round(one, 4) for one in value] if isinstance(value, list) else round(value, 4)
+
+
+def mean_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over kinds of every figure."""
+    found: dict[str, Any] = {}
+    for name, value in rows[0].items():
+        every = torch.tensor([row[name] for row in rows], dtype=torch.float64).mean(0)
+        found[name] = every.tolist() if isinstance(value, list) else float(every)
+    return found
+
+
+def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Figures by "<drafter>-<way>-<kind>", kind "all" being the mean over kinds."""
+    target = load_decoder(given.model).to(device).rounded(torch.bfloat16)
+    draft = load_decoder(given.draft).to(device).rounded(torch.bfloat16) if given.draft else None
+    heads = load_heads(given.medusa).to(device, torch.bfloat16) if given.medusa else None
+    reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)
+    frequent = Reader(given.corpus, given.model / "tokenizer.json", "valid", 1, device).frequent()
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts(target, {kind: reader.rows(kind) for kind in KINDS}):
+        if draft is not None:
+            found[f"draft-{text.way}-{text.kind}"] = draft_figures(target, draft, text, frequent)
+        if heads is not None:
+            hits = head_hits(target, heads, text).cumsum(1)
+            top = {f"head_{index + 1}_top": row[:3].tolist() for index, row in enumerate(hits)}
+            found[f"medusa-{text.way}-{text.kind}"] = top
+    for name in list(found):
+        group = name.rsplit("-", 1)[0]
+        found[f"{group}-all"] = mean_of([found[f"{group}-{kind}"] for kind in KINDS])
+    return {name: {key: rounded(value) for key, value in row.items()} for name, row in found.items()}
+
+
+def write_rows(path: Path, figures: dict[str, dict[str, Any]], origin: dict[str, str]) -> None:
+    """Merge rows into a result file, replacing those of the same name."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    rows = [row for row in old if row["row"] not in figures]
+    rows += [{"row": name, **figures[name], **origin} for name in sorted(figures)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+
+
+def head_of_tree() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--medusa", type=Path)
+    parser.add_argument("--rows", type=int, default=192, help="rows of text of each kind")
+    parser.add_argument("--machine", default="unnamed")
+    parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    figures = measure(given, device)
+    for name, row in sorted(figures.items()):
+        if given.out is None or name.endswith("-all"):
+            print(name, json.dumps(row), flush=True)
+    if given.out:
+        command = (
+            "python training/acceptance.py --model {0.model} --corpus CORPUS --draft {0.draft} --medusa {0.medusa}"
+        )
+        origin = {
+            "machine": given.machine,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "commit": given.commit or head_of_tree(),
+            "command": f"{command.format(given)} --rows {given.rows}",
+        }
+        write_rows(given.out, figures, origin)
+
+
+if __name__ == "__main__":
+    main()

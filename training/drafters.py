@@ -1,0 +1,211 @@
+"""Train what drafts for the shipped model: draft models of one layer and Medusa heads, all from one reading of the teacher.
+
+    python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --drafts overlap --seconds 150
+
+The teacher writes first: continuations of pieces of the pools, greedy and at temperatures up to 1. Half of every batch is such
+text, half is text of the pools. Writes OUT/<name>/ for every draft, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
+stopped goes on. `--tiny` with `data.py --limit 300` runs on a CPU in a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from acceptance import RANKS, Reader, head_hits, texts
+from corpus import KINDS
+from pools import CHAT, TEXT, Blend, load
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ridgeline.compress.decoder import TrainableDecoder, load_decoder, save_decoder
+from ridgeline.compress.distill import Distillation, MedusaModule, Recipe, medusa_loss
+from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
+from ridgeline.compress.write import keys_of, write
+from ridgeline.core.spec import ModelSpec
+
+HEADS = 4
+STRIDE = 2  # every second place trains the heads
+PIECE = 512  # tokens of a prompt and what the teacher wrote after it
+PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
+# name -> whether the embedding, which is the head too, is trained, and what the draft is asked for
+DRAFTS = {
+    "frozen": (False, Recipe()),
+    "trained": (True, Recipe()),
+    "overlap": (True, Recipe(logits=0.3, overlap=1.0, temperature=0.8)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A source of batches [rows, tokens]: half of the rows from the corpus, half of pieces [n, PIECE] the teacher wrote."""
+
+    corpus: TokenRows
+    written: Tensor
+
+    def __call__(self, number: int) -> Tensor:
+        read = self.corpus(number)
+        generator = torch.Generator().manual_seed(number)
+        some = torch.randint(len(self.written), (read.numel() // self.written.shape[1],), generator=generator)
+        return torch.cat((read, self.written[some.to(read.device)].view_as(read).long()))
+
+
+def corpus_stream(pools: Path, tokens: int, device: torch.device) -> Tensor:
+    """int16 [about `tokens`]: documents and conversations of all kinds in random order."""
+    shares = {name: (TEXT.get(name, 0) + CHAT.get(name, 0)) / 2 for name in TEXT}
+    stream, _ = Blend(load(pools, device), shares, 1024, seed=5, whole=0).stream(tokens)
+    return torch.where(stream < 0, ~stream, stream)
+
+
+def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int) -> Tensor:
+    """int16 [batches * rows, PIECE]: prompts from the stream, every other one at the start of a document, and what the teacher says
+    after them; an eighth greedy, the others at temperatures from 0.7 to 1."""
+    device = stream.device
+    temperature = torch.linspace(0.7, 1.0, rows, device=device)
+    temperature[::8] = 0
+    starts = (stream == 0).nonzero().flatten() + 1
+    found = []
+    for index in range(batches):
+        length = PROMPTS[index % len(PROMPTS)]
+        generator = torch.Generator().manual_seed(index)
+        at = torch.randint(len(stream) - length, (rows,), generator=generator).to(device)
+        begins = starts[torch.randint(len(starts), (rows,), generator=generator).to(device)]
+        at = torch.where(torch.arange(rows, device=device) % 2 == 0, begins.clamp(max=len(stream) - length), at)
+        prompts = stream[at[:, None] + torch.arange(length, device=device)].long()
+        shuffled = temperature[torch.randperm(rows, generator=generator).to(device)]
+        found.append(write(teacher, prompts, PIECE - length, shuffled, keys_of(1000 + index, rows, device)).short())
+    return torch.cat(found)
+
+
+def draft_of(teacher: TrainableDecoder, spec: ModelSpec, train_embedding: bool) -> TrainableDecoder:
+    """A draft with the teacher's embedding and final norm; its layer begins as the identity."""
+    draft = TrainableDecoder(spec)
+    with torch.no_grad():
+        draft.embed_tokens.weight.copy_(teacher.embed_tokens.weight)
+        draft.norm.weight.copy_(teacher.norm.weight)
+    draft.embed_tokens.weight.requires_grad_(train_embedding)
+    return draft
+
+
+class Students(nn.Module):
+    """The drafts by name and the heads."""
+
+    def __init__(self, teacher: TrainableDecoder, names: list[str]) -> None:
+        super().__init__()
+        spec = one_layer(teacher.spec)
+        self.drafts = nn.ModuleDict({name: draft_of(teacher, spec, DRAFTS[name][0]) for name in names})
+        self.heads = MedusaModule(spec.d_model, HEADS)
+
+    def loss(self, teacher: TrainableDecoder) -> Loss:
+        """The sum of all students' losses; they share no parameter."""
+        compared = [Distillation(draft, teacher, DRAFTS[name][1]) for name, draft in self.drafts.items()]
+
+        def total(rows: Tensor) -> Tensor:
+            with torch.no_grad():
+                hidden = teacher.hidden(rows)
+                wanted = teacher.logits(hidden)
+            loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+            for one in compared:
+                loss = loss + one.compare(rows, wanted)
+            return loss
+
+        return total
+
+
+def one_layer(spec: ModelSpec) -> ModelSpec:
+    return ModelSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"layers": spec.layers[:1]})
+
+
+def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: list[list[float]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: one.detach().to("cpu", torch.bfloat16).contiguous() for name, one in heads.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": len(heads[0]),
+        "hidden_size": spec.d_model,
+        "vocab_size": spec.vocab_size,
+        "shares_unembedding": True,
+        "torch_dtype": "bfloat16",
+        "accuracies": accuracies,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def calibrate(teacher: TrainableDecoder, heads: MedusaModule, reader: Reader) -> list[list[float]]:
+    """accuracies[head][rank]: the chance that the target says the head's candidate of that rank, the mean over kinds of text of
+    the valid split: read as it is, continued greedily and at temperature 0.8."""
+    hits = [head_hits(teacher, heads, one) for one in texts(teacher, {kind: reader.rows(kind) for kind in KINDS})]
+    return [[round(float(value), 5) for value in row[:RANKS]] for row in torch.stack(hits).mean(0)]
+
+
+def save(students: Students, teacher: TrainableDecoder, given: argparse.Namespace) -> None:
+    config = json.loads((given.model / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 1}
+    for name, draft in students.drafts.items():
+        save_decoder(draft, given.out / name, config)
+    heads = students.heads.to(teacher.norm.weight.dtype)
+    reader = Reader(given.corpus, given.model / "tokenizer.json", "valid", given.held_out, teacher.norm.weight.device)
+    save_heads(heads, given.out / "medusa", teacher.spec, calibrate(teacher, heads, reader))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the teacher, a Hugging Face folder")
+    parser.add_argument("--pools", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--drafts", nargs="*", choices=DRAFTS, default=["overlap"])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--corpus-tokens", type=int, default=24_000_000)
+    parser.add_argument("--written-batches", type=int, default=3, help="batches of pieces that the teacher writes")
+    parser.add_argument("--written-rows", type=int, default=8192, help="pieces in such a batch")
+    parser.add_argument("--held-out", type=int, default=64, help="rows of each kind that calibrate the heads' tree")
+    parser.add_argument("--matrix-lr", type=float, default=5e-3)
+    parser.add_argument("--vector-lr", type=float, default=1e-3)
+    parser.add_argument("--tiny", action="store_true", help="small batches (dry runs)")
+    given = parser.parse_args()
+    if given.tiny:
+        given.rows, given.tokens, given.corpus_tokens, given.written_batches, given.written_rows = 2, 512, 20_000, 1, 8
+        given.held_out = 2
+    return given
+
+
+def main() -> None:
+    given = options()
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    begin = time.monotonic()
+    teacher = load_decoder(given.model).to(device).requires_grad_(False)
+    if device.type == "cuda":
+        teacher.rounded(torch.bfloat16)
+    stream = corpus_stream(given.pools, given.corpus_tokens, device)
+    print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
+    written = teacher_writes(teacher, stream, given.written_batches, given.written_rows)
+    print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
+    students = Students(teacher, given.drafts).to(device)
+    loss, source = students.loss(teacher), Rows(TokenRows(stream, given.rows // 2, given.tokens), written)
+    if device.type == "cuda":
+        loss = torch.compile(loss, dynamic=False)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss(source(0)).backward()  # compiles before the clock of the schedule starts
+        students.zero_grad()
+        torch.cuda.synchronize()
+        print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
+    schedule = Schedule(given.steps, seconds=given.seconds)
+    training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50)
+    last = Trainer(students, loss, source, training, given.out).run()
+    print(f"{json.dumps(last)} after {time.monotonic() - begin:.1f} s", flush=True)
+    save(students, teacher, given)
+    print(f"saved after {time.monotonic() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
