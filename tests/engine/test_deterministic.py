@@ -48,7 +48,8 @@ DEVICES = [
         ],
     ),
 ]
-BUILT = ["bfloat16", "float32", "fp8"]
+QUANTIZED = ["fp8", "int4", "llm-int8"]
+BUILT = ["bfloat16", "float32", *QUANTIZED]
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +82,9 @@ class Session:
     def __init__(self, device: str, dtype: str, config: EngineConfig) -> None:
         if device == "cpu" and dtype in BUILT and native_cpu.load(fixed=True)[0] is None:
             pytest.skip("the native operations are not built")
-        model = ModelConfig(max_model_len=288, dtype="bfloat16" if dtype == "fp8" else dtype)
-        if dtype == "fp8":
-            model = replace(model, quantization="fp8")
+        model = ModelConfig(max_model_len=288, dtype="bfloat16" if dtype in QUANTIZED else dtype)
+        if dtype in QUANTIZED:
+            model = replace(model, quantization=dtype)
         self.engine = LocalEngine.start(model, replace(config, device=device))
         self.cached: dict[str, int] = {}
         self.preempted = 0
@@ -155,7 +156,7 @@ def test_behind_a_prefix_hit(device: str, dtype: str) -> None:
 
 
 def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token alone: slow, and as invariant. In 8 bits there is no such thing."""
+    """Each token alone: slow, and as invariant. For quantized products there is no such thing."""
     monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (None, "not built"))
     few = [replace_prompt(one, size) for one, size in zip(requests(answer=4)[:3], (3, 24, 11), strict=True)]
     session = Session("cpu", "auto", ROOM)
@@ -165,5 +166,16 @@ def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> N
         want |= session.ask([one])
     assert session.ask(few) == want
     assert Session("cpu", "auto", replace(ROOM, max_num_batched_tokens=16)).ask(few) == want
-    with pytest.raises(ConfigError, match="without quantization"):
-        LocalEngine.start(ModelConfig(quantization="fp8"), replace(ROOM, device="cpu"))
+    for name in ("fp8", "int4", "llm-int8"):
+        with pytest.raises(ConfigError, match=f"no {name} products on cpu: serve without quantization"):
+            LocalEngine.start(ModelConfig(quantization=name), replace(ROOM, device="cpu"))
+
+
+def test_a_format_without_invariant_products_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fp8-weight on a GPU is; what there is instead is named."""
+    found = native_cpu.load(fixed=True)[0]
+    if found is None:
+        pytest.skip("the native operations are not built")
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (replace(found, fp8_weight=None), "built"))
+    with pytest.raises(ConfigError, match="no fp8-weight products on cpu: --quantization fp8, --quantization int8, or"):
+        LocalEngine.start(ModelConfig(quantization="fp8-weight"), replace(ROOM, device="cpu"))

@@ -22,13 +22,11 @@ def run(
     for _ in range(steps):
         size = pace.choose(rows)
         used[size] = used.get(size, 0) + 1
-        gained = 0
-        for _ in range(rows):
-            gained += 1
-            for _ in range(size):
-                if chance.random() >= kept:
-                    break
-                gained += 1
+        gained = rows
+        for _ in range(rows if size else 0):
+            right = next((node for node in range(size) if chance.random() >= kept), size)
+            pace.learn(size, list(range(right)))
+            gained += right
         took = seconds(size) * chance.uniform(0.97, 1.1)
         pace.measure(rows, size, gained / rows, took)
         tokens, total = tokens + gained / rows, total + took
@@ -85,7 +83,7 @@ def test_a_new_request_is_looked_at_soon() -> None:
     run(pace, 4000, 0.0, cheap)
     pace.renew(1)
     _, used = run(pace, 40, 0.95, cheap)
-    assert used.get(0, 40) < 30
+    assert used.get(0, 0) < 30
 
 
 def test_what_is_saved() -> None:
@@ -97,9 +95,13 @@ def test_what_is_saved() -> None:
 
 def test_nodes_worth_verifying_for_one_request() -> None:
     pace = Pace(SIZES)
-    for size in SIZES:
-        pace.measure(1, size, 1.0, 1 + 0.05 * size)
-    pace.size = 8
+    assert pace.worth(1, 0.95) == 8
+    pace.measure(1, 0, 1.0, 1.0)
+    for _ in range(50):
+        pace.measure_host(1, 4, 2.0, 1.2)
     assert pace.worth(1, 0.95) == 8
     assert 1 <= pace.worth(1, 0.3) <= 3
     assert pace.worth(1, 0.0) == 1
+    for _ in range(50):
+        pace.measure_host(1, 4, 2.0, 9.0)
+    assert pace.worth(1, 0.5) == 3

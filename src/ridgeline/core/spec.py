@@ -16,7 +16,8 @@ class NumberFormat:
 
     A scale of `scale_bytes` covers a group of `group` inputs of one output channel, or with group 0 all of them; the last
     group may be shorter. zeros: each group has a zero point too, of one byte. ordered: the matrix holds an int32 for each
-    input, in which order it takes them. inputs_8bit: products quantize what they read as well.
+    input, in which order it takes them. inputs_8bit: products quantize what they read as well. kept: one input in so many,
+    and a multiple of `row` of them, has its weights in the model's dtype beside an int64 that names it; 0: none.
     """
 
     bits: int
@@ -24,14 +25,21 @@ class NumberFormat:
     zeros: bool = False
     ordered: bool = False
     inputs_8bit: bool = False
+    kept: int = 0
     scale_bytes: int = 2
     row: int = 32
 
-    def matrix_bytes(self, outputs: int, inputs: int) -> int:
+    def kept_inputs(self, inputs: int) -> int:
+        """Of so many inputs, those whose weights stay in the model's dtype."""
+        return min(inputs, -(-inputs // (self.kept * self.row)) * self.row) if self.kept else 0
+
+    def matrix_bytes(self, outputs: int, inputs: int, width: int = 2) -> int:
+        """Bytes of a matrix of a model whose dtype takes `width` bytes, its bias left out."""
         elements = -(-inputs // self.row) * self.row * self.bits // 8
         groups = -(-inputs // self.group) if self.group else 1
         scales = groups * (self.scale_bytes + (1 if self.zeros else 0))
-        return outputs * (elements + scales) + (4 * inputs if self.ordered else 0)
+        kept = self.kept_inputs(inputs) * (outputs * width + 8)
+        return outputs * (elements + scales) + (4 * inputs if self.ordered else 0) + kept
 
 
 GROUPS = (32, 64, 128, 256)
@@ -56,7 +64,7 @@ NUMBER_FORMATS = {
     "fp8": NumberFormat(8, inputs_8bit=True, scale_bytes=4, row=1),
     "fp8-weight": NumberFormat(8, scale_bytes=4, row=1),
     "w8a8": NumberFormat(8, inputs_8bit=True),
-    "llm-int8": NumberFormat(8, inputs_8bit=True),
+    "llm-int8": NumberFormat(8, inputs_8bit=True, kept=64),
     **_integers(),
 }
 """By the name that the option `quantization` gives them; embedding, head, norms and biases stay in the model's dtype."""
@@ -183,7 +191,7 @@ class ModelSpec:
         width = DTYPE_BYTES[self.dtype]
         form = NUMBER_FORMATS.get(self.quantization)
         bias = matrix.outputs * width if matrix.bias else 0
-        return bias + (form.matrix_bytes(matrix.outputs, matrix.inputs) if form else matrix.elements * width)
+        return bias + (form.matrix_bytes(matrix.outputs, matrix.inputs, width) if form else matrix.elements * width)
 
     def layer_linear_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer (no biases, no norms)."""

@@ -26,7 +26,7 @@ from ridgeline.engine.policy import admission
 from ridgeline.engine.runner import Sizes, build_runner
 from ridgeline.engine.scheduler import Limits, Scheduler
 from ridgeline.hardware.probe import host_memory
-from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
+from ridgeline.models.build import DTYPES, LoadedModel, build, quantized_ops, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.ops.choose import choose, choose_invariant
@@ -132,9 +132,11 @@ def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
     if not config.deterministic:
         return choose(device, dtype)
     ops = choose_invariant(device, dtype)
-    if spec.quantization and ops.fp8 is None:
+    if spec.quantization and quantized_ops(spec.quantization, ops) is None:
+        others = [f"--quantization {name}" for name in ("fp8", "int8") if quantized_ops(name, ops) is not None]
         raise ConfigError(
-            f"deterministic has no {spec.quantization} products on {device.type}: serve without quantization.",
+            f"deterministic has no {spec.quantization} products on {device.type}: "
+            f"{', '.join([*others, 'or serve without quantization'] if others else ['serve without quantization'])}.",
             param="deterministic",
         )
     return ops

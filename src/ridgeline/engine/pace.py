@@ -1,7 +1,8 @@
-"""How many nodes to draft: what steps with so many rows gained and took, by the number of nodes.
+"""How many nodes to draft: how often nodes were kept, against the time that steps took by how many they had.
 
-Nothing is assumed of the hardware: the tokens per second of drafting nothing are measured like those of every other size, so
-speculation is off where it does not pay, and tried again from time to time.
+Nothing is assumed of the hardware: the time of steps without drafts is measured like that of every other size, so
+speculation is off where it does not pay, and tried again from time to time. The sums are those of Leviathan et al. (2023,
+section 3.3), with measured rates in place of given ones.
 """
 
 from __future__ import annotations
@@ -13,47 +14,48 @@ _SHORTER, _LONGER = 0.3, 0.05
 """Weights of a time below and above the mean so far: whatever disturbs a step makes it longer."""
 _SURPRISE = 1.5
 """A time counts as at most so many times the mean."""
-_GAIN = 0.1
-"""Weight of a new reading of the tokens gained."""
 _KNOWN = 3
-"""Readings after which a size is known."""
+"""Readings after which the time of a size is known."""
+_PRIOR = 0.65
+"""Chance that a node is kept if the one above it was, before anything was measured."""
+_MEMORY = 0.03
+"""Least weight of a new draft in the chances that its nodes are kept."""
+_HOPE = 0.3
+"""How far the chances go back to the prior when a request begins that is alone."""
+_NODE = 0.05
+"""Of a step's time, what a further node takes, before anything was measured."""
 _LOOK = 3
-"""Steps of a look at a size that is not the best: the first still verifies what was drafted before."""
+"""Steps of a look at what is not in use: the first still verifies what was drafted before."""
 _FIRST_WAIT, _LAST_WAIT = 32, 1024
 """Steps between looks, at first and at most; each look that changes nothing doubles them."""
 _WORTH = 1.02
-"""A size must gain so many times what drafting nothing gains."""
+"""A size must promise so many times the tokens per second of drafting nothing."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Steps with one number of nodes: mean seconds, mean tokens per row, readings."""
+class _Mean:
+    """Mean seconds and readings."""
 
     seconds: float = 0.0
-    gained: float = 0.0
     count: int = 0
 
-    def add(self, seconds: float, gained: float) -> None:
+    def add(self, seconds: float) -> None:
         self.count += 1
         if self.count == 1:
-            self.seconds, self.gained = seconds, gained
+            self.seconds = seconds
             return
         weight = _SHORTER if seconds < self.seconds else _LONGER
         self.seconds += weight * (min(seconds, _SURPRISE * self.seconds) - self.seconds)
-        self.gained += max(_GAIN, 1 / self.count) * (gained - self.gained)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second and row."""
-        return self.gained / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What is known of steps with about so many rows. best: the size in use. wait: steps until the next look, of those in
-    `patience`; look: steps left of one at `tried`."""
+    """What is known of steps with about so many rows. took: by the number of nodes. node_s: seconds of one more node that the
+    host drafted, None before any. best: the size in use. wait: steps until the next look, of those in `patience`; look:
+    steps left of one at `tried`."""
 
-    seen: dict[int, _Seen]
+    took: dict[int, _Mean]
+    node_s: float | None = None
     best: int = 0
     wait: int = _FIRST_WAIT
     patience: int = _FIRST_WAIT
@@ -67,79 +69,113 @@ class Pace:
 
     sizes: tuple[int, ...]
     fixed: bool = False
-    size: int = 0
-    """The number chosen last."""
     _batches: dict[int, _Batch] = field(default_factory=dict)
+    _kept: list[float] = field(default_factory=list)
+    _drafts: int = 0
+
+    def __post_init__(self) -> None:
+        self._kept = [_PRIOR ** (node + 1) for node in range(self.sizes[-1])]
 
     def _of(self, rows: int) -> _Batch:
         """Batches within a quarter are alike."""
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
         if key not in self._batches:
-            self._batches[key] = _Batch({size: _Seen() for size in self.sizes})
+            self._batches[key] = _Batch({size: _Mean() for size in self.sizes})
         return self._batches[key]
+
+    # --- what the device drafts --------------------------------------------------------------------------------------
 
     def choose(self, rows: int) -> int:
         """The number of nodes for the next step with `rows` rows."""
-        self.size = self.sizes[-1] if self.fixed else self._choose(self._of(rows))
-        return self.size
+        return self.sizes[-1] if self.fixed else self._choose(self._of(rows))
 
     def _choose(self, batch: _Batch) -> int:
-        known = [size for size in self.sizes if batch.seen[size].count >= _KNOWN]
+        known = [size for size in self.sizes if batch.took[size].count >= _KNOWN]
         new = next((size for size in self.sizes if size not in known), None)
         if new is not None and (not known or self._may_pay(batch, known[-1], new)):
             return new
         if batch.look:
             batch.look -= 1
             return batch.tried
-        best = max(known, key=lambda size: batch.seen[size].rate)
-        if batch.seen[best].rate < _WORTH * batch.seen[0].rate:
+        best = max(known, key=lambda size: self._rate(batch, size))
+        if self._rate(batch, best) < _WORTH * self._rate(batch, 0):
             best = 0
         if best != batch.best:
             batch.best, batch.patience = best, _FIRST_WAIT
         batch.wait -= 1
-        if batch.wait <= 0 and len(self.sizes) > 1:
+        if batch.wait <= 0 and len(known) > 1:
             batch.patience = min(_LAST_WAIT, 2 * batch.patience)
             batch.wait, batch.look = batch.patience, _LOOK
-            batch.tried = self._neighbour(best, batch.tried)
+            batch.tried = self._other(batch, known, best)
         return best
 
-    def _may_pay(self, batch: _Batch, known: int, new: int) -> bool:
-        """Whether a larger size could gain more than drafting nothing, if it took no longer than the largest known one and its
-        further nodes were kept as often."""
-        if not known:
-            return True
-        seen = batch.seen[known]
-        gained = 1 + (seen.gained - 1) * new / known
-        return gained / seen.seconds > _WORTH * batch.seen[0].rate
+    def gained(self, nodes: int) -> float:
+        """Tokens that a row is expected to gain by a step with so many nodes."""
+        return 1 + sum(self._kept[:nodes])
 
-    def _neighbour(self, best: int, tried: int) -> int:
-        """The size above `best` or the one below, in turns; of drafting nothing, the smallest."""
-        place = self.sizes.index(best)
-        near = self.sizes[max(0, place - 1) : place + 2]
-        others = [size for size in near if size != best]
-        return next((size for size in others if size > tried), others[0])
+    def _rate(self, batch: _Batch, size: int) -> float:
+        """Tokens per second and row that steps of a known size promise."""
+        return self.gained(size) / max(batch.took[size].seconds, 1e-9)
+
+    def _may_pay(self, batch: _Batch, known: int, new: int) -> bool:
+        """Whether a larger size could beat the best one, if it took no longer than the largest known one."""
+        if not known:
+            return self.gained(new) > _WORTH
+        best = max(self._rate(batch, size) for size in self.sizes if size <= known)
+        return self.gained(new) / max(batch.took[known].seconds, 1e-9) > _WORTH * best
+
+    def _other(self, batch: _Batch, known: list[int], best: int) -> int:
+        """What to look at: beside a size in use its neighbours in turns, beside none the one that promises most."""
+        if not best:
+            return max(known[1:], key=lambda size: self._rate(batch, size))
+        place = known.index(best)
+        others = [size for size in known[max(0, place - 1) : place + 2] if size != best]
+        return next((size for size in others if size > batch.tried), others[0])
+
+    # --- what is learned ---------------------------------------------------------------------------------------------
 
     def renew(self, rows: int) -> None:
-        """A request has begun: what it says may be easier to draft than what was said so far."""
+        """A request has begun among `rows`: its text may be easier to draft than what was said so far."""
         batch = self._of(rows)
         batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
+        for node, kept in enumerate(self._kept):
+            self._kept[node] += max(0.0, _PRIOR ** (node + 1) - kept) * _HOPE / rows
+
+    def learn(self, offered: int, kept: list[int]) -> None:
+        """Of a draft's first `offered` nodes those in `kept` were kept."""
+        self._drafts += 1
+        weight = max(_MEMORY, 1 / (self._drafts + 4))
+        hits = set(kept)
+        for node in range(offered):
+            self._kept[node] += weight * ((node in hits) - self._kept[node])
 
     def measure(self, rows: int, size: int, gained: float, seconds: float) -> float:
-        """A step for which `size` nodes were chosen gave `rows` rows `gained` tokens each. Returns the seconds saved."""
-        seen = self._of(rows).seen
-        if size in seen:
-            seen[size].add(seconds, gained)
-        return seen[0].seconds * gained - seconds if seen[0].count and size else 0.0
+        """A step for which `size` nodes were drafted gave `rows` rows `gained` tokens each. Returns the seconds saved."""
+        took = self._of(rows).took
+        if size in took:
+            took[size].add(seconds)
+        return took[0].seconds * gained - seconds if took[0].count and size else 0.0
+
+    # --- what the host drafts ----------------------------------------------------------------------------------------
+
+    def measure_host(self, rows: int, nodes: float, gained: float, seconds: float) -> float:
+        """A step verified `nodes` nodes per row that the host drafted. Returns the seconds saved."""
+        batch = self._of(rows)
+        plain = batch.took[0]
+        if not plain.count:
+            return 0.0
+        added = max(0.0, min(seconds, _SURPRISE * plain.seconds) - plain.seconds) / max(nodes, 0.1)
+        batch.node_s = added if batch.node_s is None else batch.node_s + 0.1 * (added - batch.node_s)
+        return plain.seconds * gained - seconds
 
     def worth(self, rows: int, kept: float) -> int:
         """Nodes of a chain that pay for one request, a share `kept` of whose nodes is kept where those before them were: the
         chance of the last one is worth the time that it adds to the step."""
-        if self.fixed or kept >= 1 or not self.size:
-            return self.size
-        seen = self._of(rows).seen
-        plain, longest = seen[0], seen[self.sizes[-1]]
-        if not (plain.count and longest.count):
-            return self.size
-        added = (longest.seconds / plain.seconds - 1) / self.sizes[-1] if plain.seconds else 0.0
-        return min(self.size, max(1, int(math.log(max(added, 0.01)) / math.log(max(kept, 0.01)))))
+        most = self.sizes[-1]
+        if self.fixed or kept >= 1:
+            return most
+        batch = self._of(rows)
+        plain = batch.took[0]
+        share = batch.node_s / plain.seconds if batch.node_s is not None and plain.seconds else _NODE
+        return min(most, max(1, int(math.log(min(0.5, max(share, 0.01))) / math.log(max(kept, 0.01)))))

@@ -102,6 +102,10 @@ class Request:
     """Tokens that a draft model has not read (an upper bound)."""
     kept: float = 0.7
     """The share of a host drafter's nodes that are kept if those before them are, lately."""
+    quoted: float = 0.0
+    """Tokens per step that a host drafter gained it, lately."""
+    heard: int = 0
+    """Steps that its guess has heard of."""
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

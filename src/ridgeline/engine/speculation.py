@@ -65,7 +65,11 @@ class NoDrafts:
 NO_DRAFTS = NoDrafts()
 
 _MEMORY = 0.2
-"""Weight of a new draft in the share of a request's nodes that are kept."""
+"""Weight of a new draft in what is remembered of a request's drafts."""
+_QUOTED = 0.1
+"""Tokens per step that quoting must gain, lately, for a request to wait for it: about what overlap is worth."""
+_ROUND, _ASKED = 64, 12
+"""Of so many steps of a request, in the first so many it waits in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,11 @@ class Drafts:
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
 
     def waits(self, request: Request) -> bool:
-        """While nothing that the host drafts would pay, it need not be asked."""
-        return self._host is not None and self._size > 0
+        """A request whose text nobody could quote lately is asked again from time to time; in between, steps overlap."""
+        return self._host is not None and (request.quoted > _QUOTED or request.heard % _ROUND < _ASKED)
 
     def propose(self, request: Request, most: int) -> Draft:
-        if self._host is not None and self._size:
+        if self._host is not None and not request.in_flight:
             found = self._guess(self._host, request, most)
             if found.tokens:
                 return found
@@ -116,26 +120,25 @@ class Drafts:
     def _guess(self, host: HostDrafter, request: Request, most: int) -> Draft:
         if request.guess is None:
             request.guess = host.start(request.tokens)
-        nodes = min(most, self._pace.worth(self._rows, request.kept), self._logit_rows // max(1, self._rows) - 1)
-        depth = min(nodes, request.limit - request.expected - 1)
-        if depth <= 0:
+        room = min(most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
+        nodes = min(room, self._pace.worth(max(1, self._rows), request.kept))
+        if nodes <= 0:
             return NOTHING
-        found = request.guess.propose(nodes, depth)
+        found = request.guess.propose(nodes, nodes)
         # Penalties count what a row's tokens say from its start on, which only a chain does.
         return found.chain() if request.sampling.penalized else found
 
     def ahead(self, step: FlyingStep) -> None:
         device, plan = self._device, step.plan
         rows = self._rows = sum(plan.samples)
-        if any(request.first_token < 0 for request in step.requests):
-            self._pace.renew(max(1, rows))
-        step.size = self._size
-        size = self._pace.choose(rows) if rows else 0
-        size = min(size, max(0, self._logit_rows // max(1, rows) - 1))
-        self._size = size
+        step.size, self._size = self._size, 0
         if device is None:
             return
-        plan.ahead = min(size, device.most)
+        if rows:
+            if any(request.first_token < 0 for request in step.requests):
+                self._pace.renew(rows)
+            self._size = min(self._pace.choose(rows), device.most, max(0, self._logit_rows // rows - 1))
+        plan.ahead = self._size
         unread = array("i")
         for place, request in enumerate(step.requests):
             request.offered = plan.ahead if plan.samples[place] else 0
@@ -147,11 +150,15 @@ class Drafts:
         plan.unread = unread
 
     def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
-        if draft.tokens and draft.tokens[0] != DEVICE:
-            kept = len(result.kept.get(place, ()))
-            tried = min(len(draft.tokens), kept + 1)
-            request.kept += _MEMORY * (kept / tried - request.kept)
+        kept = result.kept.get(place, [])
+        if draft.tokens and draft.tokens[0] == DEVICE:
+            self._pace.learn(len(draft.tokens), kept)
+        elif draft.tokens:
+            tried = min(len(draft.tokens), len(kept) + 1)
+            request.kept += _MEMORY * (len(kept) / tried - request.kept)
         if request.guess is not None:
+            request.heard += 1
+            request.quoted += _MEMORY * (len(kept) - request.quoted)
             request.guess.hear(tokens, draft, result.drawn.get(place) or tokens[:1])
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
@@ -160,10 +167,11 @@ class Drafts:
             not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
         ):
             return 0.0
+        nodes, gained, seconds = len(plan.drafts) / rows, len(result.tokens) / rows, result.device_s + result.gap_s
+        if nodes and max(plan.drafts) >= 0:
+            return 0.0 if plan.ahead else self._pace.measure_host(rows, nodes, gained, seconds)
         # A step that drafts otherwise than it verifies tells nothing of either size.
-        if self._device is not None and plan.ahead != min(step.size, self._device.most):
-            return 0.0
-        return self._pace.measure(rows, step.size, len(result.tokens) / rows, result.device_s + result.gap_s)
+        return self._pace.measure(rows, step.size, gained, seconds) if plan.ahead == step.size else 0.0
 
 
 def _unread(request: Request, share: Share | None) -> int:

@@ -16,15 +16,15 @@ from ridgeline.models.layers import Build
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
 from ridgeline.ops.reference import FP8_REFERENCE, FP8_WEIGHT_REFERENCE, INT_REFERENCE
-from ridgeline.ops.table import Ops
+from ridgeline.ops.table import Fp8Ops, IntOps, Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
-from ridgeline.quant.integer import IntFormat, in_8_bits, outliers_apart
+from ridgeline.quant.integer import IntFormat, in_8_bits
+from ridgeline.quant.mixed import MixedFormat
 from ridgeline.quant.plain import PlainFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-INPUTS = {"w8a8": in_8_bits, "llm-int8": outliers_apart}
 OLDEST_FP8 = (8, 9)
 """Compute capability from which tensor cores multiply e4m3 (Ada)."""
 
@@ -61,6 +61,11 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     return replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
 
 
+def quantized_ops(quantization: str, ops: Ops) -> Fp8Ops | IntOps | None:
+    """What of a device's operations multiplies linears of a number format; None: the reference does it."""
+    return {"fp8": ops.fp8, "fp8-weight": ops.fp8_weight}.get(quantization, ops.integer)
+
+
 def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
     """The format of the layers' linears. Raises ConfigError where the device cannot multiply in it."""
     dtype = DTYPES[spec.dtype]
@@ -69,7 +74,9 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     if spec.quantization == "fp8-weight":
         return Fp8Format(ops.fp8_weight or FP8_WEIGHT_REFERENCE, dtype, device, stored.scales)
     if spec.quantization != "fp8":
-        numbers, inputs = NUMBER_FORMATS[spec.quantization], INPUTS.get(spec.quantization)
+        numbers, inputs = NUMBER_FORMATS[spec.quantization], in_8_bits if spec.quantization == "w8a8" else None
+        if numbers.kept:
+            return MixedFormat(ops, numbers, dtype, device)
         return IntFormat(ops.integer or INT_REFERENCE, numbers, dtype, device, stored.integers, inputs)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(

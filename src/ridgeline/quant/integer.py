@@ -1,5 +1,5 @@
 """Integer weights: 8, 4 or 3 bits, a scale per group of inputs or per output channel; activations in floating point, or
-rounded to 8 bits before a product (W8A8, LLM.int8()).
+rounded to 8 bits before a product (W8A8; with kept columns beside it LLM.int8(), quant.mixed).
 
 Weights come from a checkpoint in floating point and are rounded to nearest tensor by tensor as they stream in, or they
 are published in integers already (quant.layouts). Scales are those of whole rows and groups, so every rank holds the

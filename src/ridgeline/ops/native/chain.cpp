@@ -29,8 +29,12 @@ void rl_sample(const float* logits, const float* temperature, const std::int32_t
 namespace {
 
 // One name for both types.
-void run_layers(const void* l, index n, const View* const* v, bf16* const* c, bf16* x, index t, index d) { rl_layers_bf16(l, n, v, c, x, t, d); }
-void run_layers(const void* l, index n, const View* const* v, float* const* c, float* x, index t, index d) { rl_layers_f32(l, n, v, c, x, t, d); }
+void run_layers(const void* l, index n, const View* const* v, bf16* const* c, bf16* x, index t, index d) {
+    rl_layers_bf16(l, n, v, c, x, t, d);
+}
+void run_layers(const void* l, index n, const View* const* v, float* const* c, float* x, index t, index d) {
+    rl_layers_f32(l, n, v, c, x, t, d);
+}
 void norm(const bf16* x, const bf16* w, bf16* out, index m, index n, float e, float o) { rl_norm_bf16(x, w, out, m, n, e, o); }
 void norm(const float* x, const float* w, float* out, index m, index n, float e, float o) { rl_norm_f32(x, w, out, m, n, e, o); }
 void multiply(const bf16* x, const bf16* w, bf16* out, index m, index n, index k, int fixed) {

@@ -1,0 +1,221 @@
+"""What each way of drafting gains on the shipped model, on this CPU, request by request beside plain decoding:
+
+    python benchmarks/speculation.py --data FOLDER --out benchmarks/results/speculation.json
+
+FOLDER holds spec_bench.jsonl and humaneval.jsonl; held-out text is in the repository. Three ways to write: greedy, at temperature
+0.8, and forced, where the target says what stands in a real text whatever it computes, since a small model's greedy text
+loops and flatters every drafter (the share of greedy answers that loop is a row's `loop_rate`). copy: forced answers that quote
+their prompt, some words changed. Plain and drafted runs of a prompt follow each other; tok_s counts from the first token on.
+accepted_len: tokens gained per step, steps without a draft among them, because a drafter that does not pay is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cpu_name, provenance, write_rows
+from drafters import cases, lines
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine import device
+from ridgeline.engine.local import LocalEngine
+from ridgeline.models.hub import shipped_model
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.messages import Submit
+
+ASSETS = shipped_model().parent
+WAYS = {
+    "reference": "reference",
+    "lookahead": "lookahead",
+    "recycling": "recycling",
+    "medusa": f"medusa:{ASSETS / 'medusa'}",
+    "draft": f"draft:{ASSETS / 'draft'}",
+    "reference+draft": f"reference+draft:{ASSETS / 'draft'}",
+    "auto": "auto",
+}
+OUTPUT = 128
+PROMPT = 700
+TAIL, PERIOD = 48, 16
+"""A text loops if its last TAIL tokens repeat with a period of at most PERIOD."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """work: its kind. answer: the real text behind it, for forced runs; empty where there is none."""
+
+    work: str
+    tokens: list[int]
+    answer: list[int]
+
+
+@dataclass(slots=True)
+class Sum:
+    """Of all prompts of one kind: tokens behind the first, their seconds, the steps that made them, texts that loop."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    loops: list[bool] = field(default_factory=list)
+
+
+class Text:
+    """What the target is made to say: of the one request that runs, the token at each place; None: what it draws."""
+
+    def __init__(self) -> None:
+        self.tokens: torch.Tensor | None = None
+
+    @contextmanager
+    def dictate(self) -> Iterator[None]:
+        """Draws are made as ever, and then replaced."""
+        plain = device.DeviceStep._draw
+
+        def draw(step: Any, batch: Any, wanted: Any, bound: int) -> Any:
+            drawn, logprobs = plain(step, batch, wanted, bound)
+            if self.tokens is None:
+                return drawn, logprobs
+            return self.tokens[wanted.place.long().clamp(max=len(self.tokens) - 1)], logprobs
+
+        device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            device.DeviceStep._draw = plain  # type: ignore[method-assign]
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    tail = list(tokens[-TAIL:])
+    return len(tail) == TAIL and any(tail[period:] == tail[:-period] for period in range(1, PERIOD + 1))
+
+
+def run(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temperature: float, total: Sum) -> None:
+    """Prompts at once, `length` tokens each."""
+    sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7)
+    for index, tokens in enumerate(prompts):
+        engine.submit(Submit(f"{time.monotonic_ns()}-{index}", list(tokens), sampling, time.time(), cache=False))
+    said: dict[str, list[int]] = defaultdict(list)
+    began, first = 0.0, 0
+    frames = 0
+    for delta in engine.news():
+        said[delta.id] += delta.tokens
+        if not began and len(said) == len(prompts):
+            began, first, frames = time.perf_counter(), sum(map(len, said.values())), 0
+        elif began:
+            frames += 1
+    total.seconds += time.perf_counter() - began
+    total.tokens += sum(map(len, said.values())) - first
+    total.steps += frames
+    total.loops += [loops(one) for one in said.values()]
+
+
+def prompts(data: Path, each: int) -> list[Prompt]:
+    """`each` prompts of each kind of work."""
+    tokenizer = Tokenizer.load(shipped_model())
+    found = [
+        Prompt(
+            "spec_bench " + one["category"], tokenizer.encode(one["turns"][0], add_special_tokens=False)[-PROMPT:], []
+        )
+        for one in lines(data / "spec_bench.jsonl")
+    ]
+    for case in cases(data, tokenizer):
+        if len(case.answer) >= OUTPUT // 2 and case.kind not in ("rag", "summarization"):
+            answer = case.answer if case.kind != "humaneval" else []
+            found.append(Prompt(case.kind, case.prompt[-PROMPT:], answer[:OUTPUT]))
+    random.Random(3).shuffle(found)
+    kinds = dict.fromkeys(sorted(one.work for one in found))
+    return [one for kind in kinds for one in [one for one in found if one.work == kind][:each]]
+
+
+def writings(one: Prompt) -> list[tuple[str, float, list[int]]]:
+    """(how, temperature, forced answer) of the ways in which a prompt is answered."""
+    forced = [("forced", 1.0, one.answer)] if one.answer else []
+    if one.work.startswith("copy"):
+        return forced
+    return [("greedy", 0.0, []), ("sampled", 0.8, []), *forced]
+
+
+def measure(args: argparse.Namespace, engines: dict[str, LocalEngine], text: Text) -> dict[tuple[str, str, str], Sum]:
+    """By (way of drafting, work, writing)."""
+    found: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
+    for number, one in enumerate(prompts(args.data, args.each)):
+        for how, temperature, answer in writings(one):
+            text.tokens = torch.tensor(one.tokens + answer, dtype=torch.int32) if answer else None
+            length = min(OUTPUT, len(answer)) if answer else OUTPUT
+            names = list(engines)
+            # Who comes first changes, so that no way is always measured on a warmer machine.
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                run(engines[name], [one.tokens] * args.batch, length, temperature, found[name, one.work, how])
+    return found
+
+
+def added(parts: Sequence[Sum]) -> Sum:
+    texts = [loop for part in parts for loop in part.loops]
+    tokens, seconds = sum(part.tokens for part in parts), sum(part.seconds for part in parts)
+    return Sum(tokens, seconds, sum(part.steps for part in parts), texts)
+
+
+def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
+    groups: dict[tuple[str, str, str], list[Sum]] = defaultdict(list)
+    for (name, work, how), total in found.items():
+        groups[name, work, how].append(total)
+        groups[name, "copy" if work.startswith("copy") else "all", how].append(total)
+        if not work.startswith("copy"):
+            groups[name, "all", "all"].append(total)
+    for (name, work, how), parts in groups.items():
+        if name == "plain":
+            continue
+        own, plain = added(parts), added(groups["plain", work, how])
+        tok_s, plain_tok_s = own.tokens / own.seconds, plain.tokens / plain.seconds
+        yield {
+            "row": f"cpu-{name}-{work}-{how}-b{args.batch}",
+            "drafter": name,
+            "work": f"{work}, {how}",
+            "temperature": {"greedy": 0.0, "sampled": 0.8}.get(how),
+            "batch": args.batch,
+            "tok_s": round(tok_s, 1),
+            "plain_tok_s": round(plain_tok_s, 1),
+            "ratio": round(tok_s / plain_tok_s, 3),
+            "accepted_len": round(own.tokens / max(1, own.steps), 3) if args.batch == 1 else None,
+            "loop_rate": round(sum(own.loops) / len(own.loops), 3) if how == "greedy" else None,
+            "prompts": len(own.loops) // args.batch,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--each", type=int, default=3, help="prompts of each kind of work")
+    parser.add_argument("--batch", type=int, default=1, help="copies of a prompt that run at once")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", default="benchmarks/results/speculation.json")
+    args = parser.parse_args()
+    text = Text()
+    with text.dictate():
+        engines = {
+            name: LocalEngine.start(
+                ModelConfig(), EngineConfig(speculate=option, device="cpu", threads=args.threads, max_num_seqs=16)
+            )
+            for name, option in {"plain": "", **{name: WAYS[name] for name in args.ways.split(",")}}.items()
+        }
+        found = measure(args, engines, text)
+    common = {"device": cpu_name(), "model": "ridgeline-14m, bfloat16", **provenance(cpu_name(), args.commit)}
+    done = list(rows(args, found))
+    for one in done:
+        if one["work"].startswith(("all", "copy,")):
+            print(*(one[name] for name in ("drafter", "work", "batch", "tok_s", "ratio", "accepted_len", "loop_rate")))
+    write_rows(args.out, [one | common for one in done])
+
+
+if __name__ == "__main__":
+    main()
