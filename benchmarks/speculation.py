@@ -98,7 +98,16 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def run(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temperature: float, total: Sum) -> None:
-    """Prompts at once, `length` tokens each."""
+    """Prompts at once, `length` tokens each, twice; the faster run counts, since whatever disturbs one makes it longer."""
+    first, second = (_once(engine, prompts, length, temperature) for _ in range(2))
+    best = min(first, second, key=lambda one: one.seconds)
+    total.tokens += best.tokens
+    total.seconds += best.seconds
+    total.steps += best.steps
+    total.loops += best.loops
+
+
+def _once(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temperature: float) -> Sum:
     sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7)
     for index, tokens in enumerate(prompts):
         engine.submit(Submit(f"{time.monotonic_ns()}-{index}", list(tokens), sampling, time.time(), cache=False))
@@ -111,10 +120,8 @@ def run(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temp
             began, first, frames = time.perf_counter(), sum(map(len, said.values())), 0
         elif began:
             frames += 1
-    total.seconds += time.perf_counter() - began
-    total.tokens += sum(map(len, said.values())) - first
-    total.steps += frames
-    total.loops += [loops(one) for one in said.values()]
+    seconds = time.perf_counter() - began
+    return Sum(sum(map(len, said.values())) - first, seconds, frames, [loops(one) for one in said.values()])
 
 
 def prompts(data: Path, each: int) -> list[Prompt]:

@@ -82,8 +82,8 @@ def test_a_new_request_is_looked_at_soon() -> None:
     pace = Pace(SIZES)
     run(pace, 4000, 0.0, cheap)
     pace.renew(1)
-    _, used = run(pace, 40, 0.95, cheap)
-    assert used.get(0, 0) < 30
+    _, used = run(pace, 400, 0.95, cheap)
+    assert used.get(0, 0) < 200
 
 
 def test_what_is_saved() -> None:

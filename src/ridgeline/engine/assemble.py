@@ -130,7 +130,7 @@ def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
     """The operations for the spec's dtype. Raises ConfigError if `deterministic` asks for some that do not exist."""
     dtype = DTYPES[spec.dtype]
     if not config.deterministic:
-        return choose(device, dtype)
+        return choose(device, dtype, eager=config.enforce_eager)
     ops = choose_invariant(device, dtype)
     if spec.quantization and quantized_ops(spec.quantization, ops) is None:
         others = [f"--quantization {name}" for name in ("fp8", "int8") if quantized_ops(name, ops) is not None]

@@ -18,17 +18,17 @@ _KNOWN = 3
 """Readings after which the time of a size is known."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
-_MEMORY = 0.03
+_MEMORY = 0.05
 """Least weight of a new draft in the chances that its nodes are kept."""
-_HOPE = 0.3
-"""How far the chances go back to the prior when a request begins that is alone."""
 _NODE = 0.05
 """Of a step's time, what a further node takes, before anything was measured."""
 _LOOK = 3
 """Steps of a look at what is not in use: the first still verifies what was drafted before."""
 _FIRST_WAIT, _LAST_WAIT = 32, 1024
 """Steps between looks, at first and at most; each look that changes nothing doubles them."""
-_WORTH = 1.02
+_HOPELESS = 0.85
+"""What promises less, relative to drafting nothing, is not looked at for each new request."""
+_WORTH = 1.04
 """A size must promise so many times the tokens per second of drafting nothing."""
 
 
@@ -138,9 +138,9 @@ class Pace:
     def renew(self, rows: int) -> None:
         """A request has begun among `rows`: its text may be easier to draft than what was said so far."""
         batch = self._of(rows)
-        batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
-        for node, kept in enumerate(self._kept):
-            self._kept[node] += max(0.0, _PRIOR ** (node + 1) - kept) * _HOPE / rows
+        known = [size for size in self.sizes if batch.took[size].count >= _KNOWN]
+        if any(self._rate(batch, size) > _HOPELESS * self._rate(batch, 0) for size in known if size):
+            batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
 
     def learn(self, offered: int, kept: list[int]) -> None:
         """Of a draft's first `offered` nodes those in `kept` were kept."""

@@ -68,7 +68,7 @@ _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
 _QUOTED = 0.1
 """Tokens per step that quoting must gain, lately, for a request to wait for it: about what overlap is worth."""
-_ROUND, _ASKED = 64, 12
+_ROUND, _ASKED = 32, 8
 """Of so many steps of a request, in the first so many it waits in any case."""
 
 
@@ -103,7 +103,7 @@ class Drafts:
         return self._host is not None and (request.quoted > _QUOTED or request.heard % _ROUND < _ASKED)
 
     def propose(self, request: Request, most: int) -> Draft:
-        if self._host is not None and not request.in_flight:
+        if self._host is not None and self.waits(request):
             found = self._guess(self._host, request, most)
             if found.tokens:
                 return found
@@ -120,6 +120,10 @@ class Drafts:
     def _guess(self, host: HostDrafter, request: Request, most: int) -> Draft:
         if request.guess is None:
             request.guess = host.start(request.tokens)
+            request.watch = 0  # from now on it hears of every commit
+        elif request.unheard:
+            request.guess.hear(request.unheard, NOTHING, request.unheard[:1])
+            request.unheard = []
         room = min(most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
         nodes = min(room, self._pace.worth(max(1, self._rows), request.kept))
         if nodes <= 0:
@@ -156,10 +160,15 @@ class Drafts:
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
-        if request.guess is not None:
-            request.heard += 1
+        if request.guess is None:
+            return
+        request.heard += 1
+        if draft.tokens and draft.tokens[0] != DEVICE:
             request.quoted += _MEMORY * (len(kept) - request.quoted)
-            request.guess.hear(tokens, draft, result.drawn.get(place) or tokens[:1])
+            request.guess.hear(tokens, draft, result.drawn[place])
+        else:
+            request.quoted *= 1 - _MEMORY
+            request.unheard.extend(tokens)
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)

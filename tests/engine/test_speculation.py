@@ -1,0 +1,81 @@
+"""How drafters of both kinds work together for a request, on the fake device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.speculation import Drafts, OnDevice
+from tests.engine.helpers import VOCAB, Bench, oracle
+
+
+class Listener:
+    """Remembers what it is told, proposes what `truth` says next in every second step."""
+
+    def __init__(self, truth: Sequence[int], tokens: Sequence[int]) -> None:
+        self.truth, self.text, self.asked = list(truth), list(tokens), 0
+        self.drawn: list[tuple[Draft, list[int]]] = []
+
+    def propose(self, nodes: int, depth: int) -> Draft:
+        self.asked += 1
+        assert self.text == self.truth[: len(self.text)]
+        return Draft(tuple(self.truth[len(self.text) :][: min(nodes, depth, 3)])) if self.asked % 2 else NOTHING
+
+    def hear(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+        self.text += tokens
+        self.drawn.append((draft, list(drawn)))
+
+
+class Host:
+    def __init__(self, truth: Sequence[int]) -> None:
+        self.truth = truth
+        self.guesses: list[Listener] = []
+
+    def start(self, tokens: Sequence[int]) -> Listener:
+        self.guesses.append(Listener(self.truth, tokens))
+        return self.guesses[-1]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("device", [None, OnDevice(2, reads=True)])
+def test_a_guess_hears_everything_that_is_said(depth: int, cache: bool, device: OnDevice | None) -> None:
+    """Whoever drafted it, and whether it was asked in that step or not."""
+    prompt = list(range(20))
+    said = oracle(prompt, 60)
+    host = Host(prompt + said)
+    speculation = Drafts(host, device, Pace((0, 2), fixed=True))
+    bench = Bench(depth=depth, speculation=speculation, luck=0.5, step_tokens=32)
+    bench.submit("one", prompt, max_tokens=60, cache=cache)
+    bench.run()
+    assert bench.tokens["one", 0] == said
+    (guess,) = host.guesses
+    heard = len(guess.text)
+    assert guess.text == (prompt + said)[:heard] and heard > len(prompt) + 40
+    assert any(draft.tokens for draft, _ in guess.drawn)
+    assert all(len(drawn) == 1 + len(draft.tokens) for draft, drawn in guess.drawn if draft.tokens)
+    assert max(said) < VOCAB
+
+
+def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> None:
+    class Silent(Host):
+        def start(self, tokens: Sequence[int]) -> Listener:
+            guess = super().start(tokens)
+            guess.propose = self._nothing  # type: ignore[method-assign]
+            return guess
+
+        def _nothing(self, nodes: int, depth: int) -> Draft:
+            self.asked += 1
+            return NOTHING
+
+        asked = 0
+
+    host = Silent([])
+    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    bench.submit("one", list(range(10)), max_tokens=128)
+    bench.run()
+    assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
+    assert 128 // 8 < host.asked < 128 // 2
