@@ -47,6 +47,10 @@ SAID = {
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "metrics_alias": "vllm",
+    "shadow_rate": "0.01",
+    "shadow_url": "http://reference:8000",
+    "shadow_model": "big",
+    "shadow_limit": "0.1",
 }
 
 

@@ -26,6 +26,7 @@ def test_a_cpu_gets_native_operations_where_they_were_built(monkeypatch: pytest.
     built = replace(choosing.CPU, name="native")
     monkeypatch.setattr(choosing.native_cpu, "load", lambda: (built, "AVX-512"))
     assert choose(torch.device("cpu"), torch.bfloat16) is built
+    assert choose(torch.device("cpu"), torch.bfloat16, eager=True) is choosing.CPU
 
 
 def test_without_triton_a_gpu_gets_the_reference_and_a_warning(

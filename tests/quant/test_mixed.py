@@ -36,7 +36,10 @@ def noise(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def made(
-    shape: LinearShape, tensors: dict[tuple[int, str], torch.Tensor], share: Share = Share(), numbers: NumberFormat = FORM
+    shape: LinearShape,
+    tensors: dict[tuple[int, str], torch.Tensor],
+    share: Share = Share(),
+    numbers: NumberFormat = FORM,
 ) -> MixedWeight:
     weight = MixedFormat(REFERENCE, numbers, torch.float32, CPU).create(shape, share)
     assert set(weight.expects) == set(tensors)
@@ -60,7 +63,9 @@ def test_kept_inputs_are_multiplied_exactly_and_the_rest_in_8_bits() -> None:
     weight[:, kept] /= 1000
     x[:, kept] *= 1000
     parts = zip(weight.split((24, 8)), bias.split((24, 8)), strict=True)
-    mine = made(shape, {(i, n): t for i, pair in enumerate(parts) for n, t in zip(("weight", "bias"), pair, strict=True)})
+    mine = made(
+        shape, {(i, n): t for i, pair in enumerate(parts) for n, t in zip(("weight", "bias"), pair, strict=True)}
+    )
     near, far = x.clone(), x[:, kept].double() @ weight[:, kept].double().t()
     near[:, kept] = 0.0
     rest = weight.clone()

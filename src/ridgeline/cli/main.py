@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "bench": "measure a server under load: latency, throughput, goodput",
     "compress": "make a model smaller: quantize or prune it, with a card of what that did",
     "compare": "whether a model answers as its reference does: perplexity, drift, a verdict",
+    "ladder": "speed, memory and drift of a model, rung by rung: eager, compiled, int8, int4, speculation",
     "fit": "what of a model fits into this machine, and the command that works",
     "roofline": "where a model stands under the roof of an accelerator, operation by operation",
     "calc": "calculators: cache, cost, energy, renting or owning",

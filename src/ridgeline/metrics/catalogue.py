@@ -43,8 +43,14 @@ GAUGES: Mapping[str, Entry] = {
     "kv_cache_cached_perc": Entry("Share of KV blocks kept for prefixes that may come again, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Leased slots that hold no token, as a share of leased slots.", ours=True),
     "kv_waste_between_perc": Entry("Bytes of the cache lost to unequal groups of layers, as a share.", ours=True),
+    "shadow_kl": Entry("Divergence from the reference over the last shadowed answers, nats per token.", ours=True),
 }
 COUNTERS: Mapping[str, Entry] = {
+    "shadow_answers": Entry("Answers that the reference scored too.", ours=True),
+    "shadow_tokens": Entry("Tokens of these answers.", ours=True),
+    "shadow_same_tokens": Entry("Of these, tokens where both think the same one most probable.", ours=True),
+    "shadow_kl_nats": Entry("Divergence from the reference, summed over these tokens, in nats.", ours=True),
+    "shadow_failures": Entry("Answers that the reference or the engine could not score.", ours=True),
     "prompt_tokens": Entry("Prompt tokens computed."),
     "generation_tokens": Entry("Tokens generated."),
     "prompt_tokens_cached": Entry("Prompt tokens taken from the prefix cache."),

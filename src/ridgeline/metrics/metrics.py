@@ -216,6 +216,15 @@ class Metrics:
         """A request ended before its answer did, or was refused: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
 
+    def shadowed(self, tokens: int, same: int, nats: float, mean: float) -> None:
+        """An answer was scored by the reference too. nats: its divergences summed; mean: per token, of the last answers."""
+        for name, more in (("answers", 1), ("tokens", tokens), ("same_tokens", same), ("kl_nats", nats)):
+            self._count(f"shadow_{name}", more)
+        self._gauges["shadow_kl"] = mean
+
+    def shadow_failed(self) -> None:
+        self._count("shadow_failures", 1)
+
     # --- export -----------------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:

@@ -22,14 +22,15 @@ OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which bf16 products and asynchronous copies exist (Ampere)."""
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operations for `device` and `dtype`; the plain reference where nothing faster fits, with a warning."""
+def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops:
+    """The fastest operations for `device` and `dtype`; the plain reference where nothing faster fits, with a warning.
+    eager: on a CPU PyTorch's own, compiled ones or not."""
     missing = _missing(device, dtype)
     if missing:
         log.warning("ops: reference on %s in %s (slow): %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        native, what = native_cpu.load()
+        native, what = (None, "eager was asked for") if eager else native_cpu.load()
         if native is not None:
             log.info("ops: native in %s, %s", dtype, what)
             return native

@@ -22,6 +22,8 @@ from ridgeline.service.app import make_app
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.launch import launch
+from ridgeline.service.shadow import Shadow
+from ridgeline.service.shadow import check as check_shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.text.chat import ChatTemplates
 from ridgeline.text.grammar import GrammarCompiler
@@ -45,6 +47,7 @@ class Server:
         self.front = Front(config, client, metrics)
         self.port = config.port
         self._runner: web.AppRunner | None = None
+        self._shadowing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Until `open` every route but the small ones answers 503. Raises ConfigError when the port is taken."""
@@ -83,11 +86,16 @@ class Server:
         metrics = self.front.metrics
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
-        self.front.open(_make_service(self.front, card, tokenizer, templates))
+        service = _make_service(self.front, card, tokenizer, templates)
+        if service.shadow is not None:
+            self._shadowing = asyncio.get_running_loop().create_task(service.shadow.run())
+        self.front.open(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def stop(self) -> None:
         """Drain, end with an error what is left, close. The engine is the caller's to stop."""
+        if self._shadowing is not None:
+            self._shadowing.cancel()
         await self.front.drain()
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
@@ -106,8 +114,10 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
     ends = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
+    config = front.config
+    shadow = Shadow(config, front.client, front.metrics, limits.most) if config.shadow_rate else None
     return Service(
-        config=front.config,
+        config=config,
         client=front.client,
         metrics=front.metrics,
         card=card,
@@ -117,6 +127,7 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
         limits=limits,
         gate=Gate(front.config.max_queue, int(facts.get("max_num_seqs") or 1)),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        shadow=shadow,
     )
 
 
@@ -166,6 +177,7 @@ async def serve(
     Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
     get errors and /health says why, so that whoever supervises it can see and decide.
     """
+    check_shadow(config)
     told = announce or Quiet()
     name = model.model or folder.name
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))

@@ -11,6 +11,7 @@ from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
+from ridgeline.service.shadow import Shadow
 from ridgeline.text.chat import ChatTemplates
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.tokenizer import Tokenizer
@@ -97,3 +98,4 @@ class Service:
     gate: Gate
     fingerprint: str
     """`system_fingerprint` of every answer: server version and model."""
+    shadow: Shadow | None = None

@@ -65,6 +65,8 @@ class _Choice:
         self._scored: deque[Scored] = deque()
         self._read = 0
         self._released = 0
+        self.tokens: list[int] = []
+        """What it said; kept for answers that are shadowed."""
         self.count = 0
         self.finished = False
 
@@ -164,6 +166,7 @@ class _Run:
         self._subscription = subscription
         self._ledger = ledger
         self._usage = usage
+        self._shadow = service.shadow if service.shadow is not None and service.shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
         usage.prompt = sum(map(len, call.prompts))
@@ -195,6 +198,10 @@ class _Run:
             piece = choice.take(delta)
         piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None
         usage.completion += piece.count
+        if self._shadow is not None:
+            choice.tokens += delta.tokens[: piece.count]
+            if piece.finish:
+                self._shadow.offer(call.prompts[choice.index // call.sampling.n], choice.tokens)
         if piece.finish:
             self._ledger.ended(piece.finish, delta)
             if not delta.finish:

@@ -1,0 +1,154 @@
+"""How fast a model gets step by step, and what each step costs: eager operations, compiled ones (CUDA graphs on a GPU), int8,
+int4, speculation. Tokens per second of one request, bytes of weights, and drift from the first rung on the same texts.
+
+Each rung is served and measured alone, in this process; let the machine be quiet. On a CPU eager is plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ridgeline
+from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.serve import read
+from ridgeline.cli.show import Stages, bytes_text
+from ridgeline.compress.texts import default_calibration, judging_windows, split
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.sampling import MAX_LOGPROBS
+from ridgeline.engine.drafting import read_wanted, weigh
+from ridgeline.hardware.probe import probe
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+from ridgeline.planner.svg import document
+from ridgeline.quality.ladder import Climbed, Task, chart, climb, rows, rungs
+from ridgeline.quality.texts import read_texts
+from ridgeline.text.tokenizer import Tokenizer
+
+TOKENS = {"prompts": 8, "prompt-tokens": 128, "answer-tokens": 128, "repeats": 3, "judged-tokens": 8192}
+_WORDS = {
+    "prompts": "beginnings of texts that are answered",
+    "prompt-tokens": "tokens of each",
+    "answer-tokens": "tokens of each answer",
+    "repeats": "times that each is answered",
+    "judged-tokens": "tokens that drift is measured on",
+}
+FORMATS = "int8,int4"
+LONGEST = 512
+ROWS = 16
+"""Requests that the cache has room for: the texts that drift is measured on are scored side by side."""
+
+
+def parser() -> Parser:
+    found = parser_for("ladder", __doc__ or "", (EngineConfig,))
+    found.add_argument("--dtype", metavar="NAME", help="of the plain rungs: auto, bfloat16, float16 or float32")
+    found.add_argument("--formats", metavar="NAMES", help=f"number formats to climb through (default: {FORMATS})")
+    found.add_argument("--text", metavar="FILE", help="texts to begin answers with and to judge by (default: ours)")
+    for name, default in TOKENS.items():
+        found.add_argument(f"--{name}", type=int, metavar="N", help=f"{_WORDS[name]} (default: {default})")
+    found.add_argument("--json", action="store_true", default=False, help="print a JSON list instead of a table")
+    found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
+    found.add_argument("--plot", metavar="FILE", help="write an SVG of speed over size")
+    return found
+
+
+def run(given: Given) -> int:
+    rest, resolved = vars(given.rest), read(given)
+    counts = {name: _count(name, rest.get(name.replace("-", "_"), default)) for name, default in TOKENS.items()}
+    folder = resolve_model(resolved.model)
+    checkpoint = read_model(folder)[0]
+    if checkpoint.quantization:
+        raise ConfigError(f"{folder} holds {checkpoint.quantization} already: name the model it was made of.")
+    task = _task(folder, Path(rest["text"]) if "text" in rest else None, counts, checkpoint.max_len)
+    longest = max(len(task.prompts[0]) + task.tokens, *(len(one.ids) for one in task.windows)) + 1
+    model = replace(resolved.model, max_model_len=min(longest, checkpoint.max_len), quantization="")
+    spec = served_spec(checkpoint, model)
+    room = ROWS * spec.kv_bytes(spec.max_len) * 2
+    engine = replace(resolved.engine, kv_cache_memory=resolved.engine.kv_cache_memory or room)
+    cuda = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    formats = [one for one in rest.get("formats", FORMATS).split(",") if one]
+    for one in formats:
+        served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
+    ladder = rungs(model, engine, formats, "graphs" if cuda else "compiled")
+    drafters = weigh(read_wanted(ladder[-1].engine, folder), spec, 1, 0).bytes
+    climbed: list[Climbed] = []
+    with Stages(Console(stderr=True)) as stages:
+        for rung in ladder:
+            climbed.append(climb(rung, task, stages))
+            gc.collect()
+            torch.cuda.empty_cache()
+    found = rows(climbed, task)
+    found[-1]["drafter_bytes"] = drafters
+    name = Path(resolved.model.model).name or "ridgeline-14m"
+    _end(found, name, given)
+    return 0
+
+
+def _count(name: str, value: int) -> int:
+    if value < (2 if name == "answer-tokens" else 1):
+        raise ConfigError(f"--{name} is {value}: that leaves nothing to measure.", param=name)
+    return value
+
+
+def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int) -> Task:
+    """Texts to score, and their beginnings as prompts: those that are long enough."""
+    tokenizer = Tokenizer.load(folder)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=True)
+
+    texts = split(read_texts(default_calibration()))[1] if path is None else read_texts(path)
+    given, answered = counts["prompt-tokens"], counts["answer-tokens"]
+    if given + answered >= max_len:
+        raise ConfigError(f"{given} + {answered} tokens do not fit {max_len} of context: lower --prompt-tokens.")
+    begun = (tuple(encode(text)[:given]) for text in texts)
+    prompts = [one for one in begun if len(one) == given][: counts["prompts"]]
+    if not prompts:
+        raise ConfigError(f"no text has {given} tokens: lower --prompt-tokens, or give another --text.", param="text")
+    windows = judging_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
+    return Task(prompts, answered, counts["repeats"], windows, MAX_LOGPROBS)
+
+
+def _end(found: list[dict[str, Any]], name: str, given: Given) -> None:
+    """Say who, where and when, and show it all."""
+    rest = vars(given.rest)
+    machine = probe().device("cpu" if found[0]["device"] == "cpu" else "auto").name
+    facts = {"machine": machine, "date": f"{datetime.now(UTC):%Y-%m-%d}", "version": ridgeline.__version__}
+    told = [{"row": f"ladder-{name}-{row['rung']}", "model": name} | row | facts for row in found]
+    text = json.dumps(told, indent=1)
+    if "out" in rest:
+        Path(rest["out"]).write_text(text + "\n", encoding="utf-8")
+    if "plot" in rest:
+        Path(rest["plot"]).write_text(document(chart(found, f"{name} on {machine}")), encoding="utf-8")
+    if rest["json"]:
+        print(text)
+    else:
+        _show(Console(), found)
+
+
+def _show(console: Console, found: Sequence[dict[str, Any]]) -> None:
+    head = ("rung", "tok/s", "times", "weights", "perplexity", "change", "KL", "same token")
+    table = Table(*head, box=None, pad_edge=False)
+    for row in found:
+        size, change = bytes_text(row["weight_bytes"]), f"{row['perplexity_change']:+.2%}"
+        cells = (f"{row['tok_s']:.1f}", f"{row['speedup']:.2f}", size, f"{row['perplexity']:.3f}", change)
+        table.add_row(row["rung"], *cells, f"{row['kl']:.5f}", f"{row['top1']:.2%}")
+    console.print(table)
+    last = found[-1]
+    console.print(
+        f"[dim]speculation ({last['speculate']}) verifies drafts and changes no distribution: {last['answers_changed']} of "
+        f"{last['answers']} answers differ from those of the rung below, in {last['tokens_compared']} tokens; its drafters "
+        f"take {bytes_text(last['drafter_bytes'])} more.[/dim]",
+        highlight=False,
+    )
