@@ -28,6 +28,8 @@ _FIRST_WAIT, _LAST_WAIT = 32, 1024
 """Steps between looks, at first and at most; each look that changes nothing doubles them."""
 _HOPELESS = 0.85
 """What promises less, relative to drafting nothing, is not looked at for each new request."""
+_REST = 8
+"""Steps for which a choice stands without being thought over."""
 _WORTH = 1.04
 """A size must promise so many times the tokens per second of drafting nothing."""
 
@@ -52,7 +54,7 @@ class _Mean:
 class _Batch:
     """What is known of steps with about so many rows. took: by the number of nodes. node_s: seconds of one more node that the
     host drafted, None before any. best: the size in use. wait: steps until the next look, of those in `patience`; look:
-    steps left of one at `tried`."""
+    steps left of one at `tried`. rest: steps for which `best` stands."""
 
     took: dict[int, _Mean]
     node_s: float | None = None
@@ -61,6 +63,7 @@ class _Batch:
     patience: int = _FIRST_WAIT
     look: int = 0
     tried: int = 0
+    rest: int = 0
 
 
 @dataclass(slots=True)
@@ -91,6 +94,10 @@ class Pace:
         return self.sizes[-1] if self.fixed else self._choose(self._of(rows))
 
     def _choose(self, batch: _Batch) -> int:
+        if batch.rest:
+            batch.rest -= 1
+            batch.wait -= 1
+            return batch.best
         known = [size for size in self.sizes if batch.took[size].count >= _KNOWN]
         new = next((size for size in self.sizes if size not in known), None)
         if new is not None and (not known or self._may_pay(batch, known[-1], new)):
@@ -108,6 +115,8 @@ class Pace:
             batch.patience = min(_LAST_WAIT, 2 * batch.patience)
             batch.wait, batch.look = batch.patience, _LOOK
             batch.tried = self._other(batch, known, best)
+        else:
+            batch.rest = min(_REST, max(0, batch.wait - 1))
         return best
 
     def gained(self, nodes: int) -> float:

@@ -139,10 +139,12 @@ class Drafts:
         if device is None:
             return
         if rows:
-            if any(request.first_token < 0 for request in step.requests):
+            if plan.joins:
                 self._pace.renew(rows)
             self._size = min(self._pace.choose(rows), device.most, max(0, self._logit_rows // rows - 1))
         plan.ahead = self._size
+        if not (plan.ahead or step.size or device.reads):
+            return  # nobody has been offered anything
         unread = array("i")
         for place, request in enumerate(step.requests):
             request.offered = plan.ahead if plan.samples[place] else 0
