@@ -42,8 +42,8 @@ class Host:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("device", [None, OnDevice(2, reads=True)])
-def test_a_guess_hears_everything_that_is_said(depth: int, cache: bool, device: OnDevice | None) -> None:
-    """Whoever drafted it, and whether it was asked in that step or not."""
+def test_a_guess_knows_everything_that_was_said(depth: int, cache: bool, device: OnDevice | None) -> None:
+    """Whoever drafted it, and however long nobody asked."""
     prompt = list(range(20))
     said = oracle(prompt, 60)
     host = Host(prompt + said)
@@ -52,11 +52,11 @@ def test_a_guess_hears_everything_that_is_said(depth: int, cache: bool, device: 
     bench.submit("one", prompt, max_tokens=60, cache=cache)
     bench.run()
     assert bench.tokens["one", 0] == said
-    (guess,) = host.guesses
-    heard = len(guess.text)
-    assert guess.text == (prompt + said)[:heard] and heard > len(prompt) + 40
-    assert any(draft.tokens for draft, _ in guess.drawn)
-    assert all(len(drawn) == 1 + len(draft.tokens) for draft, drawn in guess.drawn if draft.tokens)
+    assert host.guesses, "nobody was asked"
+    for guess in host.guesses:
+        assert guess.text == (prompt + said)[: len(guess.text)]
+        assert all(len(drawn) == 1 + len(draft.tokens) for draft, drawn in guess.drawn if draft.tokens)
+    assert any(draft.tokens for guess in host.guesses for draft, _ in guess.drawn)
     assert max(said) < VOCAB
 
 
@@ -78,4 +78,4 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
     bench.submit("one", list(range(10)), max_tokens=128)
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
-    assert 128 // 8 < host.asked < 128 // 2
+    assert 128 // 10 < host.asked < 128 // 3

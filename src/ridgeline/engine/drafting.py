@@ -32,7 +32,7 @@ MOST = {"reference": 8, "lookahead": 30, "draft": 4, "medusa": 8, "recycling": 1
 CHAINS = ("reference", "draft")
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""
-LEAST_CHANCE = 0.3
+LEAST_CHANCE = 0.35
 """Of a node that a reference drafter proposes on a CPU, where a step with drafts costs a fifth more before its first node."""
 LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""

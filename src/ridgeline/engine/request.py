@@ -104,10 +104,6 @@ class Request:
     """The share of a host drafter's nodes that are kept if those before them are, lately."""
     quoted: float = 0.0
     """Tokens per step that a host drafter gained it, lately."""
-    heard: int = 0
-    """Steps since its guess was made."""
-    unheard: list[int] = field(default_factory=list)
-    """What it gained since its guess was last told."""
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

@@ -66,10 +66,10 @@ NO_DRAFTS = NoDrafts()
 
 _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
-_QUOTED = 0.1
-"""Tokens per step that quoting must gain, lately, for a request to wait for it: about what overlap is worth."""
-_ROUND, _ASKED = 32, 8
-"""Of so many steps of a request, in the first so many it waits in any case."""
+_QUOTED = 0.15
+"""Tokens per step that quoting must gain, lately, for a request to go on waiting for it."""
+_ROUND, _ASKED = 48, 8
+"""Of so many tokens of a request, for the first so many it waits in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,9 @@ class Drafts:
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
 
     def waits(self, request: Request) -> bool:
-        """A request whose text nobody could quote lately is asked again from time to time; in between, steps overlap."""
-        return self._host is not None and (request.quoted > _QUOTED or request.heard % _ROUND < _ASKED)
+        """A request whose text nobody could quote lately is asked again from time to time; in between it costs nothing."""
+        said = len(request.tokens) - request.prompt_len
+        return self._host is not None and (request.quoted > _QUOTED or said % _ROUND < _ASKED)
 
     def propose(self, request: Request, most: int) -> Draft:
         if self._host is not None and self.waits(request):
@@ -121,9 +122,6 @@ class Drafts:
         if request.guess is None:
             request.guess = host.start(request.tokens)
             request.watch = 0  # from now on it hears of every commit
-        elif request.unheard:
-            request.guess.hear(request.unheard, NOTHING, request.unheard[:1])
-            request.unheard = []
         room = min(most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
         nodes = min(room, self._pace.worth(max(1, self._rows), request.kept))
         if nodes <= 0:
@@ -164,13 +162,14 @@ class Drafts:
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
         if request.guess is None:
             return
-        request.heard += 1
-        if draft.tokens and draft.tokens[0] != DEVICE:
-            request.quoted += _MEMORY * (len(kept) - request.quoted)
+        quoted = bool(draft.tokens) and draft.tokens[0] != DEVICE
+        request.quoted += _MEMORY * (quoted * len(kept) - request.quoted)
+        if quoted:
             request.guess.hear(tokens, draft, result.drawn[place])
         else:
-            request.quoted *= 1 - _MEMORY
-            request.unheard.extend(tokens)
+            request.guess.hear(tokens, NOTHING, tokens[:1])
+        if not self.waits(request):
+            request.guess = None  # made anew from all that was said when it is asked again
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
