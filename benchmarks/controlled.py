@@ -77,7 +77,7 @@ def dictated(vocab: int) -> Iterator[None]:
         drawn, logprobs = plain(self, batch, wanted, bound)
         return (_mixed(wanted.rows, wanted.place, 0) % vocab).int() + 0 * drawn, logprobs
 
-    device.DeviceStep._draw = draw  # type: ignore[method-assign]
+    device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -102,20 +102,14 @@ class Engine:
 
     def decode(self, batch: int, prompt: int, repeats: int) -> tuple[float, float]:
         """(tokens per second of decoding, tokens gained per verification), medians."""
-        counts = self.local.engine.loop.scheduler.counts
         rates, lengths = [], []
         for _ in range(repeats + 1):
             one = timed(self.local, [(prompt, 1)] * batch, self.vocab).seconds
             many = timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab).seconds
             rates.append(batch * (OUTPUT - 1) / (many - one))
-            counts = self._counts
-            lengths.append(1 + counts["accepted"] / counts["drafts"] if counts["drafts"] else 1.0)
-            self._counts.update(drafts=0, accepted=0)
+            lengths.append(1 + _COUNTS["accepted"] / _COUNTS["drafts"] if _COUNTS["drafts"] else 1.0)
+            _COUNTS.update(drafts=0, accepted=0)
         return statistics.median(rates[1:]), statistics.median(lengths[1:])
-
-    @property
-    def _counts(self) -> dict[str, int]:
-        return _COUNTS
 
 
 _COUNTS = {"drafts": 0, "accepted": 0}
@@ -139,8 +133,8 @@ def start(model: Path, draft: Path | None, config: EngineConfig) -> Engine:
             inner, _ = drafting._open_device(asked, target, dummy)
         return None, Controlled(inner, share, target.spec.vocab_size)
 
-    assemble.read_wanted = lambda config, folder: wanted  # type: ignore[attr-defined]
-    assemble.open_drafters = opened  # type: ignore[attr-defined]
+    assemble.read_wanted = lambda config: wanted  # type: ignore[assignment]
+    assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
         ModelConfig(model=str(model), load_format="dummy", max_model_len=2048, dtype="bfloat16"), config, on_step=_count
     )

@@ -23,7 +23,7 @@ from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
-from ridgeline.models.hub import resolve_model, shipped_model
+from ridgeline.models.hub import resolve_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
@@ -56,16 +56,15 @@ class Wanted:
         return (*[size for size in fine if size < self.most], self.most)
 
 
-def read_wanted(config: EngineConfig, folder: Path) -> Wanted:
-    """folder: of the served model. Raises ConfigError for an option that names nothing we have."""
+def read_wanted(config: EngineConfig) -> Wanted:
+    """Raises ConfigError for an option that names nothing we have."""
     text, most = config.speculate.strip(), config.draft_tokens
     if text.startswith("{"):
         text, most = _from_json(text, most)
     if text in ("", "off"):
         return Wanted()
-    if text == "auto":
-        beside = shipped_model().parent / "medusa"
-        text = f"reference+medusa:{beside}" if folder == shipped_model() else "reference"
+    if text == "auto":  # what gains most on the shipped model, and what needs nothing of any other
+        text = "reference"
     wanted = Wanted()
     for part in text.split("+"):
         name, _, rest = part.partition(":")

@@ -52,12 +52,16 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Batch:
-    """What is known of steps with about so many rows. took: by the number of nodes. node_s: seconds of one more node that the
-    host drafted, None before any. best: the size in use. wait: steps until the next look, of those in `patience`; look:
-    steps left of one at `tried`. rest: steps for which `best` stands."""
+    """What is known of steps with about so many rows.
+
+    took: by the number of nodes. node_s: seconds of one more node that the host drafted, None before any. asking: how much
+    longer steps are while the host drafts, as a share. best: the size in use. wait: steps until the next look, of those in
+    `patience`; look: steps left of one at `tried`. rest: steps for which `best` stands.
+    """
 
     took: dict[int, _Mean]
     node_s: float | None = None
+    asking: float = 0.0
     best: int = 0
     wait: int = _FIRST_WAIT
     patience: int = _FIRST_WAIT
@@ -168,11 +172,18 @@ class Pace:
 
     # --- what the host drafts ----------------------------------------------------------------------------------------
 
+    def asked(self, rows: int) -> float:
+        """How much longer steps with `rows` rows are while the host drafts, as a share of one without: what it must gain."""
+        return self._of(rows).asking
+
     def measure_host(self, rows: int, nodes: float, gained: float, seconds: float) -> float:
-        """A step verified `nodes` nodes per row that the host drafted. Returns the seconds saved."""
+        """A step for which the host was asked, and which verified `nodes` nodes per row of its. Returns the seconds saved."""
         batch = self._of(rows)
         plain = batch.took[0]
         if not plain.count:
+            return 0.0
+        batch.asking += _MEMORY * (min(seconds / max(plain.seconds, 1e-9), 2 * _SURPRISE) - 1 - batch.asking)
+        if not nodes:
             return 0.0
         added = max(0.0, min(seconds, _SURPRISE * plain.seconds) - plain.seconds) / max(nodes, 0.1)
         batch.node_s = added if batch.node_s is None else batch.node_s + 0.1 * (added - batch.node_s)

@@ -100,8 +100,10 @@ class Drafts:
 
     def waits(self, request: Request) -> bool:
         """A request whose text nobody could quote lately is asked again from time to time; in between it costs nothing."""
+        if self._host is None:
+            return False
         said = len(request.tokens) - request.prompt_len
-        return self._host is not None and (request.quoted > _QUOTED or said % _ROUND < _ASKED)
+        return said % _ROUND < _ASKED or request.quoted > max(_QUOTED, self._pace.asked(max(1, self._rows)))
 
     def propose(self, request: Request, most: int) -> Draft:
         if self._host is not None and self.waits(request):
@@ -178,8 +180,10 @@ class Drafts:
         ):
             return 0.0
         nodes, gained, seconds = len(plan.drafts) / rows, len(result.tokens) / rows, result.device_s + result.gap_s
-        if nodes and max(plan.drafts) >= 0:
-            return 0.0 if plan.ahead else self._pace.measure_host(rows, nodes, gained, seconds)
+        host = nodes > 0 and max(plan.drafts) >= 0
+        if host or any(request.guess is not None for request in step.requests):
+            # Steps that draft on the device as well would charge the host for it.
+            return 0.0 if plan.ahead or step.size else self._pace.measure_host(rows, nodes, gained, seconds)
         # A step that drafts otherwise than it verifies tells nothing of either size.
         return self._pace.measure(rows, step.size, gained, seconds) if plan.ahead == step.size else 0.0
 
