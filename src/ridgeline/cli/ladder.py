@@ -81,7 +81,7 @@ def run(given: Given) -> int:
     for one in formats:
         served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
     ladder = rungs(model, engine, formats, "graphs" if cuda else "compiled")
-    drafters = weigh(read_wanted(ladder[-1].engine, folder), spec, 1, 0).bytes
+    drafters = weigh(read_wanted(ladder[-1].engine), spec, 1, 0).bytes
     climbed: list[Climbed] = []
     with Stages(Console(stderr=True)) as stages:
         for rung in ladder:
