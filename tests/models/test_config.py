@@ -156,7 +156,7 @@ def test_yarn_stretches_the_context():
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {}}}, "Gemma 3 only"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config.*aqlm"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
         ({"sliding_window": 4096}, "sliding_window"),

@@ -106,7 +106,7 @@ def test_missing_and_unknown_tensors_are_named(tmp_path):
     save("llama-gqa", tmp_path)
 
     def change(tensors):
-        tensors["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(32)
+        tensors["model.layers.1.self_attn.k_proj.bias"] = torch.ones(32)
         del tensors["model.layers.0.mlp.up_proj.weight"]
 
     edit(tmp_path, change)
