@@ -27,8 +27,7 @@ class Shape:
 
     decode: each row has one query token and draws one. sampling: places in the step of the rows that draw, or None for
     all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token. deep: levels of
-    the deepest draft tree, 0 for chains. even: each row has `wide` query tokens and draws. chunked: a row has more query
-    tokens than its last known one and its drafts.
+    the deepest draft tree, 0 for chains. chunked: a row has more query tokens than its last known one and its drafts.
     """
 
     n_tokens: int
@@ -41,7 +40,6 @@ class Shape:
     plain: bool
     sampling: np.ndarray | None
     deep: int = 0
-    even: bool = False
     chunked: bool = False
 
 
@@ -228,7 +226,6 @@ class BatchBuilder:
             plain=not self._plan.masks and bool(residents.plain[drawing].all()),
             sampling=None if everyone else self._where,
             deep=self._read_tree(),
-            even=everyone and bool((self._n_draft == max_query - 1).all()),
             chunked=bool((self._n_query > self._n_draft + 1).any()),
         )
 

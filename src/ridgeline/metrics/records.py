@@ -65,15 +65,6 @@ class Totals:
     host_s: float = 0.0
     row_s: float = 0.0
 
-    def plus(self, step: StepRecord) -> Totals:
-        return Totals(
-            self.steps + step.steps,
-            self.device_s + step.device_s,
-            self.mixed_s + (step.device_s if step.prompt_tokens else 0.0),
-            self.host_s + step.host_s,
-            self.row_s + step.device_s * step.running,
-        )
-
     def since(self, before: Totals) -> Totals:
         return Totals(
             self.steps - before.steps,
