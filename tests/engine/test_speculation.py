@@ -79,3 +79,15 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
     assert 128 // 10 < host.asked < 128 // 3
+
+
+def test_what_the_device_drafted_is_verified_once() -> None:
+    """Even if the steps that follow draft nothing and tell nobody so."""
+    speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    bench = Bench(speculation=speculation, luck=1.0, parents=(-1, -1, 0))
+    bench.submit("one", [1, 2, 3], max_tokens=30)
+    bench.turn()
+    (request,) = bench.scheduler.running
+    assert request.offered == 3
+    assert len(speculation.propose(request, 8).tokens) == 3
+    assert speculation.propose(request, 8) == NOTHING

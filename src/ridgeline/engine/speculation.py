@@ -110,7 +110,8 @@ class Drafts:
             found = self._guess(self._host, request, most)
             if found.tokens:
                 return found
-        offered = min(most, request.offered)
+        # A draft is verified by the next step or never: afterwards other tokens stand in its places.
+        offered, request.offered = min(most, request.offered), 0
         # What the device drafted is not known here, so no grammar could be asked.
         if (
             not offered
