@@ -100,7 +100,10 @@ def test_what_users_of_vllm_write() -> None:
         ("recycling+medusa:x", {}, "second drafter on the device"),
         ('{"method": "eagle3", "model": "x"}', {}, "'eagle3' is none of"),
         ("{nonsense", {}, "cannot be read"),
-        ("lookahead", {"deterministic": True}, "chains of drafts, not trees"),
+        ('{"method": "ngram", "num_speculative_tokens": "5"}', {}, "'5', not a number"),
+        ('{"method": "ngram", "num_speculative_tokens": 64}', {}, "64, not a number"),
+        ("lookahead", {"deterministic": True}, "covers chains of drafts"),
+        ("auto", {"deterministic": True}, "covers chains of drafts"),
     ],
 )
 def test_refusals(speculate: str, options: dict[str, object], words: str) -> None:

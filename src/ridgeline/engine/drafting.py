@@ -29,7 +29,6 @@ from ridgeline.text.tokenizer import Tokenizer
 HOST = ("reference", "lookahead")
 MOST = {"reference": 8, "lookahead": 30, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
-CHAINS = ("reference", "draft")
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""
 LEAST_CHANCE = 0.35
@@ -80,9 +79,10 @@ def read_wanted(config: EngineConfig) -> Wanted:
                 f"{part!r} is unknown" if name not in MOST else f"{part!r} is a second drafter on the device"
             )
     names = (*wanted.host, *filter(None, [wanted.device]))
-    if config.deterministic and not set(names) <= set(CHAINS):
+    if config.deterministic and names != ("draft",):
         raise ConfigError(
-            "deterministic covers chains of drafts, not trees: use reference or draft.", param="speculate"
+            "deterministic covers chains of drafts, and all but draft:FOLDER draft trees: take that or none.",
+            param="speculate",
         )
     return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)))
 
@@ -96,12 +96,14 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
     method = given.get("method", "draft_model" if "model" in given else "")
     if method not in METHODS:
         raise _refusal(f"method {method!r} is none of {', '.join(METHODS)}")
-    name = METHODS[method]
+    name, count = METHODS[method], given.get("num_speculative_tokens")
+    if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
+        raise _refusal(f"num_speculative_tokens is {count!r}, not a number from 1 to {MAX_DRAFT}")
     if name in HOST:
-        return name, most or given.get("num_speculative_tokens")
+        return name, most or count
     if "model" not in given:
         raise _refusal(f"method {method!r} needs a model")
-    return f"{name}:{given['model']}", most or given.get("num_speculative_tokens")
+    return f"{name}:{given['model']}", most or count
 
 
 def _refusal(reason: str) -> ConfigError:
