@@ -35,23 +35,43 @@ from ridgeline.ops.step import StepInputs
 
 NODES = 4
 OUTPUT = 257
+PLACES = 2048
 
 
-def _mixed(rows: torch.Tensor, place: torch.Tensor, salt: int) -> torch.Tensor:
-    """A hash of row and place, int64 below 2^31."""
-    value = rows.long() * 1_000_003 + place.long() * 7919 + salt
+def _mixed(rows: int, places: int, salt: int) -> torch.Tensor:
+    """A hash of each row and place, int64 [rows, places] below 2^31."""
+    value = torch.arange(rows).unsqueeze(1) * 1_000_003 + torch.arange(places) * 7919 + salt
     for _ in range(2):
         value = (value ^ value >> 13) * 1_103_515_245 & 0x7FFFFFFF
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What rows say at each place, int32 [rows * places]; luck: the thousandths, int32, that a draft must stay below to be
+    right there. Looked up by one gather, so that saying what is dictated takes next to no time."""
+
+    said: torch.Tensor
+    luck: torch.Tensor
+    places: int
+
+    @classmethod
+    def write(cls, rows: int, places: int, vocab: int, device: torch.device) -> Script:
+        said, luck = _mixed(rows, places, 0) % vocab, _mixed(rows, places, 77) % 1000
+        return cls(said.int().flatten().to(device), luck.int().flatten().to(device), places)
+
+    def at(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Where to look, for rows and places int32 that broadcast."""
+        return torch.add(place, rows, alpha=self.places)
+
+
 class Controlled:
-    """See decoding.drafters.DeviceDrafter. share: the chance that a node is right; inner: what is paid for."""
+    """See decoding.drafters.DeviceDrafter. share: thousandths of nodes that are right; inner: what is paid for."""
 
     parents: tuple[int, ...] = ()
 
-    def __init__(self, inner: DeviceDrafter, share: torch.Tensor, vocab: int) -> None:
-        self._inner, self._share, self._vocab = inner, share, vocab
+    def __init__(self, inner: DeviceDrafter, share: torch.Tensor, script: Script) -> None:
+        self._inner, self._share, self._script = inner, share, script
         self.layers: tuple[LayerSpec, ...] = inner.layers
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
@@ -63,19 +83,19 @@ class Controlled:
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
         self._inner.draft(behind, count, unread, views)
         place = behind.known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=behind.rows.device)
-        rows = behind.rows.unsqueeze(1)
-        wrong = _mixed(rows, place, 77) % 1000 >= self._share
-        behind.write(place, ((_mixed(rows, place, 0) + wrong) % self._vocab).int())
+        at = self._script.at(behind.rows.unsqueeze(1), place)
+        # A token's low bit turned over is another token.
+        behind.write(place, self._script.said[at] ^ (self._script.luck[at] >= self._share))
 
 
 @contextmanager
-def dictated(vocab: int) -> Iterator[None]:
+def dictated(script: Script) -> Iterator[None]:
     """Draws are made as ever, and then replaced."""
     plain = device.DeviceStep._draw
 
     def draw(self: Any, batch: Any, wanted: Any, bound: int) -> Any:
         drawn, logprobs = plain(self, batch, wanted, bound)
-        return (_mixed(wanted.rows, wanted.place, 0) % vocab).int() + 0 * drawn, logprobs
+        return torch.index_select(script.said, 0, script.at(wanted.rows, wanted.place)), logprobs
 
     device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
     try:
@@ -120,9 +140,9 @@ def _count(stats: Any) -> None:
     _COUNTS["accepted"] += stats.accepted
 
 
-def start(model: Path, draft: Path | None, config: EngineConfig) -> Engine:
+def start(model: Path, draft: Path | None, config: EngineConfig, script: Script) -> Engine:
     """An engine on random weights; draft: a draft model whose time is paid, None for a free drafter."""
-    share = torch.zeros((), dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    share = torch.zeros((), dtype=torch.int32, device=script.said.device)
     wanted = drafting.Wanted(device="draft" if draft else "recycling", folder=draft, most=NODES)
 
     def opened(
@@ -131,12 +151,12 @@ def start(model: Path, draft: Path | None, config: EngineConfig) -> Engine:
         inner: DeviceDrafter = NoDrafter()
         if draft is not None:
             inner, _ = drafting._open_device(asked, target, dummy)
-        return None, Controlled(inner, share, target.spec.vocab_size)
+        return None, Controlled(inner, share, script)
 
     assemble.read_wanted = lambda config: wanted  # type: ignore[assignment]
     assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
-        ModelConfig(model=str(model), load_format="dummy", max_model_len=2048, dtype="bfloat16"), config, on_step=_count
+        ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"), config, on_step=_count
     )
     return Engine(local, share, draft is not None, local.engine.setup.vocab_size)
 
@@ -162,8 +182,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, draft in (("free", None), (f"{args.draft.name} shape", args.draft)):
         vocab = read_model(args.model)[0].vocab_size
-        with dictated(vocab):  # from the start on, because graphs record what is drawn
-            engine = start(args.model, draft, config)
+        script = Script.write(config.max_num_seqs + 1, PLACES + 64, vocab, torch.device("cuda" if cuda else "cpu"))
+        with dictated(script):  # from the start on, because graphs record what is drawn
+            engine = start(args.model, draft, config, script)
             for batch in batches:
                 rows += measured(engine, name, batch, args)
                 write_rows(args.out, [one | common for one in rows])

@@ -58,7 +58,7 @@ class DeviceDrafter(Protocol):
         """Query tokens int32 [T] of a step that holds a part of a prompt."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
-        """The target's logits float32 [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
+        """The target's logits [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
         tokens at the places before."""
 
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:

@@ -26,7 +26,8 @@ class Ranked:
 
 
 def rank(logits: torch.Tensor, token: torch.Tensor, top: int) -> Ranked:
-    """logits float32 [N, V], token int32 [N] (negative: scored as token 0; the caller drops it) -> Ranked."""
+    """logits [N, V] of any float type, token int32 [N] (negative: scored as token 0; the caller drops it) -> Ranked."""
+    logits = logits.float()
     total = log_sum_exp(logits)
     own = logits.gather(1, token.clamp(min=0).long().unsqueeze(1))
     place = (logits > own).sum(dim=-1, keepdim=True) + 1

@@ -5,7 +5,7 @@ that the same code runs eagerly, on a CPU, and inside a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """N logit rows that draw: their logits, device rows, those rows' columns, and where each drawn token will stand."""
+    """N logit rows that draw: their logits (as the head gives them), device rows, those rows' columns, and where each drawn token will stand."""
 
     logits: torch.Tensor
     rows: torch.Tensor
@@ -175,7 +175,7 @@ class DeviceStep:
         logits, wishes = wanted.logits, batch.wishes
         asked = None if wishes.logprobs is None else logits.index_select(0, wishes.logprobs)
         if not batch.shape.plain:
-            logits = self._process(wanted, wishes, bound + batch.shape.wide)
+            logits = self._process(replace(wanted, logits=logits.float()), wishes, bound + batch.shape.wide)
         if batch.shape.greedy:
             drawn = greedy(logits)
         else:
@@ -186,7 +186,7 @@ class DeviceStep:
         return drawn, rank(asked, drawn.index_select(0, wishes.logprobs), max(wishes.tops))
 
     def _process(self, wanted: _Logits, wishes: Wishes, longest: int) -> torch.Tensor:
-        """Penalties, biases, end tokens that come too early, masks, filters. Who did not ask stays as it is."""
+        """Penalties, biases, end tokens that come too early, masks, filters, of float32. Who did not ask stays as it is."""
         logits = wanted.logits
         if wishes.penalized is not None:
             part = wanted.pick(wishes.penalized)

@@ -77,11 +77,11 @@ class Decoder:
         return self._build.ops.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [L, d_model] -> float32 [L, vocab], soft-capped where the model says so (Gemma 2); see also narrow."""
+        """hidden [L, d_model] -> [L, vocab] as the head gives them, or float32 and soft-capped where the model says so
+        (Gemma 2); see also narrow."""
         assert self.head is not None
-        out = self.head.apply(hidden).float()
-        cap = self.spec.final_softcap
-        return out if cap is None else torch.tanh(out / cap) * cap
+        out, cap = self.head.apply(hidden), self.spec.final_softcap
+        return out if cap is None else torch.tanh(out.float() / cap) * cap
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every weight it holds, a tied head once; rotary tables are not weights."""

@@ -192,6 +192,7 @@ class NativeOps:
         purpose: Purpose = Purpose.TOKEN,
     ) -> torch.Tensor:
         """See ops.sample.sample."""
+        logits = logits.float()
         if logits.stride(1) != 1 or key.stride(1) != 1:
             logits, key = logits.contiguous(), key.contiguous()
         rows, vocab = logits.shape

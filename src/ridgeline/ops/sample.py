@@ -17,10 +17,10 @@ _IN_CACHE = 1 << 16
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """logits [N, V] -> the largest one's index, int32 [N]."""
+    """logits [N, V] of any float type -> the largest one's index, int32 [N]."""
     if logits.device.type == "cpu":
         # The same answer, twenty times sooner than torch gives it.
-        return torch.from_numpy(logits.numpy().argmax(axis=1).astype(np.int32))
+        return torch.from_numpy(logits.float().numpy().argmax(axis=1).astype(np.int32))
     return logits.argmax(dim=-1).int()
 
 
@@ -31,7 +31,7 @@ def sample(
     position: torch.Tensor,
     purpose: Purpose = Purpose.TOKEN,
 ) -> torch.Tensor:
-    """logits float32 [N, V], -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
+    """logits [N, V] of any float type, -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
     (noise.row_key); position int32 [N], place in the request of the token to be drawn -> tokens int32 [N]."""
     keys = draw_key(key, position, purpose)
     cold = temperature.neg().unsqueeze(1)
@@ -42,5 +42,5 @@ def sample(
     for at in range(0, n_rows, piece):
         part = slice(at, at + piece)
         noise = exponential(keys[part], tokens).log_()
-        drawn.append(greedy(torch.addcmul(logits[part], cold[part], noise, out=noise)))
+        drawn.append(greedy(torch.addcmul(logits[part].float(), cold[part], noise, out=noise)))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
