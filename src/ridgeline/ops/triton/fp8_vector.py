@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.table import Fp8Matrix, Normed, Plain
 from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.gemv import put, rows_of
+from ridgeline.ops.triton.gemv import put, rows_of, stream_of
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.quantize import scale_of
 from ridgeline.ops.triton.shapes import ResidentTile
@@ -161,7 +161,9 @@ def _kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((WORDS,), tl.float32)
     x1, x2, x3, scale = x0, x0, x0, 0.0
-    for group in tl.range(first, groups, tl.num_programs(0), num_stages=STAGES):
+    held = tl.zeros((ROWS,), tl.float32)
+    step = tl.num_programs(0)
+    for group in tl.range(first, groups, step, num_stages=STAGES):
         w = _words(w_ptr, group, at, n, words, KIND, EVEN, ROWS)
         w_scale = tl.load(w_scale_ptr + tl.minimum(rows_of(group, n, KIND, ROWS), n - 1))
         if group == first:
@@ -169,8 +171,11 @@ def _kernel(
             if PDL:
                 gdc_wait()
             x0, x1, x2, x3, scale = _quantized(x_ptr, gain, at, words, k, eps, NORM, OFFSET, EVEN, dtype)
+            held = stream_of(out_ptr, group, n, ADD, ROWS)
+        ahead = stream_of(out_ptr, group + step, n, ADD, ROWS)
         part = _dot(w, x0, x1, x2, x3, PACKED)
-        put(out_ptr, bias_ptr, tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, ADD, KIND, ROWS)
+        put(out_ptr, bias_ptr, held + tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, KIND, ROWS)
+        held = ahead
 
 
 @cache

@@ -179,21 +179,26 @@ def _token(x_ptr, gain, at, k, eps, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def put(
-    out_ptr,
-    bias_ptr,
-    value,
-    group,
-    n,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One token's outputs from its products [ROWS] with a group of rows."""
+def stream_of(out_ptr, group, n, ADD: tl.constexpr, ROWS: tl.constexpr):
+    """What the stream holds where a group's outputs go, float32 [ROWS]; nothing unless they join it.
+
+    A pipelined loop fetches its loads some turns ahead, and so before the wait for whoever writes the stream. It leaves
+    those alone that stand in a branch, hence one that is always taken.
+    """
+    held = tl.zeros((ROWS,), tl.float32)
+    if ADD:  # noqa: SIM102 (the one is decided when compiling)
+        if n > 0:
+            row = group * ROWS + tl.arange(0, ROWS)
+            held = tl.load(out_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    return held
+
+
+@triton.jit
+def put(out_ptr, bias_ptr, value, group, n, BIAS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr):
+    """One token's outputs from its products [ROWS] with a group of rows, and what they join."""
     row = rows_of(group, n, KIND, ROWS)
     if KIND == 0:
-        _store(out_ptr, bias_ptr, value, row, n, BIAS, ADD)
+        _store(out_ptr, bias_ptr, value, row, n, BIAS, False)
     else:
         if BIAS:
             value += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
@@ -243,18 +248,27 @@ def resident_kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((BLOCK,), tl.float32)
     x1 = x0
+    held0 = tl.zeros((ROWS,), tl.float32)
+    held1 = held0
     size = n if KIND == 0 else n // 2
-    for group in tl.range(first, groups, tl.num_programs(0), num_stages=STAGES):
+    step = tl.num_programs(0)
+    for group in tl.range(first, groups, step, num_stages=STAGES):
         wide = _group(w_ptr, group, at, n, k, KIND, EVEN, ROWS).to(tl.float32)
         if group == first:
             if PDL:
                 gdc_wait()
             x0 = _token(x_ptr, gain, at, k, eps, NORM, EVEN)
+            held0 = stream_of(out_ptr, group, n, ADD, ROWS)
             if TOKENS > 1:
                 x1 = _token(x_ptr + x_stride, gain, at, k, eps, NORM, EVEN)
-        put(out_ptr, bias_ptr, tl.sum(_part(wide, x0, ROWS, BLOCK), 1), group, n, BIAS, ADD, KIND, ROWS)
+                held1 = stream_of(out_ptr + size, group, n, ADD, ROWS)
+        next0 = stream_of(out_ptr, group + step, n, ADD, ROWS)
+        put(out_ptr, bias_ptr, held0 + tl.sum(_part(wide, x0, ROWS, BLOCK), 1), group, n, BIAS, KIND, ROWS)
+        held0 = next0
         if TOKENS > 1:
-            put(out_ptr + size, bias_ptr, tl.sum(_part(wide, x1, ROWS, BLOCK), 1), group, n, BIAS, ADD, KIND, ROWS)
+            next1 = stream_of(out_ptr + size, group + step, n, ADD, ROWS)
+            put(out_ptr + size, bias_ptr, held1 + tl.sum(_part(wide, x1, ROWS, BLOCK), 1), group, n, BIAS, KIND, ROWS)
+            held1 = next1
 
 
 def resident_product(

@@ -1,0 +1,82 @@
+"""What a kernel reads before it waits for the kernel before it (programmatic dependent launch): weights, and nothing that a
+step writes. Read off the compiler's code for a Hopper GPU, since a race seldom shows; no GPU is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ridgeline.ops.triton import fp8_vector, gemv
+from ridgeline.ops.triton.activation import KINDS
+
+READS = re.compile(r"(?:tt\.load|async_copy_global_to_local).*?!tt\.ptr<(\w+)>")
+
+
+def before_the_wait(
+    kernel: JITFunction, types: Mapping[str, str], constants: Mapping[str, object], warps: int
+) -> set[str]:
+    """Types of what is read through pointers before the first wait."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    apart = [["tt.divisibility", 16]]
+    aligned = {
+        (place,): apart for place, name in enumerate(kernel.arg_names) if name not in constants and name != "eps"
+    }
+    source = ASTSource(kernel, signature, dict(constants), aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+    before, wait, _ = made.asm["ttgir"].partition("griddepcontrol.wait")
+    assert wait
+    return set(READS.findall(before))
+
+
+def check_resident(k: int, rows: int, warps: int, stages: int, tokens: int, add: bool) -> None:
+    """x is float16, the stream and what comes out float32, so that only what is bfloat16 may be read early."""
+    block = triton.next_power_of_2(k)
+    types = {
+        "x_ptr": "*fp16",
+        "gain_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "bias_ptr": "*bf16",
+        "out_ptr": "*fp32",
+        "eps": "fp32",
+    }
+    constants = {"TOKENS": tokens, "BIAS": False, "ADD": add, "NORM": not add, "OFFSET": False, "PDL": True}
+    constants |= {"KIND": KINDS[None], "EVEN": k == block, "STAGES": stages, "ROWS": rows, "BLOCK": block}
+    assert before_the_wait(gemv.resident_kernel, types, constants, warps) == {"bf16"}
+
+
+def check_fp8(k: int, rows: int, warps: int, stages: int) -> None:
+    """Weights are int32 words with float32 scales; x comes in 64-bit words, the stream is bfloat16."""
+    words = triton.next_power_of_2(k // 4)
+    types = {"x_ptr": "*i64", "gain_ptr": "*i64", "w_ptr": "*i32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16"}
+    types |= {"out_ptr": "*bf16", "eps": "fp32"}
+    constants = {"BIAS": False, "ADD": True, "NORM": False, "OFFSET": False, "KIND": KINDS[None], "PDL": True}
+    constants |= {"EVEN": k // 4 == words, "PACKED": True, "STAGES": stages, "ROWS": rows, "WORDS": words}
+    assert before_the_wait(fp8_vector._kernel, types, constants, warps) <= {"i32", "f32"}
+
+
+RESIDENT = [(8192, 2, 16, 3, 1, True), (4096, 4, 8, 5, 1, True), (2048, 4, 4, 3, 2, True), (4096, 2, 8, 4, 1, False)]
+FP8 = [(4096, 4, 8, 4), (14336, 2, 8, 3)]
+
+
+@pytest.mark.parametrize("call", [f"check_resident{a}" for a in RESIDENT] + [f"check_fp8{a}" for a in FP8])
+def test_only_weights_are_read_before_the_wait(call: str) -> None:
+    """In a process of its own: Triton's interpreter, once used, stays in the way."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import test_waits; test_waits.{call}"],
+        cwd=Path(__file__).parent,
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
