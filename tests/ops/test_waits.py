@@ -28,9 +28,8 @@ def before_the_wait(
     """Types of what is read through pointers before the first wait."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     apart = [["tt.divisibility", 16]]
-    aligned = {
-        (place,): apart for place, name in enumerate(kernel.arg_names) if name not in constants and name != "eps"
-    }
+    told = [one.name for one in kernel.params if not (one.is_constexpr or one.do_not_specialize_on_alignment)]
+    aligned = {(kernel.arg_names.index(name),): apart for name in told if name != "eps"}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
     before, wait, _ = made.asm["ttgir"].partition("griddepcontrol.wait")

@@ -122,7 +122,7 @@ def _quantized(
     return _rounded(x0, factor), _rounded(x1, factor), _rounded(x2, factor), _rounded(x3, factor), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["n"])
 def _kernel(
     x_ptr,
     gain_ptr,
@@ -161,7 +161,7 @@ def _kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((WORDS,), tl.float32)
     x1, x2, x3, scale = x0, x0, x0, 0.0
-    held = tl.zeros((ROWS,), tl.float32)
+    held = tl.zeros((ROWS,), dtype)
     step = tl.num_programs(0)
     for group in tl.range(first, groups, step, num_stages=STAGES):
         w = _words(w_ptr, group, at, n, words, KIND, EVEN, ROWS)
@@ -174,7 +174,7 @@ def _kernel(
             held = stream_of(out_ptr, group, n, ADD, ROWS)
         ahead = stream_of(out_ptr, group + step, n, ADD, ROWS)
         part = _dot(w, x0, x1, x2, x3, PACKED)
-        put(out_ptr, bias_ptr, held + tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, KIND, ROWS)
+        put(out_ptr, bias_ptr, held.to(tl.float32) + tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, KIND, ROWS)
         held = ahead
 
 

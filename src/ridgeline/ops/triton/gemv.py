@@ -180,16 +180,16 @@ def _token(x_ptr, gain, at, k, eps, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def stream_of(out_ptr, group, n, ADD: tl.constexpr, ROWS: tl.constexpr):
-    """What the stream holds where a group's outputs go, float32 [ROWS]; nothing unless they join it.
+    """What the stream holds where a group's outputs go, [ROWS] in its dtype, so that nothing waits for it until it is added;
+    zeros unless they join it.
 
-    A pipelined loop fetches its loads some turns ahead, and so before the wait for whoever writes the stream. It leaves
-    those alone that stand in a branch, hence one that is always taken.
+    A pipelined loop fetches loads of four bytes and more some turns ahead, and so before the wait for whoever writes the
+    stream. These must stay single numbers: the kernel is not told of what n is a multiple, so any of them could be masked.
     """
-    held = tl.zeros((ROWS,), tl.float32)
-    if ADD:  # noqa: SIM102 (the one is decided when compiling)
-        if n > 0:
-            row = group * ROWS + tl.arange(0, ROWS)
-            held = tl.load(out_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    held = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
+    if ADD:
+        row = group * ROWS + tl.arange(0, ROWS)
+        held = tl.load(out_ptr + row, mask=row < n, other=0.0)
     return held
 
 
@@ -207,7 +207,7 @@ def put(out_ptr, bias_ptr, value, group, n, BIAS: tl.constexpr, KIND: tl.constex
         tl.store(out_ptr + feature, gated(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=feature < n // 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["n"])
 def resident_kernel(
     x_ptr,
     gain_ptr,
@@ -248,7 +248,7 @@ def resident_kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((BLOCK,), tl.float32)
     x1 = x0
-    held0 = tl.zeros((ROWS,), tl.float32)
+    held0 = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
     held1 = held0
     size = n if KIND == 0 else n // 2
     step = tl.num_programs(0)
@@ -263,11 +263,13 @@ def resident_kernel(
                 x1 = _token(x_ptr + x_stride, gain, at, k, eps, NORM, EVEN)
                 held1 = stream_of(out_ptr + size, group, n, ADD, ROWS)
         next0 = stream_of(out_ptr, group + step, n, ADD, ROWS)
-        put(out_ptr, bias_ptr, held0 + tl.sum(_part(wide, x0, ROWS, BLOCK), 1), group, n, BIAS, KIND, ROWS)
+        value = held0.to(tl.float32) + tl.sum(_part(wide, x0, ROWS, BLOCK), 1)
+        put(out_ptr, bias_ptr, value, group, n, BIAS, KIND, ROWS)
         held0 = next0
         if TOKENS > 1:
             next1 = stream_of(out_ptr + size, group + step, n, ADD, ROWS)
-            put(out_ptr + size, bias_ptr, held1 + tl.sum(_part(wide, x1, ROWS, BLOCK), 1), group, n, BIAS, KIND, ROWS)
+            value = held1.to(tl.float32) + tl.sum(_part(wide, x1, ROWS, BLOCK), 1)
+            put(out_ptr + size, bias_ptr, value, group, n, BIAS, KIND, ROWS)
             held1 = next1
 
 
