@@ -44,6 +44,8 @@ from ridgeline.bench.traces import read_trace
 from ridgeline.core.errors import RidgelineError
 from ridgeline.models.hub import shipped_model
 
+LATE = {"late_compiles": "late_compiles_total", "late_captures": "late_captures_total", "late_s": "late_seconds_total"}
+"""Names in the result -> series of /metrics."""
 WORDS = ("id", "summary", "verdict", "blame", "reasons")
 """What is kept of a why."""
 
@@ -86,6 +88,10 @@ def tell(run: Run) -> None:
     )
 
 
+def rate_of(run: Run) -> float:
+    return float(run.facts["rate"])
+
+
 def shown(found: Found) -> Run:
     """The run that the first row tells of: the best one, or that of the lowest rate."""
     return found.best or min(found.runs, key=lambda run: float(run.facts["rate"]))
@@ -94,13 +100,14 @@ def shown(found: Found) -> Run:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one server showed. alone: see `equivalence`, of requests one at a time; loaded: of the shown run. device: as
-    the server names it."""
+    the server names it. late: see `late_work`, by rate and "before" them."""
 
     found: Found
     whys: list[dict[str, Any]]
     alone: dict[str, float]
     loaded: dict[str, float]
     device: str
+    late: dict[str, dict[str, float]]
 
 
 def found_among(runs: list[Run], attain: float, why: str) -> Found:
@@ -128,6 +135,22 @@ def equivalence(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         "ms_per_input_token": round(prompt, 5),
         "input_tokens_per_output_token": round(output / prompt, 1),
     }
+
+
+def late_work(metrics: str) -> dict[str, float]:
+    """What the server has compiled and captured since Ready while requests waited, and the seconds that took, by its
+    /metrics."""
+    found = {}
+    for name, what in LATE.items():
+        values = [
+            float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(f"ridgeline:{what}{{")
+        ]
+        found[name] = round(sum(values), 3)
+    return found
+
+
+def gained(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(after[name] - before.get(name, 0.0), 3) for name in after}
 
 
 async def ledger(session: Session, run: Run) -> list[dict[str, Any]]:
@@ -195,16 +218,23 @@ async def seek(arguments: argparse.Namespace, url: str) -> Outcome:
         alone = equivalence(await ledger(session, single))
         print(f"alone: {alone}", flush=True)
         ledgers: dict[float, dict[str, float]] = {}
+        state = await fetch(session.client, "/metrics")
+        seen = late_work(state.text.decode())
+        late = {"before": seen}
 
         async def at(rate: float) -> Run:
+            nonlocal seen
             run = await session.measure(replace(asked.load, rate=rate))
             ledgers[rate] = equivalence(await ledger(session, run))
+            now = late_work((await fetch(session.client, "/metrics")).text.decode())
+            late[f"{rate:.4g}"], seen = gained(now, seen), now
             return run
 
         runs: list[Run] = []
 
         def told(run: Run) -> None:
             tell(run)
+            print(f"  late in it: {late[f'{rate_of(run):.4g}']}", flush=True)
             runs.append(run)
 
         try:
@@ -213,7 +243,7 @@ async def seek(arguments: argparse.Namespace, url: str) -> Outcome:
         except TimeoutError:
             found = found_among(runs, arguments.attain, f"after {arguments.patience:g} s")
         best = shown(found)
-        return Outcome(found, await session.whys(best), alone, ledgers[float(best.facts["rate"])], device)
+        return Outcome(found, await session.whys(best), alone, ledgers[rate_of(best)], device, late)
 
 
 def main() -> None:
@@ -241,7 +271,13 @@ def main() -> None:
     about = {"device": outcome.device, "attain": arguments.attain, **provenance(machine, arguments.commit)}
     about["command"] = str(about["command"]).replace(arguments.trace, Path(arguments.trace).name)
     table = rows(arguments, outcome, about)
-    print(json.dumps(table[0]), json.dumps(table[2]), *(why["summary"] for why in outcome.whys), sep="\n")
+    print(
+        json.dumps(table[0]),
+        json.dumps(table[2]),
+        json.dumps(table[3]),
+        *(why["summary"] for why in outcome.whys),
+        sep="\n",
+    )
     if arguments.out:
         write_rows(arguments.out, table)
 
@@ -256,6 +292,7 @@ def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, An
         {
             "row": name,
             **figures(best),
+            **outcome.late[f"{rate_of(best):.4g}"],
             "met": found.best is not None,
             "bounded": found.bounded,
             "stopped": found.stopped,
@@ -269,8 +306,12 @@ def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, An
             "slowest": [short(why) for why in outcome.whys],
             **about,
         },
+        {"row": f"{name}-late", "late": outcome.late, **about},
         {"row": f"{name}-equivalence", "alone": outcome.alone, "loaded": outcome.loaded, **about},
-        *({"row": f"{name}-rate-{run.facts['rate']:.4g}", **figures(run), **about} for run in found.runs),
+        *(
+            {"row": f"{name}-rate-{rate_of(run):.4g}", **figures(run), **outcome.late[f"{rate_of(run):.4g}"], **about}
+            for run in found.runs
+        ),
     ]
 
 

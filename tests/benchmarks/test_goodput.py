@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from goodput import equivalence, folder_of, found_among
+from goodput import equivalence, folder_of, found_among, gained, late_work
 
 from ridgeline.core.errors import RidgelineError
+from ridgeline.core.events import LateWork
+from ridgeline.metrics import Metrics
 from ridgeline.text.tokenizer import Tokenizer
 
 from ..bench.rows import make_run, row
+from ..metrics.test_live import step
 
 
 def ended(tpot_s: float | None, prompt: int, cached: int, prefill_s: float) -> dict[str, Any]:
@@ -26,6 +29,16 @@ def test_an_output_token_is_weighed_against_prompt_tokens_that_were_computed() -
     assert found == {
         "requests": 3, "ms_per_output_token": 5.0, "ms_per_input_token": 0.05, "input_tokens_per_output_token": 100.0,
     }  # fmt: skip
+
+
+def test_late_work_is_read_from_what_the_server_exports() -> None:
+    metrics = Metrics("m")
+    before = late_work(metrics.render().decode())
+    assert before == {"late_compiles": 0.0, "late_captures": 0.0, "late_s": 0.0}
+    for late in ([LateWork("compile", "a", 0.5)], [LateWork("compile", "b", 0.25), LateWork("capture", "c", 1.0)]):
+        metrics.on_step(step(late=late))
+    after = late_work(metrics.render().decode())
+    assert gained(after, before) == {"late_compiles": 2.0, "late_captures": 1.0, "late_s": 1.75}
 
 
 def test_every_token_of_a_shape_has_text(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.batch import Room, Shape
-from ridgeline.engine.graphs import Graphs, buckets, rehearse
+from ridgeline.engine.graphs import Graphs, buckets
 from ridgeline.engine.packet import Packet
+from ridgeline.engine.rehearsal import rehearse_all
 from ridgeline.engine.runner import Runner
 from ridgeline.ops.rows import Int
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
@@ -332,8 +333,8 @@ def test_which_steps_have_a_graph() -> None:
 def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
     before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
     with torch.inference_mode():
-        for tokens in (64, 3, 1):
-            rehearse(runner._step, tokens, 20)
+        for rows, tokens in ((6, 64), (3, 40), (1, 3)):
+            rehearse_all(runner._step, rows, tokens, 20, None, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 

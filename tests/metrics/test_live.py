@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
-from ridgeline.metrics import Arrival, Ceilings, Live, RequestRecord, Spent, Totals
+from ridgeline.metrics import Arrival, Ceilings, Live, Metrics, RequestRecord, Spent, Totals
 from ridgeline.metrics.history import FEWEST_REQUESTS, History, Minute
 from ridgeline.metrics.why import Typical, blame, why
 from ridgeline.metrics.window import GROWTH, Sums, Window
@@ -156,6 +157,40 @@ def test_why_names_what_happened() -> None:
     assert "7 waited" in queue and "97% full" in queue and "usually 10 ms" in queue
     assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill
     assert told["numbers"]["arrival"]["running"] == 16
+
+
+def test_why_names_what_start_up_should_have_done() -> None:
+    late = (LateWork("compile", "split_kernel", 0.7), LateWork("capture", "mixed graph", 0.3))
+    told = why(replace(GOOD, late=late), SLO, Typical(0.05, 0.1, 0.1))
+    named = [reason for reason in told["reasons"] if "compile of split_kernel, capture of mixed graph" in reason]
+    assert len(named) == 1 and named[0].startswith("1.00 s in which no step could begin")
+    assert told["numbers"]["late"][0] == {"kind": "compile", "name": "split_kernel", "seconds": 0.7}
+
+
+def test_late_work_is_counted_and_belongs_to_those_who_were_there() -> None:
+    metrics = Metrics("m", clock=Clock())
+    metrics.on_step(STEP)
+    metrics.on_step(step(late=[LateWork("compile", "a", 0.5), LateWork("compile", "b", 0.25)]))
+    metrics.on_step(step(late=[LateWork("capture", "decode graph", 2.0)]))
+    text = metrics.render().decode()
+    for line in (
+        "late_compiles_total{%s} 2",
+        "late_captures_total{%s} 1",
+        'late_seconds_total{%s,kind="compile"} 0.75',
+    ):
+        assert "ridgeline:" + line % 'engine="0",model_name="m"' in text
+    assert 'ridgeline:estimated_flops_per_gpu_total{engine="0",model_name="m"} 12000000000' in text
+    assert [one.name for one in metrics.live.late] == ["a", "b", "decode graph"]
+
+
+def test_a_request_is_judged_by_its_own_limits_before_the_servers() -> None:
+    clock = Clock()
+    live = Live(SLO, clock)
+    live.on_request(replace(GOOD, declared=Slo(ttft_s=0.1)))
+    live.on_request(replace(GOOD, ttft_s=0.3, declared=Slo(ttft_s=0.4)))
+    clock.now += 1.0
+    assert live.figures()["slo_attainment"] == 0.5
+    assert live.why(live.rows()[1])["verdict"].startswith("ttft 150 ms > 100 ms")
 
 
 def test_what_an_output_token_costs_in_prompt_tokens() -> None:

@@ -44,6 +44,15 @@ class News:
         yield from self.updates
 
 
+@dataclass(frozen=True, slots=True)
+class LateWork:
+    """Something done after Ready that start-up should have done. kind: "compile" (of a kernel) or "capture" (of a graph)."""
+
+    kind: str
+    name: str
+    seconds: float
+
+
 @dataclass(slots=True)
 class StepCounts:
     """Counts since the last record, in tokens, requests and blocks."""

@@ -109,6 +109,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         | {"ops": ops.name, "startup_s": stages.seconds, "ceilings": ceilings, "options": asdict(config)},
         grammars=grammars,
         account=account,
+        late=runner.late,
     )
     log.debug("ready: %s", setup.facts)
     return Engine(loop, setup)

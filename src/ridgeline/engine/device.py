@@ -4,7 +4,8 @@ that the same code runs eagerly, on a CPU, and inside a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,18 @@ class DeviceStep:
         layers = tuple(zip(store.kv, store.groups, facts, strict=True))
         self._layers, self._guests = layers[: len(spec.layers)], layers[len(spec.layers) :]
         self.longest = rows.tables.shape[2] * rows.page_tokens
+
+    def of_each_kind(self) -> DeviceStep:
+        """The same step through one layer of each kind: it launches the same kernels and computes nothing of worth."""
+        first: dict[Hashable, int] = {}
+        for index, (kind, (kv, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
+            # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
+            form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
+            first.setdefault((kind, form), index)
+        made = copy(self)
+        made.decoder = self.decoder.only(tuple(first.values()))
+        made._layers = tuple(self._layers[index] for index in first.values())
+        return made
 
     # --- forward ----------------------------------------------------------------------------------------------------
 

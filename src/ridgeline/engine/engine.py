@@ -12,6 +12,7 @@ from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import News, Update
 from ridgeline.core.sampling import MAX_STOP_IDS, Grammar
 from ridgeline.engine.account import Account, Accounted, NoAccount
+from ridgeline.engine.late import Late
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Constraint, Request
 from ridgeline.kv.prefix import chain_root
@@ -43,6 +44,7 @@ class Setup:
     facts: dict[str, Any]
     grammars: Grammars | None = None
     account: Account = field(default_factory=NoAccount)
+    late: Late = field(default_factory=Late)
 
 
 class Engine:
@@ -233,6 +235,7 @@ class Engine:
             drafts=counts.drafts,
             accepted_at=counts.accepted_at,
             saved_s=counts.saved_s,
+            late=self.setup.late.take(),
         )
 
 

@@ -262,22 +262,3 @@ class Graphs:
             step.draft(torch.zeros_like(rows), hidden, ahead, (), False)
             self._draft[size, ahead] = self._record(lambda: step.draft(rows, hidden, ahead, (), False))
         return self._draft[size, ahead]
-
-
-def rehearse(step: DeviceStep, tokens: int, max_len: int) -> None:
-    """Run an eager mixed step of `tokens` query tokens on the scratch row, so that serving one finds its kernels and its
-    memory. It has chunks of up to `max_len` tokens, and one row with a single token."""
-    counts = [1, *[max_len] * ((tokens - 1) // max_len)]
-    counts += [tokens - sum(counts)] * (tokens > sum(counts))
-    n_query = torch.tensor(counts, dtype=torch.int32)
-    room = Room(len(counts), len(counts), tokens)
-    shape = Shape(tokens, len(counts), len(counts), max(counts), 1, False, False, True, None, chunked=True)
-    packed = torch.zeros(packed_size(room), dtype=torch.int32)
-    ragged = unpack(packed, shape, room).ragged
-    assert ragged is not None
-    ragged.n_query.copy_(n_query)
-    ragged.q_start[1:].copy_(n_query.cumsum(0))
-    ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
-    ragged.place.copy_(torch.arange(tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
-    batch = unpack(packed.to(step.rows.ints.device), shape, room)
-    step.forward(batch, step.longest)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -18,8 +20,10 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room
 from ridgeline.engine.device import DeviceStep, Outcome
-from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress, rehearse
+from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
+from ridgeline.engine.late import Late
 from ridgeline.engine.packet import Packet
+from ridgeline.engine.rehearsal import chunked, rehearse, rehearse_all, rehearse_pinned
 from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.rows import Rows
@@ -56,8 +60,20 @@ def build_runner(
     not be addressed."""
     with torch.inference_mode():
         runner = Runner(model, layout, sizes, drafter)
-        runner.prepare(progress or (lambda stage, done, total: None))
+        runner.prepare(progress or _silent)
     return runner
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody is told."""
+
+
+class _Uncaptured:
+    """Work that was not captured."""
+
+    def __init__(self, work: Callable[[], object]) -> None: ...
+
+    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +100,13 @@ class Runner:
             )
         self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device, sizes.order)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
+        self.late = Late()
+        """What is compiled and captured from now on, once prepared."""
         self._graphs: Graphs | None = None
         if sizes.graphs and self.device.type == "cuda":
-            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, CudaRecorder(), sizes.drafts)
+            self._graphs = Graphs(
+                self._step, sizes.rows, sizes.step_tokens, self.late.recorder(CudaRecorder()), sizes.drafts
+            )
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
@@ -99,17 +119,36 @@ class Runner:
         comes first: the memory that it leaves behind serves all others."""
         if self.device.type != "cuda":
             return
-        # Libraries choose other kernels for other sizes, and load each when it is first asked for.
-        most = self._sizes.step_tokens
-        sizes = [half << bits for bits in range(most.bit_length() - 1, 4, -1) for half in (3, 2)]
-        steps = [most, *(size for size in sizes if size < most)]
         with torch.inference_mode():
-            for number, tokens in enumerate(steps, 1):
-                rehearse(self._step, tokens, self._sizes.max_len)
-                progress("kernels", number, len(steps))
+            if find_spec("triton") is None:
+                self._rehearse(progress)
+            else:
+                # Only here: Triton is an extra that a machine without a GPU need not have.
+                from ridgeline.ops.triton.ahead import with_kernels
+
+                with_kernels(lambda: self._rehearse(progress), self._rehearse_dry, progress)
             if self._graphs is not None:
                 self._graphs.capture(progress)
+            rehearse_pinned()
         torch.cuda.synchronize(self.device)
+        self.late.watch()
+
+    def _rehearse(self, progress: Progress) -> None:
+        """Run steps of all kinds that no graph will serve, those with the most tokens first; only the largest through all
+        layers, as the others need neither more memory nor other kernels."""
+        sizes = self._sizes
+        longest = min(sizes.max_len, sizes.step_tokens)
+        rehearse(self._step, chunked(sizes.step_tokens, longest))
+        step = self._step.of_each_kind()
+        rehearse_all(step, sizes.rows, sizes.step_tokens, longest, self._graphs, progress)
+
+    def _rehearse_dry(self) -> None:
+        """Launch the kernels of `prepare`, and capture nothing."""
+        sizes, step = self._sizes, self._step.of_each_kind()
+        longest = min(sizes.max_len, sizes.step_tokens)
+        rehearse_all(step, sizes.rows, sizes.step_tokens, longest, self._graphs, _silent)
+        if self._graphs is not None:
+            Graphs(step, sizes.rows, sizes.step_tokens, _Uncaptured, sizes.drafts).capture(_silent)
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""

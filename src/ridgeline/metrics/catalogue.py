@@ -74,10 +74,21 @@ COUNTERS: Mapping[str, Entry] = {
         "Tokens drawn for choices that had ended: behind a stop string, or after a cancel.", ours=True
     ),
     "scheduler_host_part_seconds": Entry("Seconds the scheduler spent on steps, by part.", label="part", ours=True),
+    "estimated_flops_per_gpu": Entry("Operations of all steps, by the model's formula."),
+    "estimated_moved_bytes_per_gpu": Entry(
+        "Bytes that all steps had to move: weights as they are stored, keys and values read and written.", ours=True
+    ),
+    "energy_joules": Entry("Energy the device took, as it is known here (measured or estimated).", ours=True),
+    "late_compiles": Entry("Kernels compiled after Ready, while requests waited.", ours=True),
+    "late_captures": Entry("CUDA graphs captured after Ready, while requests waited.", ours=True),
+    "late_seconds": Entry("Seconds that both took, by what was done.", label="kind", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }
 HISTOGRAMS: Mapping[str, Entry] = {
     "time_to_first_token_seconds": Entry("Seconds from arrival to the first token.", edges=FIRST_TOKEN_SECONDS),
+    "time_to_first_visible_token_seconds": Entry(
+        "Seconds from arrival to the first text that is no hidden thought.", ours=True, edges=FIRST_TOKEN_SECONDS
+    ),
     "inter_token_latency_seconds": Entry("Seconds between tokens, weighted by token.", edges=TOKEN_SECONDS),
     "request_time_per_output_token_seconds": Entry("Mean seconds per token after the first.", edges=TOKEN_SECONDS),
     "e2e_request_latency_seconds": Entry("Seconds from arrival to the last token.", edges=REQUEST_SECONDS),
@@ -98,8 +109,8 @@ LIVE: Mapping[str, Entry] = {
     "output_tokens_per_second": Entry("Tokens generated per second.", ours=True),
     "requests_per_second": Entry("Requests ended per second.", ours=True),
     "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
-    "goodput_requests_per_second": Entry("Requests per second within the declared SLO.", ours=True),
-    "slo_attainment": Entry("Share of all ended requests, failed ones too, within the declared SLO.", ours=True),
+    "goodput_requests_per_second": Entry("Requests per second within their SLO.", ours=True),
+    "slo_attainment": Entry("Share of all ended requests that have an SLO, failed ones too, within it.", ours=True),
     "slo_met": Entry("1 if the last minutes meet what the SLO says of percentiles and shares, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
     "mfu": Entry("FLOPs done while busy over the specified peak.", ours=True),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
 from ridgeline.metrics.history import History, Minute
 from ridgeline.metrics.records import RequestRecord, StepRecord, Totals
@@ -65,6 +66,8 @@ class Live:
         self._rows: deque[RequestRecord] = deque(maxlen=KEPT_REQUESTS)
         self._minute_ends: float | None = None
         self._minute: dict[str, int] = {}
+        self.late: list[LateWork] = []
+        """All that was compiled and captured while requests waited; each variant of a kernel at most once."""
         self._last: StepRecord | None = None
         self._steps: list[StepRecord] = []
         self._gaps: list[float | None] = []
@@ -84,6 +87,8 @@ class Live:
         self._steps.append(step)
         self._gaps.append(gap_s)
         self._last = step
+        if step.late:
+            self.late += step.late
         if step.steps:
             device_s = step.device_s
             self._n_steps += step.steps
@@ -132,8 +137,11 @@ class Live:
         now = self._clock()
         self._advance(now)
         self._rows.append(record)
-        fault = blame(record, self.slo)
-        counted = {"requests": 1.0, "good": 0.0 if fault else 1.0, f"blame_{fault or 'none'}": 1.0}
+        slo = self.slo_of(record)
+        fault = blame(record, slo)
+        counted = {"requests": 1.0, f"blame_{fault or 'none'}": 1.0}
+        if slo:
+            counted |= {"judged": 1.0, "good": 0.0 if fault else 1.0}
         if self.slo.objectives and not record.cut:
             kept = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
             counted |= {f"within_{place}": 1.0 for place, met in enumerate(kept) if met}
@@ -150,6 +158,10 @@ class Live:
                 self._windows[name].add(now, value)
         if (computed := record.prompt_tokens - record.cached_tokens) > 0 and spent.prefill_s > 0:
             self._prompt_token.add(now, spent.prefill_s / computed)
+
+    def slo_of(self, record: RequestRecord) -> Slo:
+        """The limits that a request is judged by: its own, then the server's."""
+        return self.slo.under(record.declared)
 
     # --- the ledger -------------------------------------------------------------------------------------------------
 
@@ -168,7 +180,7 @@ class Live:
     def why(self, record: RequestRecord) -> dict[str, Any]:
         now = self._clock()
         queue, prefill, tpot = (self._windows[name].quantiles(now, (0.5,))[0] for name in ("queue", "prefill", "tpot"))
-        return why(record, self.slo, Typical(queue, prefill, tpot)) | self.shares(record)
+        return why(record, self.slo_of(record), Typical(queue, prefill, tpot)) | self.shares(record)
 
     def shares(self, record: RequestRecord) -> dict[str, float]:
         """A request's part of energy and money, by its part of the device's time; what the device idles belongs to nobody."""
@@ -207,9 +219,9 @@ class Live:
         }
         if sums.get("prefix_queries"):
             found["prefix_hit_rate"] = sums["prefix_hits"] / sums["prefix_queries"]
-        if self.slo and sums.get("requests"):
+        if judged := sums.get("judged"):
             found["goodput_requests_per_second"] = sums["good"] / seconds
-            found["slo_attainment"] = sums["good"] / sums["requests"]
+            found["slo_attainment"] = sums["good"] / judged
             if self.slo.of_windows:
                 found["slo_met"] = 0.0 if self.broken() else 1.0
         if busy:
@@ -254,7 +266,7 @@ class Live:
     def broken(self) -> tuple[str, ...]:
         """What of the SLO's percentiles and its share the last minutes miss, in words."""
         sums = self._sums.totals(self._clock())
-        if not (count := sums.get("requests", 0.0)):
+        if not self.slo or not (count := sums.get("judged", 0.0)):
             return ()
         shares = [sums.get(f"within_{place}", 0.0) / count for place in range(len(self.slo.objectives))]
         return self.slo.broken(shares, sums["good"] / count)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 
-from ridgeline.core.slo import Slo
+from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE, Entry, one_two_five
 from ridgeline.metrics.exposition import gauge, head, labelled, number, sample
 from ridgeline.metrics.live import Live
@@ -17,7 +17,6 @@ from ridgeline.metrics.records import RequestRecord, StepRecord
 
 PREFIX = "ridgeline"
 DEFAULT_CONTEXT = 131_072
-NO_SLO = Slo()
 FAMILIES: Mapping[str, str] = {
     "latency_window_seconds": "Latencies of the last minutes by quantile.",
     "slo_missed_requests": "Requests of the last minutes that missed the SLO, by what is to blame.",
@@ -28,7 +27,7 @@ FAMILIES: Mapping[str, str] = {
 UNCALIBRATED = "uncalibrated"
 MOST_GATHERED = 1024
 """Records that wait to be added up when nobody reads."""
-SUMMED: Mapping[str, Callable[[StepRecord], int]] = {
+SUMMED: Mapping[str, Callable[[StepRecord], float]] = {
     "prompt_tokens": attrgetter("prompt_tokens"),
     "generation_tokens": attrgetter("output_tokens"),
     "prefix_cache_queries": attrgetter("prefix_queries"),
@@ -40,6 +39,9 @@ SUMMED: Mapping[str, Callable[[StepRecord], int]] = {
     "steps": attrgetter("steps"),
     "failed_steps": attrgetter("failed"),
     "generation_tokens_dropped": attrgetter("dropped"),
+    "estimated_flops_per_gpu": attrgetter("flops"),
+    "estimated_moved_bytes_per_gpu": attrgetter("bytes"),
+    "energy_joules": attrgetter("joules"),
 }
 """Counters that add up a field of every record."""
 PARTS: Mapping[str, Callable[[StepRecord], float]] = {
@@ -153,6 +155,9 @@ class Metrics:
         for step in ran:
             if step.drafts or step.saved_s:
                 self._drafted(step)
+        for late in (one for step in steps for one in step.late):
+            self._count(f"late_{late.kind}s", 1)
+            self._count("late_seconds", late.seconds, late.kind)
         for part, seconds in PARTS.items():
             self._count("scheduler_host_part_seconds", sum(map(seconds, ran)), part)
         tokens, host, between = (
@@ -194,6 +199,7 @@ class Metrics:
         spent = record.spent
         seen: dict[str, float | None] = {
             "time_to_first_token_seconds": record.ttft_s,
+            "time_to_first_visible_token_seconds": record.publish_s,
             "request_time_per_output_token_seconds": record.tpot_s,
             "e2e_request_latency_seconds": record.e2e_s,
             "request_queue_time_seconds": spent.queue_s,

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ridgeline.core.events import LateWork
+from ridgeline.core.slo import NO_SLO, Slo
+
 
 class StepRecord(Protocol):
     """One step's counts; wire.messages.StepStats is one. Times in seconds, counts in tokens, requests and blocks."""
@@ -50,6 +53,8 @@ class StepRecord(Protocol):
     """Draft tokens accepted, by their place in the draft."""
     saved_s: float
     """Seconds that drafts saved, by what steps without any take; below 0 while they are tried in vain."""
+    late: list[LateWork]
+    """Kernels compiled and graphs captured since the record before, while requests waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,8 @@ class RequestRecord:
     the service sees them; publish_s: first character that is no hidden thought; None: it never came. spent: of the
     choice that took longest, but device_s, drafted and accepted of all. max_tokens: None for no limit of its own.
     decoding: what all requests together did on the device from this one's first token to its last.
-    arrived_at: unix seconds.
+    late: what was compiled or captured while it was there.
+    declared: limits that its caller set for it. arrived_at: unix seconds.
     """
 
     id: str
@@ -134,6 +140,8 @@ class RequestRecord:
     cut: str = ""
     arrival: Arrival = Arrival()
     decoding: Totals = Totals()
+    late: tuple[LateWork, ...] = ()
+    declared: Slo = NO_SLO
 
     @property
     def tpot_s(self) -> float | None:

@@ -74,7 +74,7 @@ def _summary(record: RequestRecord, slo: Slo, verdict: str) -> str:
     took = f"{_s(record.e2e_s)} for {record.prompt_tokens} tokens in and {record.output_tokens} out"
     if verdict:
         return f"{took}; {verdict}."
-    return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo)."
+    return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
 
 
 def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
@@ -90,6 +90,10 @@ def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
     )
     prefill += f"prompt tokens computed, {record.cached_tokens} taken from the prefix cache."
     parts = [(spent.queue_s, queue), (spent.prefill_s, prefill), (spent.decode_s, _decode(record, typical))]
+    if record.late:
+        lost = sum(one.seconds for one in record.late)
+        names = ", ".join(dict.fromkeys(f"{one.kind} of {one.name}" for one in record.late))
+        parts.append((lost, f"{_s(lost)} in which no step could begin, for what start-up should have done: {names}."))
     if record.cut:
         return [
             (record.e2e_s, f"Ended after {_s(record.e2e_s)} ({record.cut}), {record.output_tokens} tokens out."),

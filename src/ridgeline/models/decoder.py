@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -90,19 +91,33 @@ class Decoder:
         if self.head is not None and not self.spec.tied:
             yield from self.head.tensors()
         for layer in self.layers:
-            vectors = (
-                layer.attention_norm,
-                layer.feed_forward_norm,
-                layer.attention_post_norm,
-                layer.feed_forward_post_norm,
-                layer.attention.q_norm,
-                layer.attention.k_norm,
-            )
-            yield from (one for one in vectors if one is not None)
-            for linear in (
-                layer.attention.qkv,
-                layer.attention.out,
-                layer.feed_forward.gate_up,
-                layer.feed_forward.down,
-            ):
-                yield from linear.weight.tensors()
+            yield from _tensors_of(layer)
+
+    def kinds(self) -> list[Hashable]:
+        """Of each layer, all that decides which kernels it launches: equal ones launch the same."""
+        forms = (
+            [(one.shape, one.stride(), one.dtype, one.data_ptr() % 16) for one in _tensors_of(layer)]
+            for layer in self.layers
+        )
+        return [(spec, *form) for spec, form in zip(self.spec.layers, forms, strict=True)]
+
+    def only(self, layers: Sequence[int]) -> Decoder:
+        """A decoder of these layers, with the same weights; what it computes is worth nothing."""
+        made = copy(self)
+        made.layers = tuple(self.layers[index] for index in layers)
+        made._run = made._one_by_one
+        return made
+
+
+def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
+    vectors = (
+        layer.attention_norm,
+        layer.feed_forward_norm,
+        layer.attention_post_norm,
+        layer.feed_forward_post_norm,
+        layer.attention.q_norm,
+        layer.attention.k_norm,
+    )
+    yield from (one for one in vectors if one is not None)
+    for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
+        yield from linear.weight.tensors()

@@ -32,7 +32,9 @@ NOTICED_S = 0.05
 class Observation:
     """What a server said of its last minutes; NaN: unknown. Shares are 0 to 1, times seconds.
 
-    held: tokens in the KV cache of running requests. step_s, step_bytes: of a step without prompt tokens.
+    held: tokens in the KV cache of running requests. step_s, step_bytes: of a step without prompt tokens. late_s: what
+    kernels and graphs took since start-up that were made while requests waited. client: what shows that the load
+    generator itself was too slow, "" for nothing.
     """
 
     running: float = 0.0
@@ -56,6 +58,8 @@ class Observation:
     prefill_s: float = UNKNOWN
     tpot_s: float = UNKNOWN
     outside_s: float = UNKNOWN
+    late_s: float = 0.0
+    client: str = ""
     device: str = ""
     quantization: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,8 +76,8 @@ class Observation:
         return self.step_bytes / self.step_s / self.bandwidth if self.step_s and self.bandwidth else UNKNOWN
 
 
-def observe(snapshot: Mapping[str, Any]) -> Observation:
-    """From GET /dashboard/data (service.insight.snapshot)."""
+def observe(snapshot: Mapping[str, Any], client: str = "") -> Observation:
+    """From GET /dashboard/data (service.insight.snapshot). client: see Observation."""
     now, figures, facts = snapshot["now"], snapshot["figures"], snapshot["facts"]
     top, latencies = snapshot["ceilings"], snapshot["latencies"]
     blocks = facts.get("blocks", 0) * facts.get("page_tokens", 0)
@@ -103,6 +107,8 @@ def observe(snapshot: Mapping[str, Any]) -> Observation:
         prefill_s=median("prefill"),
         tpot_s=median("tpot"),
         outside_s=median("outside"),
+        late_s=snapshot.get("late", {}).get("seconds", 0.0),
+        client=client,
         device=facts.get("device", ""),
         quantization=facts.get("quantization", ""),
         options={**facts.get("options", {}), "steps_in_flight": facts.get("steps_in_flight")},
@@ -194,7 +200,7 @@ def _faster_memory(seen: Observation) -> float | None:
 
 
 def _client(seen: Observation) -> float | None:
-    return seen.outside_s / seen.e2e_s if seen.e2e_s else None
+    return seen.outside_s / seen.e2e_s if seen.e2e_s else UNKNOWN if seen.client else None
 
 
 CURES: tuple[Cure, ...] = (
@@ -265,6 +271,8 @@ def diagnose(seen: Observation) -> Diagnosis:
 def _bottleneck(seen: Observation) -> tuple[Bottleneck, list[str]]:
     busy = f"the device was busy {seen.busy:.0%} of the time"
     waits = f"{seen.waiting:.0f} requests wait while {seen.running:.0f} run"
+    if seen.client:
+        return "client", [seen.client]
     if seen.waiting >= 1 and seen.kv_used >= FULL_ABOVE:
         return "KV capacity", [f"{waits}, and {seen.kv_used:.0%} of the KV cache is held"]
     if seen.waiting >= 1 and seen.running >= 0.95 * seen.most_running:
@@ -294,4 +302,8 @@ def _distance(seen: Observation) -> list[str]:
         )
     if seen.mfu == seen.mfu:
         found.append(f"While busy it reaches {seen.mfu:.0%} of its arithmetic and {seen.mbu:.0%} of its bandwidth.")
+    if seen.late_s:
+        found.append(
+            f"Since its start {seen.late_s:.2f} s went to kernels and graphs that start-up should have made; the log names them."
+        )
     return found

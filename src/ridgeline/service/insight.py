@@ -91,6 +91,7 @@ def snapshot(front: Front) -> dict[str, Any]:
         "alerts": [asdict(alert) for alert in live.history.alerts()],
         "minutes": [asdict(minute) for minute in list(live.history.minutes)[-MINUTES_SHOWN:]],
         "slowest": [_brief(live, record) for record in live.rows("slowest", SLOWEST_SHOWN)],
+        "late": {"count": len(live.late), "seconds": sum(one.seconds for one in live.late)},
         "last_step": client.last_step,
     }
 
@@ -103,7 +104,7 @@ def _facts(front: Front) -> dict[str, Any]:
 
 def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
     """A row of the ledger with what follows from it."""
-    verdict = live.slo.verdict(record.ttft_s, record.tpot_s, record.e2e_s) if not record.cut else record.cut
+    verdict = live.slo_of(record).verdict(record.ttft_s, record.tpot_s, record.e2e_s) if not record.cut else record.cut
     more = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict or "good"}
     return asdict(record) | more | live.shares(record)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.core.events import LateWork
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 
@@ -93,7 +94,7 @@ class StepStats(msgspec.Struct, array_like=True):
     values read and written). predicted_s: what the cost model expected of device_s. idle_s: how long the device waited
     for this step although there was work. joules: energy since the last record that had some. drafts: how many were
     verified; accepted_at: of the accepted draft tokens, how many stood first in their draft, second, and so on. saved_s:
-    seconds that drafts saved.
+    seconds that drafts saved. late: kernels compiled and graphs captured while requests waited.
     """
 
     step: int
@@ -127,6 +128,7 @@ class StepStats(msgspec.Struct, array_like=True):
     drafts: int = 0
     accepted_at: list[int] = []
     saved_s: float = 0.0
+    late: list[LateWork] = []
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

@@ -49,7 +49,7 @@ function tiles(data) {
     ["Requests", number(now.running), "running", `${number(now.waiting)} waiting · ${number(figures.requests_per_second)} ended per s`],
     figures.slo_attainment === undefined
       ? ["Goodput", "–", "", "declare limits with --slo"]
-      : ["Goodput", number(figures.goodput_requests_per_second), "req/s", `${percent(figures.slo_attainment)} within ${limits(data.slo)}`],
+      : ["Goodput", number(figures.goodput_requests_per_second), "req/s", `${percent(figures.slo_attainment)} within ${limits(data.slo) || "their own limits"}`],
     ["Prefix cache", percent(figures.prefix_hit_rate), "hits", `${percent(now.kv_used)} of the KV cache in use`],
     figures.watts === undefined
       ? ["Power", "–", "", "not counted here"]
@@ -119,6 +119,8 @@ function use(data) {
       + (data.ceilings.calibration ? `calibrated ${data.ceilings.calibration}.` : "uncalibrated."), "note"));
   if (figures.input_tokens_per_output_token !== undefined)
     made.push(text("p", `One output token costs as much latency as ${number(figures.input_tokens_per_output_token)} prompt tokens.`, "note"));
+  if (data.late.count)
+    made.push(text("p", `${data.late.count} kernels or graphs were made while requests waited (${seconds(data.late.seconds)}); the log names them.`, "note"));
   for (const words of data.slo_broken) made.push(text("p", `The SLO is broken: ${words}.`, "note"));
   if (Object.keys(data.blamed).length)
     made.push(text("p", "Missed the SLO: " + Object.entries(data.blamed).map(([name, count]) => `${count} by ${name}`).join(", ") + ".", "note"));

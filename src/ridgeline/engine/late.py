@@ -1,0 +1,80 @@
+"""What was compiled or captured after Ready, while requests waited: start-up should have done it.
+
+Triton tells of kernels through hooks, which it calls only when a launch finds no kernel in memory; a graph's recorder is
+wrapped. Nothing here costs a step anything that compiles and captures nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from ridgeline.core.events import LateWork
+
+log = logging.getLogger(__name__)
+
+
+class Late:
+    """Collects from `watch` on; `take` hands over what has come since the last call. clock: seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._watching = False
+        self._found: list[LateWork] = []
+        self._began: dict[str, float] = {}
+
+    def watch(self) -> None:
+        """Start-up is over. Sets Triton's hooks, of which a process has one each, where there is Triton."""
+        self._watching = True
+        if find_spec("triton") is not None:
+            from triton import knobs
+
+            knobs.runtime.jit_cache_hook = self._compiling
+            knobs.runtime.jit_post_compile_hook = self._compiled
+
+    def take(self) -> list[LateWork]:
+        """What was late since the last call."""
+        if not self._found:
+            return []
+        found, self._found = self._found, []
+        return found
+
+    def recorder(self, record: Callable[[Callable[[], object]], Any]) -> Callable[[Callable[[], object]], Any]:
+        """`record`, a recorder of graphs, with late ones noted by the method that made the work."""
+
+        def noted(work: Callable[[], object]) -> Any:
+            started = self._clock()
+            graph = record(work)
+            if self._watching:
+                self._note("capture", _maker(work), self._clock() - started)
+            return graph
+
+        return noted
+
+    def _compiling(self, *, key: str, **_: object) -> bool:
+        """Triton is about to compile a kernel, or to load it from disk. True would keep it from that."""
+        self._began[key] = self._clock()
+        return False
+
+    def _compiled(self, *, key: str, fn: Any, **_: object) -> None:
+        now = self._clock()
+        self._note("compile", fn.name, now - self._began.pop(key, now))
+
+    def _note(self, kind: str, name: str, seconds: float) -> None:
+        self._found.append(LateWork(kind, name, seconds))
+        log.warning(
+            "%s of %s after Ready took %.3f s, and every request waited: start-up should have rehearsed it. Please report "
+            "the model, the options and this line.",
+            kind,
+            name,
+            seconds,
+        )
+
+
+def _maker(work: Callable[[], object]) -> str:
+    """`verify graph` of the work that Graphs._verify_graph makes."""
+    parts = getattr(work, "__qualname__", "").split(".")
+    return next((part.strip("_").replace("_", " ") for part in parts if part.endswith("_graph")), "graph")

@@ -1,0 +1,132 @@
+"""Steps that are run before requests come, so that none of them waits for a compiler, a library's kernel or an allocation.
+
+Which variant of a kernel serves a step follows from its numbers of rows and of query tokens, in ranges: so few steps stand
+for all, and tests hold them against many others. All run on the scratch row, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ridgeline.decoding.masks import mask_words
+from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack
+from ridgeline.engine.device import DeviceStep
+from ridgeline.engine.graphs import Graphs, Progress
+
+BESIDE = (1, 2, 8, 32, 513)
+"""Query tokens of the one row that has more than the others: with any number of heads per KV head some fill the small tile
+of the attention, some the large one, and some are a chunk; the last makes a step too large for a graph."""
+ODD = (3, 48, 65)
+"""Numbers of rows that are tried beside the powers of two, where ranges are narrower than from one to the next."""
+MOST_ASKING = 32
+"""Rows that ask for more than a draw at once: what they ask for takes several times the memory of their logits."""
+KNOWN = 64
+"""Tokens whose penalties are rehearsed."""
+PINNED = 1 << 20
+"""Bytes of the largest upload or download that is allocated ahead."""
+
+
+def rehearse_all(
+    step: DeviceStep, rows: int, tokens: int, longest: int, graphs: Graphs | None, progress: Progress
+) -> None:
+    """Run the steps of up to `rows` rows and `tokens` query tokens, `longest` of one row, that none of `graphs` will serve,
+    those with the most tokens first: the memory that these leave behind serves the others."""
+    steps = [chunked(size, longest) for size in chunk_sizes(tokens)]
+    mixed = mixes(rows, tokens, longest)
+    steps += [counts for counts in mixed if graphs is None or graphs.room(shape_of(counts)) is None]
+    draws = [size for size in row_counts(rows) if graphs is None or size in (1, 3, MOST_ASKING)]
+    for number, counts in enumerate(steps, 1):
+        rehearse(step, counts)
+        progress("kernels", number, len(steps) + len(draws))
+    for number, size in enumerate(draws, len(steps) + 1):
+        rehearse_draws(step, size)
+        progress("kernels", number, len(steps) + len(draws))
+
+
+def chunk_sizes(most: int) -> list[int]:
+    """Query tokens of steps that are mostly one prompt, the largest first. Libraries choose other kernels for other sizes,
+    and load each when it is first asked for."""
+    sizes = [half << bits for bits in range(most.bit_length() - 1, 4, -1) for half in (3, 2)]
+    return [most, *(size for size in sizes if size < most)]
+
+
+def row_counts(rows: int) -> list[int]:
+    """Numbers of rows that stand for all: kernels change with the share of the processors that rows fill."""
+    counts = {*ODD, *(1 << bits for bits in range(rows.bit_length()))}
+    return [*sorted(count for count in counts if count < rows), rows]
+
+
+def mixes(rows: int, tokens: int, longest: int) -> Iterator[list[int]]:
+    """Steps of rows that decode beside one with more to compute, as query tokens per row; the most rows first. longest: query
+    tokens that a row can have."""
+    for count in reversed(row_counts(rows)):
+        for size in BESIDE:
+            if size <= longest and count - 1 + size <= tokens:
+                yield [1] * (count - 1) + [size]
+
+
+def shape_of(counts: Sequence[int]) -> Shape:
+    """The shape of a step whose rows have these query tokens and plain draws."""
+    rows, most = len(counts), max(counts)
+    return Shape(sum(counts), rows, rows, most, 1, most == 1, False, True, None, chunked=most > 1)
+
+
+def chunked(tokens: int, longest: int) -> list[int]:
+    """A step of `tokens` query tokens: one row with a single one, and chunks of up to `longest`."""
+    counts = [1, *[longest] * ((tokens - 1) // longest)]
+    return counts + [tokens - sum(counts)] * (tokens > sum(counts))
+
+
+def rehearse(step: DeviceStep, counts: Sequence[int]) -> None:
+    """Run the eager forward pass of a step whose rows have these query tokens."""
+    shape, device = shape_of(counts), step.rows.ints.device
+    room = Room(shape.n_rows, shape.n_draws, shape.n_tokens)
+    if shape.decode:
+        packed = torch.zeros(shape.n_rows, dtype=torch.int32)
+    else:
+        n_query = torch.tensor(counts, dtype=torch.int32)
+        packed = torch.zeros(packed_size(room), dtype=torch.int32)
+        ragged = unpack(packed, shape, room).ragged
+        assert ragged is not None
+        ragged.n_query.copy_(n_query)
+        ragged.q_start[1:].copy_(n_query.cumsum(0))
+        ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
+        ragged.place.copy_(torch.arange(shape.n_tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
+    step.forward(unpack(packed.to(device), shape, room), step.longest)
+
+
+def rehearse_draws(step: DeviceStep, rows: int) -> None:
+    """Run the eager end of a step in which `rows` rows draw: plainly, and if they are not too many also asking for all there
+    is, penalties, biases, masks, filters of both kinds and log-probabilities, once of them greedily."""
+    every = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
+    own, vocab = torch.zeros_like(every), step.spec.vocab_size
+    hidden = step.decoder.embedding.new_zeros(rows, step.spec.d_model)
+    asking = Wishes(
+        penalized=every,
+        early=every,
+        bias=(every, own, own.float()),
+        masked=every,
+        words=own.unsqueeze(1).expand(-1, mask_words(vocab)) - 1,
+        filtered=every,
+        ranked=True,
+        logprobs=every,
+        tops=(5,) * rows,
+        places=tuple(range(rows)),
+    )
+    shape = shape_of([1] * rows)
+    step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)
+    if rows > MOST_ASKING:
+        return
+    for greedy, most_k in ((False, 0), (False, min(20, vocab - 1)), (True, 0)):
+        asked = replace(shape, greedy=greedy, plain=False)
+        step.finish(Batch(asked, own, own, wishes=replace(asking, most_k=most_k), packed=own), hidden, KNOWN)
+
+
+def rehearse_pinned() -> None:
+    """Allocate the host's buffers for what steps send and bring back: torch keeps them, and making one takes a millisecond."""
+    sizes = [1 << bits for bits in range(9, PINNED.bit_length())]
+    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(4)]
+    held.clear()

@@ -1,0 +1,143 @@
+"""Compiling kernels side by side on a cold start.
+
+Triton compiles a kernel when it is first launched, one after the other on one core. Most of that is LLVM and ptxas, which
+do not hold Python's lock, so threads share it. What has to be compiled is found by the very steps that will be served:
+they run once with every launch left out. Nothing but the cache on disk passes from the threads to the launches that follow,
+so its key alone says what fits, and a kernel that no thread could compile is compiled when it is launched, as without all
+this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import driver
+
+Progress = Callable[[str, int, int], None]
+
+STAGE = "compile"
+
+log = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_UNSET = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided},
+)
+"""Operations whose result holds whatever lay in memory."""
+
+
+def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Progress) -> None:
+    """Run `work`. If it meets a kernel that is not on disk, stop it, compile all that `dry` launches with as many threads
+    as there are cores, and run `work` again.
+
+    work: launches kernels and can be begun anew at any launch. dry: launches the same kernels on inputs for which zeros
+    are in range; none of its launches runs, and what they would have written reads as zeros. progress: told how many
+    kernels are done, of how many.
+    """
+    threads = len(os.sched_getaffinity(0))
+    if threads > 1:
+        try:
+            with _stopped_by_compiling():
+                work()
+            return
+        except _Cold:
+            compile_all(dry, threads, progress)
+    work()
+
+
+def compile_all(dry: Callable[[], None], threads: int, progress: Progress) -> None:
+    """Compile what `dry` launches, without launching any of it; see with_kernels. What fails is told in the log alone."""
+    jobs: list[tuple[Any, dict[str, Any]]] = []
+    try:
+        # First all, then the threads: they would keep the lock from this one, which gives it up at every operation.
+        with _unlaunched(lambda *job: jobs.append(job)), _Zeroed():
+            dry()
+    except Exception:
+        log.warning("not every kernel could be found ahead; the rest compiles when it is launched", exc_info=True)
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        compiling = [pool.submit(_compile, *job) for job in jobs]
+        for number, done in enumerate(as_completed(compiling), 1):
+            if error := done.exception():
+                log.warning("a kernel could not be compiled ahead: %s", error)
+            progress(STAGE, number, len(compiling))
+
+
+class _Cold(Exception):
+    """A kernel had to be compiled."""
+
+
+@contextmanager
+def _stopped_by_compiling() -> Iterator[None]:
+    """Raises _Cold when a kernel has been compiled instead of being found on disk."""
+
+    def listen(*, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            raise _Cold
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listen
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
+
+
+class _Unlaunched:
+    """Stands where a launch looks for its compiled kernel, and does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None:
+        return None
+
+    def run(self, *_: object) -> None:
+        return None
+
+
+@contextmanager
+def _unlaunched(found: Callable[[Any, dict[str, Any]], object]) -> Iterator[None]:
+    """No kernel is launched that was not loaded before; `found` gets each once: (kernel, what it is to be compiled for)."""
+    placed: list[tuple[MutableMapping[str, object], str]] = []
+
+    def skip(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        loaded = fn.jit_function.device_caches[compile["device"]][0]
+        loaded[compile["key"]] = _Unlaunched()
+        placed.append((loaded, compile["key"]))
+        found(fn.jit_function, compile)
+        return True
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
+        for loaded, key in placed:
+            loaded.pop(key, None)
+
+
+def _compile(kernel: Any, wanted: dict[str, Any]) -> None:
+    """Compile a kernel and the code that launches it into the cache on disk."""
+    target = kernel.device_caches[wanted["device"]][2]
+    # JSON has no tuples, and the cache key tells them from lists.
+    options = json.loads(wanted["specialization_data"])["options"]
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
+    made = triton.compile(source, target=target, options=options)
+    driver.active.launcher_cls(source, made.metadata)
+
+
+class _Zeroed(TorchDispatchMode):
+    """New memory holds zeros, which are in range as an index of anything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func.overloadpacket in _UNSET else out

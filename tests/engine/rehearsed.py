@@ -1,0 +1,161 @@
+"""What serving launches beyond what the rehearsal has launched, found without a GPU: Triton picks each kernel's variant as
+for a Hopper GPU, and nothing is compiled or run. In a process without Triton's interpreter (see test_rehearsal)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.plan import Join, Logits, StepPlan
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import kv_layout
+from ridgeline.engine import graphs, runner
+from ridgeline.models.build import build
+from ridgeline.ops.triton import ahead, attention, hopper, launch, table
+
+PROCESSORS = 132
+ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1024,
+    "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+"""One layer with the heads of an 8B: which variant of a kernel serves follows from these and from the step."""
+SEVEN = {"num_attention_heads": 28, "num_key_value_heads": 4}
+GROUPED = {"num_attention_heads": 64, "num_key_value_heads": 8}
+ALONE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+WINDOWED = {"num_attention_heads": 16, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 512,
+            "layer_types": ["sliding_attention"]}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "8b": ({}, "", True),
+    "8b-eager": ({}, "", False),
+    "7-heads": (SEVEN, "", True),
+    "8-heads": (GROUPED, "", True),
+    "1-head": (ALONE, "", True),
+    "window-eager": (WINDOWED, "", False),
+    "fp8": ({}, "fp8", True),
+    "int4": ({}, "int4-g128", True),
+}
+"""What differs from MODEL, quantization, whether graphs are captured."""
+
+
+class PaperDriver:
+    """A Hopper GPU that has nothing to run."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def pretend() -> None:
+    """The CPU passes for an H200, and products take no time."""
+    driver.set_active(PaperDriver())
+    attention._processors = lambda device: PROCESSORS
+    attention._hopper = lambda device: hopper
+    table._hopper = lambda device: True
+    own = launch.overlap
+    for module in list(sys.modules.values()):
+        if getattr(module, "overlap", None) is own:
+            module.overlap = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], weight.shape[0])
+    torch.Tensor.addmm_ = lambda stream, *_: stream
+
+
+def open_runner(model_facts: dict[str, Any], quantization: str, captured: bool) -> runner.Runner:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(MODEL | model_facts))
+        config = ModelConfig(load_format="dummy", quantization=quantization)
+        model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
+    sizes = runner.Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64)
+    made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
+    if captured:
+        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, runner._Uncaptured)
+    return made
+
+
+def plans(chunks: Sequence[Sequence[int]], decoding: Sequence[int], sampling: SamplingParams) -> Iterator[StepPlan]:
+    """Steps of some rows that decode beside some chunks of prompts."""
+    for step, (sizes, others) in enumerate(itertools.product(chunks, decoding), 1):
+        made = StepPlan(step, bound=MAX_LEN)
+        for row, size in enumerate([1] * others + list(sizes), 1):
+            tokens = [1] * max(2, size)
+            computed = len(tokens) - size
+            made.joins.append(Join(row, step, tokens, 1, computed, MAX_LEN, (), 0, 0, sampling))
+            made.rows.append(row)
+            made.generations.append(step)
+            made.n_query.append(size)
+            made.n_draft.append(0)
+            made.logits.append(Logits.LAST)
+            made.samples.append(1)
+        if made.rows and len(made.rows) <= ROWS and sum(made.n_query) <= STEP_TOKENS:
+            yield made
+
+
+CHUNKS: Sequence[list[int]] = (
+    [],
+    [2],
+    [5],
+    [10],
+    [17],
+    [31],
+    [40, 3],
+    [100],
+    [255, 9],
+    [257],
+    [600],
+    [1337],
+    [300, 300, 300],
+    [1900],
+)
+DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=1),
+    SamplingParams(temperature=1.0, logprobs=3, presence_penalty=1.0, min_tokens=2, logit_bias=((3, 1.0),)),
+)
+
+
+def missed(case: str) -> list[str]:
+    """Variants of kernels that steps ask for and the rehearsal did not, each with the first step that did."""
+    pretend()
+    found: list[str] = []
+    with torch.inference_mode(), ahead._Zeroed():
+        made = open_runner(*CASES[case])
+        with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
+            made._rehearse_dry()
+            assert len(found) > 10, "nothing was rehearsed"
+            late = []
+            for sampling in SAMPLINGS:
+                for plan in plans(CHUNKS, DECODING, sampling):
+                    found.clear()
+                    made.launch(plan)
+                    error = made.collect().error
+                    assert error is None, error
+                    late += [f"{list(plan.n_query)} at {sampling.temperature}: {one}" for one in found]
+    return late
+
+
+def _words(kernel: Any, wanted: dict[str, Any]) -> str:
+    fixed = {kernel.arg_names[path[0]]: value for path, value in wanted["constants"].items()}
+    told = [f"{name}={value}" for name, value in fixed.items()]
+    return " ".join([kernel.fn.__name__, *map(str, wanted["signature"].values()), *told])
+
+
+if __name__ == "__main__":
+    print("\n".join(missed(sys.argv[1])))

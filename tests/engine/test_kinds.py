@@ -1,0 +1,65 @@
+"""Rehearsing one layer of each kind calls the same operations, with tensors of the same form, as rehearsing all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.engine.rehearsal import rehearse
+from ridgeline.models.build import build
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.step import KvView
+from tests.engine.runners import make_runner
+from tests.models.families import save
+
+Noted = set[str]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), str(value.dtype)
+    if isinstance(value, KvView):
+        return _form(value.kv), _form(value.table), value.window, value.softcap, value.scale
+    return value if isinstance(value, int | float | str) else type(value).__name__
+
+
+def _noting(name: str, operation: Callable[..., Any], noted: Noted) -> Callable[..., Any]:
+    @wraps(operation)
+    def call(*given: Any, **named: Any) -> Any:
+        noted.add(f"{name} {[_form(one) for one in (*given, *named.values())]}")
+        return operation(*given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
+def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
+    noted: Noted = set()
+    operations: dict[str, Any] = {
+        field.name: _noting(field.name, getattr(REFERENCE, field.name), noted)
+        for field in fields(REFERENCE)
+        if field.name in ("rms_norm", "qkv_write", "attention", "activate", "linear", "linear_add", "linear_activate")
+    }
+    with tempfile.TemporaryDirectory() as name:
+        save(family, Path(name))
+        ops = replace(REFERENCE, **operations)
+        model = build(Path(name), model=ModelConfig(max_model_len=192), ops=ops, device=torch.device("cpu"))
+    step = make_runner(model)._step
+    few = step.of_each_kind()
+    assert len(few.decoder.layers) < len(step.decoder.layers)
+    seen = []
+    with torch.inference_mode():
+        for one in (step, few):
+            noted.clear()
+            rehearse(one, [1, 20, 7])
+            seen.append(set(noted))
+    assert seen[0] == seen[1] and seen[0]
+    assert len(step.decoder.layers) == len(model.spec.layers)

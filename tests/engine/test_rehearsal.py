@@ -1,0 +1,71 @@
+"""Start-up rehearses every kernel that serving launches, and what it missed is counted and named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ridgeline.core.events import LateWork
+from ridgeline.engine.late import Late
+from ridgeline.engine.rehearsal import chunk_sizes, chunked, mixes, row_counts
+
+
+@pytest.mark.parametrize("case", ["8b", "8-heads", "window-eager"])
+def test_no_step_needs_a_kernel_that_start_up_has_not_launched(case: str) -> None:
+    """For a Hopper GPU, on paper; in a process of its own, because Triton's interpreter, once used, stays in the way."""
+    pytest.importorskip("triton")
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.rehearsed", case]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip(), done.stdout
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(1, 4), (2, 4), (64, 64), (100, 7), (8192, 4096)])
+def test_a_step_of_chunks_has_the_tokens_it_is_asked_for(tokens: int, longest: int) -> None:
+    counts = chunked(tokens, longest)
+    assert sum(counts) == tokens and counts[0] == 1 and max(counts) <= longest
+
+
+def test_steps_stay_within_what_the_engine_takes() -> None:
+    assert chunk_sizes(200)[0] == 200 and chunk_sizes(200) == sorted(set(chunk_sizes(200)), reverse=True)
+    assert row_counts(1) == [1] and row_counts(65)[-2:] == [64, 65]
+    for counts in mixes(40, 50, 20):
+        assert len(counts) <= 40 and sum(counts) <= 50 and max(counts) <= 20
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    late = Late(clock)
+
+    class Graphs:
+        def _mixed_graph(self) -> object:
+            def work() -> None:
+                clock.now += 0.25
+
+            return record(work)
+
+    record = late.recorder(lambda work: work())
+    Graphs()._mixed_graph()
+    assert late.take() == [], "start-up is not late"
+    late._watching = True
+    with caplog.at_level(logging.WARNING):
+        assert late._compiling(key="k") is False
+        clock.now += 1.5
+        late._compiled(key="k", fn=SimpleNamespace(name="split_kernel"))
+        Graphs()._mixed_graph()
+    assert late.take() == [LateWork("compile", "split_kernel", 1.5), LateWork("capture", "mixed graph", 0.25)]
+    assert late.take() == []
+    assert "compile of split_kernel after Ready took 1.500 s" in caplog.text and len(caplog.records) == 2

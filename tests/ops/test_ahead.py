@@ -1,0 +1,139 @@
+"""Compiling side by side, with a driver that has a target and no GPU: Triton compiles, and what it launches is noted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ridgeline.ops.triton import ahead
+
+STEPS = (16, 32, 64)
+
+
+class PaperDriver:
+    """A Hopper GPU that runs nothing."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.built: list[str] = []
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024}
+
+    def load_binary(self, name: str, *_: object) -> tuple[object, object, int, int, int]:
+        return name, name, 32, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        self.built.append(metadata.hash)
+        return lambda *_: self.launched.append(metadata.hash)
+
+
+@triton.jit
+def double(x_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, tl.load(x_ptr + at) * 2)
+
+
+@triton.jit
+def broken(x_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(x_ptr + tl.arange(0, N), no_such_name)  # type: ignore[name-defined]  # noqa: F821
+
+
+def steps() -> list[torch.Tensor]:
+    """What each step's kernel left, looked up in a table as an embedding is."""
+    left = []
+    for n in STEPS:
+        for _ in range(3):
+            out = torch.empty(n, dtype=torch.int32)
+            double[(1,)](torch.ones(n, dtype=torch.int32), out, N=n, num_warps=1)
+            torch.zeros(1).index_select(0, out)
+            left.append(out)
+    return left
+
+
+def prepare_twice() -> None:
+    """Cold, then warm in the same process."""
+    paper = PaperDriver()
+    driver.set_active(paper)
+    told: list[tuple[str, int, int]] = []
+    begun: list[int] = []
+    hits: list[bool] = []
+
+    def work() -> None:
+        begun.append(len(paper.launched))
+        for n in STEPS:
+            double[(1,)](torch.ones(n, dtype=torch.int32), torch.empty(n, dtype=torch.int32), N=n, num_warps=1)
+
+    def dry() -> None:
+        assert all(not out.any() for out in steps())
+        assert not paper.launched
+
+    ahead.os.sched_getaffinity = lambda pid: {0, 1}  # type: ignore[attr-defined]
+    ahead.with_kernels(work, dry, lambda *one: told.append(one))
+    assert begun == [0, 0]
+    assert told == [(ahead.STAGE, number, len(STEPS)) for number in (1, 2, 3)]
+    assert len(set(paper.launched)) == len(paper.launched) == len(STEPS)
+    # Each launcher was built ahead, and found by its launch.
+    assert sorted(paper.built) == sorted(paper.launched * 2)
+
+    double.device_caches.clear()
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    begun.clear()
+    ahead.with_kernels(work, lambda: pytest.fail("nothing is missing"), lambda *one: told.append(one))
+    assert begun == [len(STEPS)]
+    double.device_caches.clear()
+    work()
+    assert hits == [True] * len(STEPS)
+    assert knobs.runtime.jit_cache_hook is None
+
+
+def prepare_with_errors() -> None:
+    """A kernel that does not compile, and a rehearsal that breaks off."""
+    driver.set_active(PaperDriver())
+    told: list[tuple[str, int, int]] = []
+
+    def dry() -> None:
+        broken[(1,)](torch.ones(16), N=16)
+        double[(1,)](torch.ones(16), torch.ones(16), N=16)
+        raise RuntimeError("the rest is unknown")
+
+    ahead.compile_all(dry, 2, lambda *one: told.append(one))
+    assert told == [(ahead.STAGE, 1, 2), (ahead.STAGE, 2, 2)]
+    assert not double.device_caches[0][0]
+    assert not broken.device_caches[0][0]
+
+
+@pytest.mark.parametrize("case", ["prepare_twice", "prepare_with_errors"])
+def test_kernels_compile_side_by_side(case: str, tmp_path: Path) -> None:
+    """In a process of its own: Triton's interpreter, once used, stays in the way."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    clean |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    code = f"import test_ahead; test_ahead.{case}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
