@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ridgeline.bench.figures import (
+    brief,
     cpu_share,
     digits,
     errors,
@@ -181,3 +182,11 @@ def test_digits() -> None:
     assert [digits(value) for value in (12.3456, 0.012346, 9999.4, 123456.7, math.nan)] == [
         "12.35", "0.01235", "9999", "123457", "-",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "steady"), [(1.0, True), (40.0, False)])
+def test_a_run_shorter_than_its_answers_shows_no_steady_state(rate: float, steady: bool) -> None:
+    run = make_run([row(at, at=at / rate, ttft=1.0) for at in range(20)], "", rate=rate)
+    assert (brief(run) == "") is steady
+    if not steady:
+        assert "--num-prompts" in brief(run) and "0.475 s" in brief(run)

@@ -34,6 +34,17 @@ def test_sweep_ends_with_the_rate_that_saturates() -> None:
     assert [saturated(one) for one in runs] == [False, False, False, True]
 
 
+def test_sweep_ends_where_more_requests_bring_no_more() -> None:
+    """Twenty requests at once are answered together: no queue grows, and yet there is nothing behind it."""
+
+    async def burst(rate: float) -> Run:
+        took = 20 / min(rate, 50.0)
+        return make_run([row(at, at=at / rate, ttft=took - at / rate) for at in range(20)], "", rate=rate)
+
+    rates = [one.facts["rate"] for one in run(sweep(burst, doubling(20.0)))]
+    assert rates == [20.0, 40.0, 80.0, 160.0]
+
+
 def test_search_finds_the_capacity() -> None:
     found = run(search(measure, 3.0, 0.9, precision=0.05))
     assert found.bounded and found.best is not None

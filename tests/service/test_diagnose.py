@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from ridgeline.bench.server_state import KEPT
 from ridgeline.cli.main import main
 
 from .live import Live, behaviour, live, says
@@ -18,6 +20,37 @@ def test_a_running_server_is_diagnosed(polite: Live, capsys: pytest.CaptureFixtu
     assert found["bottleneck"] == "none" and "busy" in found["evidence"][0]
     assert main(["diagnose", f"http://127.0.0.1:{polite.port}"]) == 0
     assert "Bottleneck: none" in capsys.readouterr().out
+
+
+def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what the server said in the middle of it and at its end."""
+    folder, url = str(tmp_path / "run"), f"http://127.0.0.1:{endless.port}"
+    asked = ["--num-prompts", "6", "--input-len", "8", "--output-len", "4", "--concurrency", "2", "--out", folder]
+    main(["bench", "run", url, *asked])  # not valid, maybe, beside other tests
+    file = tmp_path / "run" / "run.json"
+    held = json.loads(file.read_text())
+    state = held["ridgeline"]["facts"]["server"]
+    assert set(state) == set(KEPT) and state["figures"]["requests_per_second"] > 0
+    held["ridgeline"] |= {"loop_lag_s": [], "cpu_s": 0.0}
+    file.write_text(json.dumps(held))
+    capsys.readouterr()
+    assert main(["diagnose", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bottleneck"] in ("none", "queue", "client", "decode bandwidth")
+    held["ridgeline"]["cpu_s"] = 100 * held["ridgeline"]["seconds"]
+    file.write_text(json.dumps(held))
+    assert main(["diagnose", folder]) == 0
+    told = capsys.readouterr().out
+    assert "Bottleneck: client" in told and "the client was busy" in told
+    held["ridgeline"]["facts"]["server"] = None
+    file.write_text(json.dumps(held))
+    assert main(["diagnose", folder]) == 2
+    assert "nothing that its server said" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["nothing here", "ftp://x", "/no/such/folder"])
+def test_what_is_neither_a_run_nor_an_address_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", place]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_what_cannot_be_asked_says_how_to_mend_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from ridgeline.core.errors import RequestError
+from ridgeline.service.declared import read_declared
+
 from .live import Live, behaviour, live, says
 
 
@@ -49,6 +52,42 @@ def test_a_missed_limit_is_named() -> None:
         figures = server.get("/dashboard/data").json["figures"]
         assert figures["slo_attainment"] == 0
         assert "ridgeline:slo_attainment" in server.get("/metrics").data.decode()
+
+
+def test_a_request_is_judged_by_the_limits_it_declares() -> None:
+    with live(behaviour(says("slow")), slo="ttft=60s,e2e=60s") as server:
+        name = server.chat({"X-SLO-TTFT-ms": "0.001", "x-slo-tpot-ms": "60000"}).json["id"]
+        wait_for(server, name)
+        told = server.get(f"/requests/{name}/why").json
+        assert told["verdict"].startswith("ttft ") and told["verdict"].endswith("> 0.001 ms")
+        assert told["numbers"]["slo"] == {"ttft": pytest.approx(1e-6), "tpot": 60.0, "e2e": 60.0}
+        assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0
+        assert wait_for(server, server.complete().json["id"])["verdict"] == "good"
+        assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0.5
+
+
+def test_goodput_of_those_who_declare_limits_where_the_server_has_none() -> None:
+    with live(behaviour(says("fine"))) as server:
+        wait_for(server, server.chat().json["id"])
+        assert "slo_attainment" not in server.get("/dashboard/data").json["figures"]
+        wait_for(server, server.chat({"x-slo-e2e-ms": "6e4"}).json["id"])
+        assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 1
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-5", "nan", "inf", "200ms", "1,2"])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"])
+def test_a_declared_limit_that_is_none_is_refused_by_name(polite: Live, name: str, value: str) -> None:
+    answer = polite.chat({name: value})
+    assert answer.status == 400 and answer.error["param"] == name and "milliseconds" in answer.error["message"]
+
+
+def test_a_limit_declared_twice_or_unknown() -> None:
+    with pytest.raises(RequestError, match="twice"):
+        read_declared([("x-slo-ttft-ms", "1"), ("X-Slo-Ttft-Ms", "2")])
+    with live(behaviour(says("a"))) as server:
+        answer = server.chat({"x-slo-itl-ms": "5"}, surprise=1)
+        assert answer.status == 200
+        assert answer.headers["x-ridgeline-ignored-fields"] == "surprise, x-slo-itl-ms"
 
 
 @pytest.mark.parametrize(

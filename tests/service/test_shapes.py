@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+
 import pytest
 
+from ridgeline.service import answer
+from ridgeline.service.call import Usage
+from ridgeline.service.stream import Piece
+
+from .conftest import THINKING
 from .fake_engine import score
 from .live import EOS, MODEL, Live, behaviour, counts, eos_id, ids, live, says
 
@@ -61,6 +71,70 @@ def test_continuous_usage(polite: Live):
     told = [event["usage"]["completion_tokens"] for event in events]
     assert told == sorted(told) and told[-1] == len(ids(TEXT)) + 1
     assert events[0]["usage"]["prompt_tokens"] == 2
+
+
+class Letters:
+    """A shape that shows what it is given."""
+
+    usage = Usage()
+    head = b'{"id":"x"'
+
+    def choices(self, piece: Piece) -> list[bytes]:
+        self.usage.completion += piece.count
+        return [b'{"text":"%b"}' % piece.text.encode()] if piece.text or piece.finish else []
+
+    def empty(self, index: int) -> bytes:
+        return b'{"text":"","index":%d}' % index
+
+
+def events_of(monkeypatch, batches: list[list[Piece]], keep_alive_s: float = 60.0, **streaming: bool) -> list[str]:
+    """What is sent of pieces that come one batch at a time, without the line ends."""
+
+    async def pieces(*_: object) -> AsyncGenerator[list[Piece], None]:
+        for batch in batches:
+            yield batch
+
+    async def sent() -> list[str]:
+        shape = Letters()
+        shape.usage = Usage()
+        config = SimpleNamespace(config=SimpleNamespace(keep_alive_s=keep_alive_s))
+        found = answer._events(config, None, shape, answer.Streaming(**streaming))
+        return [data.decode().strip() async for data in found]
+
+    monkeypatch.setattr(answer, "pieces", pieces)
+    return asyncio.run(sent())
+
+
+HELD = [[Piece(0, "", 1)], [Piece(0, "ab", 1)], [Piece(0, "", 0)], [Piece(0, "", 1, "stop")]]
+
+
+def test_tokens_without_text_are_counted_when_they_come(monkeypatch):
+    *sent, end = events_of(monkeypatch, HELD, continuous_usage=True)
+    assert end == "data: [DONE]" and len(sent) == 3
+    events = [json.loads(data.removeprefix("data: ")) for data in sent]
+    assert [event["choices"][0]["text"] for event in events] == ["", "ab", ""]
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
+
+
+def test_tokens_without_text_have_no_event_where_nobody_counts(monkeypatch):
+    assert len(events_of(monkeypatch, HELD)) == len(HELD) - 2 + 1
+    assert events_of(monkeypatch, [[], *HELD], keep_alive_s=0).count(": keep-alive") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("a\U0001f600b", {}),
+        ("abcabc", {"stop": "cabz"}),
+        ("<think>hidden</think>Yes.", {"include_reasoning": False}),
+    ],
+)
+def test_counts_and_text_of_what_is_held_back(text, fields):
+    with live(behaviour(says(text)), chat_template=THINKING) as server:
+        events = server.chat(stream=True, stream_options={"continuous_usage_stats": True}, **fields).events
+    told = [event["usage"]["completion_tokens"] for event in events]
+    assert joined(events) == text.split(">")[-1] and told == sorted(told) and told[-1] == len(ids(text)) + 1
+    assert not any("reasoning_content" in choice["delta"] for event in events for choice in event["choices"])
 
 
 def test_completion_body_and_stream(polite: Live):

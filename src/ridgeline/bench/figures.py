@@ -105,6 +105,10 @@ def late_for_reader(rows: Sequence[Row]) -> float:
     return late / total if total else math.nan
 
 
+STEADY = 3.0
+"""Median answers that arrivals must last for before a rate says what a server sustains."""
+
+
 def trouble(run: Run) -> str:
     """Why a run must not be believed: the load generator was its bottleneck. "" for a valid one."""
     ttft = latency(run.rows, "ttft")
@@ -140,6 +144,21 @@ def kept_up(run: Run) -> float:
         return math.nan
     arrived, done = (float(np.subtract(*np.percentile(one, [90, 10]))) for one in (due, ends))
     return arrived / done * len(ends) / len(due) if done > 0 else math.nan
+
+
+def brief(run: Run) -> str:
+    """Why a run's rate was no steady state: its arrivals lasted for less than STEADY median answers. "" for one that was."""
+    due = [row.scheduled_s for row in run.rows]
+    answers = latency(run.rows, "e2e")
+    if len(due) < 2 or not len(answers) or math.isinf(run.facts.get("rate") or math.inf):
+        return ""
+    span, answer = max(due) - min(due), float(np.median(answers))
+    if span >= STEADY * answer:
+        return ""
+    return (
+        f"all requests arrived within {span:.3g} s, and a median answer took {answer:.3g} s: so short a run does not show what "
+        "the server sustains; give more --num-prompts"
+    )
 
 
 def throughput(run: Run) -> dict[str, float]:

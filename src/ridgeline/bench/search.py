@@ -4,14 +4,16 @@ that meets an SLO. What a run is, the caller says; nothing here knows of a netwo
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ridgeline.bench.figures import kept_up, trouble
+from ridgeline.bench.figures import kept_up, throughput, trouble
 from ridgeline.bench.record import Run
 
 KEPT_UP = 0.9
 """A server is saturated when it completes less than this share of what arrives."""
+MUCH_MORE, LEVEL = 1.5, 1.1
+"""Throughput has levelled out when so many times the rate brings less than so many times as much."""
 
 Measure = Callable[[float], Awaitable[Run]]
 """A run at a rate in requests per second."""
@@ -33,16 +35,25 @@ class Found:
 
 
 async def sweep(measure: Measure, rates: Iterable[float], told: Told | None = None) -> list[Run]:
-    """One run per rate, in order, until one saturates the server (that one included) or the client."""
+    """One run per rate, in order, until one saturates the server (that one included) or the client, or a higher rate brings no
+    more: few requests at a high rate are one burst, whose queue has no time to grow."""
     runs = []
     for rate in rates:
         run = await measure(rate)
         runs.append(run)
         if told is not None:
             told(run)
-        if saturated(run) or trouble(run):
+        if saturated(run) or trouble(run) or levelled(runs):
             break
     return runs
+
+
+def levelled(runs: Sequence[Run]) -> bool:
+    """Whether the last two runs completed about as much per second, though the last one was offered much more."""
+    if len(runs) < 2 or not runs[-1].facts["rate"] >= MUCH_MORE * runs[-2].facts["rate"]:
+        return False
+    before, last = (throughput(run)["requests_per_s"] for run in runs[-2:])
+    return bool(last < LEVEL * before)
 
 
 def saturated(run: Run) -> bool:

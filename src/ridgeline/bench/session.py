@@ -18,6 +18,7 @@ from ridgeline.bench.options import DEFAULT_CONCURRENCY, LoadConfig, ResultConfi
 from ridgeline.bench.probe import fetch, probe
 from ridgeline.bench.prompts import Prompts
 from ridgeline.bench.record import Run
+from ridgeline.bench.server_state import ServerState
 from ridgeline.bench.target import Client
 from ridgeline.bench.workload import Workload
 from ridgeline.core.slo import Slo
@@ -89,9 +90,10 @@ class Session:
             label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
             plan = Plan(workload, concurrency, load.duration, label_of_ids)
             total = len(workload.asks)
-            sent = await send_all(plan, self.client, writer, clock, lambda done: self._progress(done, total))
+            state = ServerState(self.client, total, lambda done: self._progress(done, total))
+            sent = await send_all(plan, self.client, writer, clock, state.watch)
         self._runs += 1
-        facts = self._facts(workload, load, concurrency, label)
+        facts = {**self._facts(workload, load, concurrency, label), "server": await state.read()}
         return Run(facts, sent.rows, sent.seconds, dropped, sent.loop_lag_s, sent.cpu_s, self._slo)
 
     async def metric(self, name: str) -> float | None:

@@ -34,7 +34,8 @@ class Address:
     def __post_init__(self) -> None:
         parts = urlsplit(self._full)
         try:
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            named = bool(parts.hostname) and not any(letter.isspace() for letter in self.url)
+            valid = parts.scheme in ("http", "https") and named and (parts.port or 1) > 0
         except ValueError:
             valid = False
         if not valid:

@@ -22,14 +22,14 @@ from rich.table import Table
 
 from ridgeline.bench import show
 from ridgeline.bench.compare import compare, paired
-from ridgeline.bench.figures import run_json, trouble
+from ridgeline.bench.figures import brief, run_json, trouble
 from ridgeline.bench.folder import REPORT_FILE, save, summary
 from ridgeline.bench.mock import Speed, serve_mock
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.own import serving
 from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.report import Outcome
-from ridgeline.bench.search import Found, doubling, saturated, search, sweep
+from ridgeline.bench.search import Found, doubling, levelled, saturated, search, sweep
 from ridgeline.bench.session import Asked, Session
 from ridgeline.bench.traces import read_trace
 from ridgeline.bench.workload import describe
@@ -138,11 +138,11 @@ async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
     async with Session(asked, rest.get("target"), told) as session:
         runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, told.told)
     last = runs[-1]
-    ended = (
-        f"the server was saturated at {last.facts['rate']:g} requests/s"
-        if saturated(last)
-        else "no saturation was seen"
-    )
+    ended = "no saturation was seen"
+    if saturated(last):
+        ended = f"the server was saturated at {last.facts['rate']:g} requests/s"
+    elif levelled(runs):
+        ended = f"{last.facts['rate']:g} requests/s brought no more than {runs[-2].facts['rate']:g} requests/s"
     return Outcome("Sweep over rates", runs, note=f"{ended.capitalize()}."), show.runs_table(runs)
 
 
@@ -174,7 +174,9 @@ def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
     edge = "" if found.bounded else ", and no rate was seen that missed it"
     if found.stopped:
         edge = f" (the search stopped: {found.stopped})"
-    return f"Up to {found.rate:.4g} requests/s {goal}{edge}: {good:.4g} good requests/s, {found.best.attainment:.1%} of offered."
+    doubt = f" Beware: {words}." if (words := brief(found.best)) else ""
+    met = f"Up to {found.rate:.4g} requests/s {goal}{edge}: {good:.4g} good requests/s"
+    return f"{met}, {found.best.attainment:.1%} of offered.{doubt}"
 
 
 async def run_compare(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:

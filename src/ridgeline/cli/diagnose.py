@@ -1,6 +1,7 @@
 """What holds a running server back, how far it is from the hardware's limit, and what to do, in order of predicted gain.
 
-Asks a Ridgeline server for its last five minutes; give it load meanwhile. docs/diagnosis.md shows the whole decision path.
+Asks a Ridgeline server for its last five minutes; give it load meanwhile. Or reads a run that `ridgeline bench run` made
+against one. docs/diagnosis.md shows the whole decision path.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import math
 import urllib.error
 import urllib.request
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ridgeline.bench.figures import trouble
+from ridgeline.bench.record import read_run
+from ridgeline.bench.target import Address
 from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.core.errors import ConfigError
-from ridgeline.planner.diagnose import Diagnosis, diagnose, observe
+from ridgeline.planner.diagnose import Diagnosis, Observation, diagnose, observe
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _PATIENCE_S = 10.0
@@ -25,15 +30,21 @@ _PATIENCE_S = 10.0
 
 def parser() -> Parser:
     found = parser_for("diagnose", __doc__ or "", (), model=False)
-    found.add_argument("url", nargs="?", metavar="URL", help=f"the server (default: {DEFAULT_URL})")
+    found.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL|RUN",
+        help=f"the server (default: {DEFAULT_URL}), or a folder of `ridgeline bench run`",
+    )
     found.add_argument("--api-key", dest="key", metavar="TEXT", help="its key")
     found.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     return found
 
 
 def run(given: Given) -> int:
-    snapshot = _ask(getattr(given.rest, "url", DEFAULT_URL), getattr(given.rest, "key", ""))
-    found = diagnose(observe(snapshot))
+    place = getattr(given.rest, "url", DEFAULT_URL)
+    known = Path(place).exists()
+    found = diagnose(_of_run(Path(place)) if known else observe(_ask(place, getattr(given.rest, "key", ""))))
     if getattr(given.rest, "json", False):
         print(json.dumps(_plain(asdict(found)), indent=1))
     else:
@@ -41,9 +52,24 @@ def run(given: Given) -> int:
     return 0
 
 
+def _of_run(folder: Path) -> Observation:
+    """What the server said while it was measured. Raises ConfigError for a run of another server."""
+    run = read_run(folder)
+    state = run.facts.get("server")
+    if not isinstance(state, dict):
+        raise ConfigError(
+            f"the run {folder} holds nothing that its server said of itself: only those of a Ridgeline server can be "
+            "diagnosed, by the folder or by the server's address.",
+            param="url",
+        )
+    return observe(state, trouble(run))
+
+
 def _ask(url: str, key: str) -> Any:
     """GET /dashboard/data. Raises ConfigError when there is no such server."""
-    place = url.rstrip("/").removesuffix("/v1") + "/dashboard/data"
+    Address(url)  # refuses what is none
+    place = url if "://" in url else f"http://{url}"
+    place = place.rstrip("/").removesuffix("/v1") + "/dashboard/data"
     request = urllib.request.Request(place, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.core.errors import ConfigError
 
@@ -105,6 +105,13 @@ class Slo:
                 found[name] = max((one.limit_s for one in self.objectives if one.name == name), default=None)
         return found
 
+    def under(self, own: Slo) -> Slo:
+        """These limits, but those of `own` where it has some: what one request declares goes before what all must meet."""
+        if own == NO_SLO:
+            return self
+        ttft_s, tpot_s, e2e_s = own.limits().values()
+        return replace(self, ttft_s=ttft_s or self.ttft_s, tpot_s=tpot_s or self.tpot_s, e2e_s=e2e_s or self.e2e_s)
+
     def verdict(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> str:
         """ "" if every limit is met, else the first missed one with both numbers, as in "ttft 312 ms > 200 ms".
 
@@ -148,6 +155,9 @@ class Slo:
         parts = [f"{name}={limit * 1e3:g}ms" for name, limit in own if limit is not None]
         parts += [str(one) for one in self.objectives]
         return ",".join([*parts, f"attain>={self.attain:g}"] if self.attain is not None else parts)
+
+
+NO_SLO = Slo()
 
 
 def _objective(part: str, sign: str, percentile: re.Match[str], value: str) -> Objective:

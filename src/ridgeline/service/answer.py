@@ -44,7 +44,10 @@ class Shape(Protocol):
     """Every event up to and without its choices: `{"id":...,"model":...`."""
 
     def choices(self, piece: Piece) -> list[bytes]:
-        """JSON of the `choices` entries the piece becomes, each for an event of its own."""
+        """JSON of the `choices` entries the piece becomes, each for an event of its own; none while its text is held back."""
+
+    def empty(self, index: int) -> bytes:
+        """The same for tokens of choice `index` that have no text yet."""
 
     def add(self, piece: Piece) -> None: ...
 
@@ -113,23 +116,35 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 async def _events(service: Service, call: Call, shape: Shape, streaming: Streaming) -> AsyncGenerator[bytes, None]:
-    """Events as bytes, those of one batch joined; a comment after a silence."""
+    """Events as bytes, those of one batch joined; a comment after a silence.
+
+    Tokens may have no text yet: half a character, what could begin a stop string, a thought that is not shown. With
+    continuous usage they have an event all the same, empty but for the count, so that its reader sees every step; without
+    it they have none, as an event that says nothing would only be taken for the first text.
+    """
     head, tail = b"data: " + shape.head + b',"choices":[', b"]}\n\n"
     if streaming.include_usage:
         tail = b'],"usage":null}\n\n'
+    clock = asyncio.get_running_loop().time
+    told = clock()
     async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
         async for batch in news:
-            if not batch:
-                yield b": keep-alive\n\n"
-                continue
             events: list[bytes] = []
             for piece in batch:
                 choices = shape.choices(piece)
-                if streaming.continuous_usage and choices:
+                if streaming.continuous_usage:
+                    if piece.count and not choices:
+                        choices = [shape.empty(piece.index)]
                     tail = b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
                 events += [head + choice + tail for choice in choices]
+            now = clock()
             if events:
                 yield b"".join(events)
+            elif not batch or now - told >= service.config.keep_alive_s:
+                yield b": keep-alive\n\n"
+            else:
+                continue
+            told = now
     if streaming.include_usage:
         yield head + b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
     yield b"data: [DONE]\n\n"

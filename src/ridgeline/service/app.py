@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from ridgeline.service.answer import Shape, send_body, send_events
 from ridgeline.service.call import Call
 from ridgeline.service.chat import read_chat
 from ridgeline.service.completions import read_completion
+from ridgeline.service.declared import read_declared
 from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
@@ -45,9 +47,10 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     arrival = time.time()
     front = request.app[FRONT]
     service = front.service()
+    declared, strange = read_declared(request.headers.items())
     fields = await read_json(request, partial(read_fields, route))
-    if fields.ignored:
-        request[IGNORED] = fields.ignored
+    if strange or fields.ignored:
+        request[IGNORED] = (*fields.ignored, *strange)
     if (given := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
         request[REQUEST_ID] = request_id(given)
     name = uuid.uuid4().hex
@@ -57,6 +60,8 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
         call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{name}", arrival)
     else:
         call, shape, streaming = await read_completion(service, fields, f"cmpl-{name}", arrival)
+    if declared:
+        call = replace(call, declared=declared)
     stats = service.client.stats
     try:
         service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)

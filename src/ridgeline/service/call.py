@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.wire.messages import Submit
 
 
@@ -17,6 +18,7 @@ class Call:
     max_tokens: as the caller gave it, None for as many as fit; 0 asks the engine for one token that is then dropped.
     continues: the answer goes on in the prompt's last text rather than beginning one of its own.
     constrained_by: the field whose grammar the answer follows, "" without one.
+    declared: limits that the caller set for this request.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -30,6 +32,7 @@ class Call:
     tier: str = ""
     continues: bool = False
     constrained_by: str = ""
+    declared: Slo = NO_SLO
 
     @property
     def choices(self) -> int:

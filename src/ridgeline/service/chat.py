@@ -257,6 +257,9 @@ class ChatShape:
             found.append(_choice(piece.index, b"", finish=_finish(part.finish, piece.stopped_by)))
         return found
 
+    def empty(self, index: int) -> bytes:
+        return _choice(index, b'"content":""')
+
     def add(self, piece: Piece) -> None:
         message, part = self._read(piece)
         message.keep(part)

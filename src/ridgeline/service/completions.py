@@ -136,6 +136,9 @@ class CompletionShape:
             % (piece.index, _encode(text), scores, finish, reason)
         ]
 
+    def empty(self, index: int) -> bytes:
+        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}' % index
+
     def add(self, piece: Piece) -> None:
         choice = self._texts[piece.index]
         text, logprobs = self._grow(piece)

@@ -23,6 +23,7 @@ class Ledger:
         self._before: Totals | None = None
         self.cut = "cancelled"
         """Why it was cut off, if it was."""
+        self._late = len(metrics.live.late)
         step = metrics.live.last
         self._arrival = Arrival()
         if step is not None:
@@ -70,6 +71,8 @@ class Ledger:
                 hidden_tokens=usage.reasoning,
                 publish_s=None if usage.published is None else usage.published - arrived,
                 cut="" if whole else self.cut,
+                late=tuple(live.late[self._late :]),
+                declared=call.declared,
                 arrival=self._arrival,
                 decoding=Totals() if self._before is None else live.totals.since(self._before),
             )
