@@ -4,7 +4,8 @@
 
 Calibrated on the package's own sample, judged on texts that neither training nor calibration saw, token by token over the
 same past, with all logits and activations in float32 (compress.evaluate). The "outliers" rows are of a model that computes
-the same with a few inputs 128 times larger (compress.outliers). Speeds stay empty: other benchmarks measure what is served.
+the same with a few inputs 128 times larger (compress.outliers). Speeds are tokens per second of one greedy request behind its
+first token, of an engine in this process: the original's and the result's turn by turn, the best of each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_name, provenance, write_rows
+from common import cpu_name, provenance, timed, write_rows
 
 from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
 from ridgeline.compress.evaluate import Judge
@@ -27,7 +28,8 @@ from ridgeline.compress.outliers import add_outliers
 from ridgeline.compress.recipes import read_recipe
 from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows
 from ridgeline.compress.walk import Rounded
-from ridgeline.core.config import ModelConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
 from ridgeline.quality.drift import Drift
 from ridgeline.quality.texts import read_texts
@@ -36,6 +38,9 @@ from ridgeline.text.tokenizer import Tokenizer
 TEXTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "heldout.jsonl"
 AT_RUN_TIME: dict[str, Product] = {"llm-int8": llm_int8}
 """What needs no checkpoint of its own: the original's numbers are rounded as they are used."""
+REQUEST = (64, 128)
+"""Tokens of the timed request and of its answer."""
+TURNS = 3
 WITH_OUTLIERS = ("rtn-w8a8", "smoothquant-w8a8", "llm-int8")
 RECIPES = (
     *("rtn-int4-g128", "gptq-int4-g128", "rtn-int4-g128-zp", "awq-int4-g128", *WITH_OUTLIERS),
@@ -61,6 +66,21 @@ class Run:
         made = Checkpoint(folder)
         return self.judge.measure(made), made.bytes / 1e6
 
+    def speeds(self, recipe: str, folder: Path) -> tuple[float, float]:
+        """Tokens per second of the result and of the original."""
+        engine = EngineConfig(device="cpu", threads=torch.get_num_threads(), kv_cache_memory=32 << 20, max_num_seqs=1)
+        kept = str(self.source.folder)
+        made = ModelConfig(kept, quantization=recipe) if recipe in AT_RUN_TIME else ModelConfig(str(folder))
+        pair = [LocalEngine.start(one, engine) for one in (made, ModelConfig(kept))]
+        best = [0.0, 0.0]
+        for _ in range(TURNS):
+            for side, one in enumerate(pair):
+                run = timed(one, [REQUEST], self.source.spec.vocab_size, temperature=0.0)
+                best[side] = max(best[side], (run.output_tokens - 1) / (run.seconds - run.ttft_s[0]))
+        for one in pair:
+            one.close()
+        return best[0], best[1]
+
     def _int8_bytes(self) -> int:
         """Linears of the layers in 8 bits with a float32 scale per output, the rest as it is."""
         saved = 0
@@ -72,7 +92,7 @@ class Run:
         return self.source.bytes - saved
 
 
-def row(run: Run, recipe: str, drift: Drift, megabytes: float) -> dict[str, Any]:
+def row(run: Run, recipe: str, drift: Drift, megabytes: float, speeds: tuple[float, float]) -> dict[str, Any]:
     told = None if recipe in AT_RUN_TIME else read_recipe(recipe)
     found = {name: round(one.value, 6) for name, one in drift.figures.items()}
     intervals = {
@@ -94,8 +114,8 @@ def row(run: Run, recipe: str, drift: Drift, megabytes: float) -> dict[str, Any]
         "kl": found["kl"],
         "top1": found["top1"],
         **intervals,
-        "tok_s": None,
-        "tok_s_ref": None,
+        "tok_s": round(speeds[0], 1),
+        "tok_s_ref": round(speeds[1], 1),
         "device": "cpu",
         "tokens": drift.tokens,
         "documents": drift.documents,
@@ -140,7 +160,7 @@ def main() -> None:
                 if options.only and recipe not in options.only:
                     continue
                 place = Path(folder) / f"{run.name}-{recipe.replace(':', '-')}"
-                found = row(run, recipe, *run.measure(recipe, place)) | about
+                found = row(run, recipe, *run.measure(recipe, place), run.speeds(recipe, place)) | about
                 print(
                     f"{run.name:24} {recipe:18} {found['size_mb']:7.2f} MB  perplexity {found['perplexity']:8.4f} "
                     f"({found['perplexity_change']:+8.2%})  KL {found['kl']:.5f}  top-1 {found['top1']:.4f}",

@@ -255,6 +255,18 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, name: str, tm
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+def test_a_run_interrupted_while_it_is_judged_need_not_begin_again(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out).build(quiet)
+    assert not out.exists() and Checkpoint(folder).stored(0)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out)
+    assert again.build(stop_after(1)) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    again.publish()
+    assert sorted(path.name for path in out.iterdir()) == sorted(before.keys() - {"job.json"})
+
+
 def test_another_run_does_not_go_on_with_old_layers(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped):
@@ -345,21 +357,41 @@ def test_rows_and_windows_stay_within_their_tokens() -> None:
     assert 200 <= sum(one.tokens for one in windows) < 264
 
 
-def test_compress_writes_a_card(tiny: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compress_writes_a_card(
+    tiny: Path,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     for path in (*model.iterdir(), tiny / "tokenizer.json", tiny / "tokenizer_config.json"):
         (source / path.name).write_bytes(path.read_bytes())
     (source / "README.md").write_text("---\nlicense: mit\n---\n\n# It\n")
-    words = ["--length", "64", "--calibration-tokens", "700", "--judged-tokens", "200"]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        json.dumps({"task": "any", "prompt": "a", "pattern": "(?s).*", "max_tokens": 2})
+        + "\n"
+        + json.dumps({"task": "none", "prompt": "a", "exact": ["no such answer"], "max_tokens": 2})
+    )
+    words = ["--length", "64", "--calibration-tokens", "700", "--judged-tokens", "200", "--device", "cpu"]
+    words += ["--tasks", str(tasks), "--speed-tokens", "4"]
+    monkeypatch.setenv("RIDGELINE_THREADS", "1")
+    monkeypatch.setenv("RIDGELINE_KV_CACHE_MEMORY", "1M")
     assert main(["compress", str(source), "--recipe", "awq-int4-g32", "--out", str(out), *words]) == 0
-    assert "perplexity" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "perplexity" in said and "right answers to 2 questions" in said
     card = json.loads((out / "compression.json").read_text())
     assert (card["recipe"], card["bits"], card["group"]) == ("awq-int4-g32", 4, 32)
     assert card["size_bytes"]["after"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert card["memory_bytes"]["after"] < card["memory_bytes"]["before"]
     assert card["quality"]["kl"]["value"] > 0 and card["calibration"]["tokens"] >= 700
+    assert card["speed"]["tok_s"]["before"] > 0 and card["speed"]["tok_s"]["after"] > 0
+    assert card["tasks"]["task_accuracy"]["value"] == card["tasks"]["task_accuracy_reference"]["value"] == 0.5
+    assert card["tasks"]["by_task"]["any"] == {"asked": 1, "right_reference": 1, "right": 1}
     readme = (out / "README.md").read_text()
+    assert "| right answers to 2 questions | 50.0%" in readme
     assert readme.startswith("---\nlicense: mit\nbase_model: source\n---\n") and "| perplexity |" in readme
     assert (out / "tokenizer.json").is_file()
     assert not list(tmp_path.glob(".*"))
@@ -371,8 +403,11 @@ def test_compress_writes_a_card(tiny: Path, model: Path, tmp_path: Path, capsys:
         ((), "give --recipe NAME"),
         (("--recipe", "rtn-int4-g32"), "give --out FOLDER"),
         (("--recipe", "nonsense", "--out", "/tmp/never"), "there is no recipe 'nonsense'"),
+        (("--recipe", "gptq-int4-g7", "--out", "/tmp/never"), "no group of 7 inputs can be served"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--speed-tokens", "-1"), "give 0 for none"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--device", "gpu"), "give auto, cpu or cuda"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "8"), "fewer than 64 tokens"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tasks", "/nowhere"), "tasks /nowhere cannot be read"),
     ],
 )
 def test_mistakes_are_named(model: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

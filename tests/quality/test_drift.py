@@ -9,7 +9,7 @@ import torch
 from ridgeline.core.errors import ConfigError
 from ridgeline.quality.drift import TokenDrift, by_document, measure, token_drift
 from ridgeline.quality.scores import NOBODY, Scores
-from ridgeline.quality.verdict import judge, report
+from ridgeline.quality.verdict import Found, judge, report
 
 VOCAB = 12
 
@@ -108,16 +108,16 @@ def test_parts_of_a_document_are_joined_and_alone_it_has_no_interval() -> None:
 
 def test_limits() -> None:
     drift = measure(parts(30, 0.02))
-    checks = judge(drift, {"max_kl": 0.05, "min_top1": 0.999, "max_perplexity_change": 0.01})
+    checks = judge(drift.figures, {"max_kl": 0.05, "min_top1": 0.999, "max_perplexity_change": 0.01})
     assert [(one.limit, one.passed, one.certain) for one in checks] == [
         ("max_kl", True, True),
         ("min_top1", False, True),
         ("max_perplexity_change", False, True),
     ]
-    found = report("a", "b", 20, drift, checks)
-    assert found["passed"] is False
-    assert report("a", "b", 20, drift, checks[:1])["passed"] is True
+    found = Found("a", "b", 20, drift, None)
+    assert report(found, checks)["passed"] is False
+    assert report(found, checks[:1])["passed"] is True
     near = drift.figures["kl"].value * 1.001
-    assert [(one.passed, one.certain) for one in judge(drift, {"max_kl": near})] == [(True, False)]
+    assert [(one.passed, one.certain) for one in judge(drift.figures, {"max_kl": near})] == [(True, False)]
     with pytest.raises(ConfigError, match="max_kll"):
-        judge(drift, {"max_kll": 1.0})
+        judge(drift.figures, {"max_kll": 1.0})

@@ -233,6 +233,22 @@ def test_compare_ends_as_the_limits_say(model: Path, tmp_path: Path, capsys: pyt
     assert [one["passed"] for one in broken["checks"]] == [False]
 
 
+def test_compare_serves_a_folder_to_ask_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "The", "pattern": "(?s).*"},
+        {"prompt": "The", "choices": [" fox", " fox jumps over"], "answer": 0},
+    ]
+    tasks.write_text("\n".join(json.dumps({"max_tokens": 2, **row}) for row in rows))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXTS[0])
+    words = ["--text", str(text), "--tasks", str(tasks), "--max-task-drop", "0.1", *OPTIONS]
+    assert main(["compare", str(model), str(model), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["task_drop"]["value"] == 0 and found["figures"]["kl"]["value"] < 1e-5
+    assert found["tasks"] == {"all": {"asked": 2, "right_reference": 2, "right": 2}}
+
+
 def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXTS[0])

@@ -101,7 +101,7 @@ class FakeEngine:
     def ready(self) -> None:
         b = self.behaviour
         facts = {"max_len": b.max_len, "vocab_size": b.vocab, "max_num_seqs": b.rows, "eos_ids": [b.eos]}
-        facts |= {"generation_defaults": b.defaults, "page_tokens": 16, "blocks": 100}
+        facts |= {"generation_defaults": b.defaults, "page_tokens": 16, "blocks": 100, "kv_bytes_per_token": 64}
         self.send(Ready(facts))
 
     async def die(self) -> None:

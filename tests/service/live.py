@@ -16,9 +16,10 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from ridgeline.core.config import ServiceConfig
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Metrics
+from ridgeline.service.reference import make_reference
 from ridgeline.service.server import Server
 from ridgeline.text.pieces import byte_letters
 from ridgeline.text.tokenizer import Tokenizer
@@ -177,7 +178,7 @@ def live(plan: Behaviour, **config: Any) -> Iterator[Live]:
         engine, reader, writer = await FakeEngine.connect(plan)
         metrics = Metrics(MODEL, slo=Slo.parse(settings.slo))
         client = EngineClient(reader, writer, on_step=metrics.on_step)
-        server = Server(settings, client, metrics)
+        server = Server(settings, client, metrics, make_reference(settings, ModelConfig(), EngineConfig()))
         await server.start()
         opening = loop.create_task(server.open(model_folder(), "root/tiny-test"))
         if not plan.loading:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.core.config import ServiceConfig
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.quality.drift import token_drift
 from ridgeline.quality.scores import Scores
 from ridgeline.service import shadow
-from ridgeline.service.shadow import check, compare, divergence
+from ridgeline.service.reference import EngineReference, ServerReference, make_reference
+from ridgeline.service.shadow import compare, divergence
 
 from .live import Live, behaviour, counts, live
 
@@ -136,8 +137,23 @@ def test_nothing_leaves_the_server_unasked() -> None:
 
 
 def test_options_that_cannot_be_followed_are_refused() -> None:
+    def made(model: str = "", quantization: str = "", **said: Any) -> object:
+        return make_reference(ServiceConfig(**said), ModelConfig(model, quantization=quantization), EngineConfig())
+
     with pytest.raises(ConfigError, match=r"shadow_rate is 1.5: give a share from 0 to 1"):
-        check(ServiceConfig(shadow_rate=1.5, shadow_url="http://x"))
-    with pytest.raises(ConfigError, match="give its address .* as shadow_url"):
-        check(ServiceConfig(shadow_rate=0.1))
-    check(ServiceConfig())
+        made(shadow_rate=1.5, shadow_url="http://x")
+    with pytest.raises(ConfigError, match="name their folder as shadow_model, or give a server's address"):
+        made(shadow_rate=0.1)
+    with pytest.raises(ConfigError, match="shadow_url is 'reference:8000'"):
+        made(shadow_rate=0.1, shadow_url="reference:8000")
+    assert made(shadow_url="http://x", shadow_model="m") is None
+    assert isinstance(made(shadow_rate=0.1, shadow_url="http://x", shadow_model="m"), ServerReference)
+    for found in (made("folder", "int4", shadow_rate=0.1), made("small", shadow_rate=0.1, shadow_model="folder")):
+        assert isinstance(found, EngineReference) and found.name == "folder"
+
+
+def test_a_reference_that_does_not_start_is_said_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), live(behaviour(counts), shadow_rate=1.0, shadow_model="/nowhere") as running:
+        running.until(lambda: metric(running, "shadow_failures_total") == 1, 60)
+        assert running.complete(max_tokens=3).status == 200
+    assert caplog.text.count("the reference does not start") == 1

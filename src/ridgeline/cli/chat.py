@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from ridgeline.cli.client import Answer, ChatClient
 from ridgeline.cli.flags import Given, Parser, add_sampling, parser_for, read_sampling
-from ridgeline.cli.hosted import Hosted
+from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -38,10 +37,8 @@ def run(given: Given) -> int:
     url = getattr(given.rest, "url", None)
     with ExitStack() as stack:
         if url is None:
-            resolved = read(given)
-            local = replace(resolved.service, host="127.0.0.1", port=0, api_key=None)
             with Stages(console) as stages:
-                url = stack.enter_context(Hosted(replace(resolved, service=local), stages))
+                url = stack.enter_context(Hosted(private(read(given)), stages))
         client = ChatClient(url, getattr(given.rest, "key", None))
         talk(client, getattr(given.rest, "system", None), read_sampling(given), console)
     return 0

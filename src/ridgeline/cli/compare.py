@@ -1,8 +1,10 @@
-"""Whether a candidate answers as its reference does: perplexity and drift on fixed texts, and a verdict for CI.
+"""Whether a candidate answers as its reference does: perplexity and drift on fixed texts, questions with known answers, and
+a verdict for CI.
 
 REFERENCE and CANDIDATE are model folders, hub names, or addresses (http://...) of servers of the OpenAI API; REFERENCE may
 also be a file that --save-reference wrote. Exit status 1 when a limit is broken. The divergence counts the alternatives
 that both sides told (--top) and takes all other tokens as one: it is a lower bound, near the truth for 20 alternatives.
+Questions (--tasks) are asked through the API; a folder is served for it on a port of this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -31,8 +35,9 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.quality.drift import Drift, by_document, measure, token_drift
 from ridgeline.quality.scores import EngineScorer, Scorer, Scores, StoredScorer, store
 from ridgeline.quality.served import Endpoint, ServerScorer
+from ridgeline.quality.tasks import Question, Tally, ask, count, read_tasks
 from ridgeline.quality.texts import Window, read_texts, windows
-from ridgeline.quality.verdict import LIMITS, Check, judge, report
+from ridgeline.quality.verdict import LIMITS, Check, Found, check_limits, judge, report
 from ridgeline.text.tokenizer import Tokenizer
 
 WINDOW = 1024
@@ -45,6 +50,9 @@ _SHOWN = {
     "kl_p99": ("KL of one token in a hundred", "{:.4f}"),
     "top1": ("same most probable token", "{:.3%}"),
     "logprob_change": ("change of log-probability", "{:+.5f}"),
+    "task_accuracy_reference": ("questions answered rightly by the reference", "{:.2%}"),
+    "task_accuracy": ("questions answered rightly by the candidate", "{:.2%}"),
+    "task_drop": ("drop", "{:+.2%}"),
 }
 
 
@@ -56,6 +64,7 @@ def parser() -> Parser:
     text.add_argument("--text", metavar="FILE", help='a text, or JSON lines with a member "text"')
     text.add_argument("--window", type=int, metavar="N", help=f"tokens scored together (default: {WINDOW})")
     text.add_argument("--overlap", type=int, metavar="N", help="tokens of a window that only repeat the last one's end")
+    text.add_argument("--tasks", metavar="FILE", help="questions with known answers, JSON lines (docs/compression.md)")
     text.add_argument("--limit-tokens", type=int, metavar="N", help="stop after the window that reaches so many tokens")
     models = found.add_argument_group("models")
     models.add_argument("--dtype", metavar="NAME", help="of models in this process: auto, bfloat16, float16 or float32")
@@ -86,26 +95,39 @@ def run(given: Given) -> int:
     top = rest.get("top", MAX_LOGPROBS)
     if not 1 <= top <= MAX_LOGPROBS:
         raise ConfigError(f"--top is {top}: give a whole number from 1 to {MAX_LOGPROBS}.", param="top")
+    questions = read_tasks(Path(rest["tasks"])) if "tasks" in rest and candidate is not None else []
     sides = Sides(given, rest)
+    limits = {name: rest[name] for name in LIMITS if name in rest}
+    check_limits(limits, texts=sides.has_texts, tasks=bool(questions), drop=not sides.is_stored)
     with Stages(Console(stderr=True)) as stages:
-        sequences = sides.windows()
-        reference = sides.scores("reference", sequences, top, stages)
-        if save is not None:
-            store(Path(save), rest["reference"], sequences, reference)
-        if candidate is None:
-            return 0
-        other = sides.scores("candidate", sequences, top, stages)
-    parts = [token_drift(ours, theirs) for ours, theirs in zip(reference, other, strict=True)]
-    drift = measure(by_document(parts, [one.document for one in sequences]))
-    checks = judge(drift, {name: rest[name] for name in LIMITS if name in rest})
-    found = report(rest["reference"], candidate, top, drift, checks)
+        drift = None
+        if not questions or sides.has_texts:
+            drift = _drift(sides, top, stages)
+        tasks = sides.answered(questions, stages) if questions else None
+    if candidate is None:
+        return 0
+    found = Found(rest["reference"], candidate, top, drift, tasks)
+    checks = judge(found.figures, limits)
+    told = report(found, checks)
     if "out" in rest:
-        Path(rest["out"]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        Path(rest["out"]).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if rest["json"]:
-        print(json.dumps(found))
+        print(json.dumps(told))
     else:
-        show(Console(), drift, checks)
-    return 0 if found["passed"] else 1
+        show(Console(), found, checks)
+    return 0 if told["passed"] else 1
+
+
+def _drift(sides: Sides, top: int, stages: Stages) -> Drift | None:
+    """What both say of the texts; None where only a reference was wanted, which is kept."""
+    sequences = sides.windows()
+    reference = sides.scores("reference", sequences, top, stages)
+    sides.keep(sequences, reference)
+    if not sides.has_candidate:
+        return None
+    other = sides.scores("candidate", sequences, top, stages)
+    parts = [token_drift(ours, theirs) for ours, theirs in zip(reference, other, strict=True)]
+    return measure(by_document(parts, [one.document for one in sequences]))
 
 
 class Sides:
@@ -118,13 +140,35 @@ class Sides:
         named = Path(rest["reference"])
         if named.is_file():
             self._stored = StoredScorer(named)
-        self.tokenizer = Tokenizer.load(self._tokenizer_folder())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self._tokenizer_folder())
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is something to score: texts that were given, or those of stored scores."""
+        return "text" in self._rest or self._stored is not None
+
+    @property
+    def has_candidate(self) -> bool:
+        return "candidate" in self._rest
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the reference is a file, which answers no questions."""
+        return self._stored is not None
+
+    def keep(self, sequences: list[Window], scores: list[Scores]) -> None:
+        """Write the reference's scores where --save-reference says."""
+        if "save_reference" in self._rest:
+            store(Path(self._rest["save_reference"]), self._rest["reference"], sequences, scores)
 
     def windows(self) -> list[Window]:
         rest = self._rest
         if "text" not in rest:
             if self._stored is None:
-                raise ConfigError("there is no text: give --text FILE.", param="text")
+                raise ConfigError("there is nothing to ask: give --text FILE or --tasks FILE.", param="text")
             return self._stored.windows()
         longest = rest.get("window", WINDOW)
         for side in ("reference", "candidate"):
@@ -148,9 +192,7 @@ class Sides:
         if side == "reference" and self._stored is not None:
             return self._stored.score(sequences, top, stages)
         if named.startswith(_SCHEMES):
-            key = os.environ.get(self._rest.get(f"{side}_key_env", ""), "")
-            endpoint = Endpoint(named, self._rest.get(f"{side}_model", ""), key)
-            scorer: Scorer = ServerScorer(endpoint, self.tokenizer)
+            scorer: Scorer = ServerScorer(self._endpoint(side), self.tokenizer)
             return scorer.score(sequences, top, stages)
         model = replace(self._model(side), max_model_len=max(len(one.ids) for one in sequences) + 1)
         engine = LocalEngine.start(model, self._resolved.engine, stages)
@@ -158,6 +200,21 @@ class Sides:
             return EngineScorer(named, engine).score(sequences, top, stages)
         finally:
             engine.close()
+
+    def answered(self, questions: list[Question], stages: Stages) -> Tally:
+        """How many questions each side answers rightly; a stored reference answers none."""
+        reference = None if self.is_stored else self._ask("reference", questions, stages)
+        return count(questions, self._ask("candidate", questions, stages), reference)
+
+    def _ask(self, side: str, questions: list[Question], stages: Stages) -> list[bool]:
+        if self._rest[side].startswith(_SCHEMES):
+            return ask(self._endpoint(side), questions, stages)
+        with Hosted(private(replace(self._resolved, model=self._model(side))), stages) as url:
+            return ask(Endpoint(url), questions, stages)
+
+    def _endpoint(self, side: str) -> Endpoint:
+        key = os.environ.get(self._rest.get(f"{side}_key_env", ""), "")
+        return Endpoint(self._rest[side], self._rest.get(f"{side}_model", ""), key)
 
     def _model(self, side: str) -> ModelConfig:
         """What the options say of a side in this process; the number format is the candidate's alone."""
@@ -184,18 +241,27 @@ class _NotHere(Exception):
     """A side of which no folder is known."""
 
 
-def show(console: Console, drift: Drift, checks: list[Check]) -> None:
+def show(console: Console, found: Found, checks: list[Check]) -> None:
     """The figures with their intervals, and what the limits say."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    figures, drift, tasks = found.figures, found.drift, found.tasks
     for name, (words, form) in _SHOWN.items():
-        one = drift.figures[name]
+        if (one := figures.get(name)) is None:
+            continue
         interval = "" if one.low is None or one.high is None else f"{form.format(one.low)} .. {form.format(one.high)}"
         table.add_row(words, form.format(one.value), f"[dim]{interval}[/dim]")
     console.print(table)
-    console.print(f"[dim]{drift.tokens} tokens of {drift.documents} documents; 95 % intervals over documents[/dim]")
+    if drift is not None:
+        console.print(f"[dim]{drift.tokens} tokens of {drift.documents} documents; 95 % intervals over documents[/dim]")
+    if tasks is not None:
+        rows = (
+            f"{name} {after}/{asked}" if before is None else f"{name} {before} to {after} of {asked}"
+            for name, (asked, before, after) in tasks.by_task.items()
+        )
+        console.print(f"[dim]{tasks.asked} questions: {', '.join(rows)}[/dim]", highlight=False)
     for check in checks:
         word = "[green]kept[/green]" if check.passed else "[red]broken[/red]"
-        known = drift.figures[LIMITS[check.limit][0]].low is not None
+        known = figures[LIMITS[check.limit][0]].low is not None
         doubt = " [dim](the interval crosses it)[/dim]" if known and not check.certain else ""
         flag = escape(f"--{check.limit.replace('_', '-')} {check.bound:g}")
         console.print(f"{word}  {flag}: {check.value:.5g}{doubt}", highlight=False)

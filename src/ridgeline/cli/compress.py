@@ -1,37 +1,47 @@
 """Make a model smaller: quantize or prune it, layer by layer, into a folder that other engines read too.
 
 MODEL is a folder or a hub name in floating point. The folder that --out names appears when it is whole, with a card of size,
-memory, perplexity and drift before and after; an interrupted run goes on where it stopped when it is started again.
+memory, speed, perplexity, drift and tasks before and after; an interrupted run goes on where it stopped when it is started
+again. For speed and tasks both models are served, one after the other, on a port of this machine.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.show import Stages, bytes_text
-from ridgeline.compress.card import card, write_card
+from ridgeline.compress.card import Served, card, write_card
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.evaluate import Judge
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
 from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows, split
 from ridgeline.core.config import ModelConfig
-from ridgeline.core.errors import ConfigError
-from ridgeline.models.hub import resolve_model
+from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.resolve import resolve
+from ridgeline.hardware.probe import probe
+from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.quality.drift import Drift
+from ridgeline.quality.served import Endpoint, decode_rate
+from ridgeline.quality.tasks import Question, ask, count, read_tasks, shipped_tasks
 from ridgeline.quality.texts import read_texts
 from ridgeline.text.tokenizer import Tokenizer
 
 LENGTH = 512
 TOKENS = 65_536
 JUDGED = 16_384
+SPEED_TOKENS = 128
+SPEED_PROMPT = 64
 
 
 def parser() -> Parser:
@@ -51,6 +61,13 @@ def parser() -> Parser:
     texts.add_argument(
         "--judged-tokens", type=int, metavar="N", help=f"tokens to judge by, 0: none (default: {JUDGED})"
     )
+    served = found.add_argument_group("served")
+    served.add_argument(
+        "--tasks", metavar="FILE", help="questions with known answers, or none (default: ours, for the shipped model)"
+    )
+    served.add_argument(
+        "--speed-tokens", type=int, metavar="N", help=f"tokens of the timed answer, 0: none (default: {SPEED_TOKENS})"
+    )
     return found
 
 
@@ -64,17 +81,24 @@ def run(given: Given) -> int:
     source = Checkpoint(resolve_model(ModelConfig(model=given.flags.get("model", ""))))
     recipe = read_recipe(rest["recipe"])
     device = _device(given.flags.get("device", "auto"))
+    if (tokens := rest.get("speed_tokens", SPEED_TOKENS)) < 0:
+        raise ConfigError(f"--speed-tokens is {tokens}: give 0 for none, or more.", param="speed_tokens")
+    questions = _questions(source, rest.get("tasks"))
     texts = Texts(source, recipe, rest)
     console = Console(stderr=True)
+    job = Job(source, recipe, texts.rows, out, device)
     with Stages(console) as stages:
         try:
-            Job(source, recipe, texts.rows, out, device).run(stages)
+            folder = job.build(stages)
+            pair = source, Checkpoint(folder)
+            drift = _judge(pair, texts, stages, device)
+            served = _serve(pair, device, _Asked(texts.prompt, tokens, questions), stages)
         except KeyboardInterrupt:
             console.print("stopped; the same command goes on behind the last layer that is done", highlight=False)
             raise
-        result = Checkpoint(out)
-        found = card(recipe, source, result, texts.said, _judge((source, result), texts, stages, device))
-        write_card(out, source.folder, found)
+        found = card(recipe, pair, texts.said, drift, served)
+        write_card(folder, out.name, source.folder, found)
+        job.publish()
     _show(Console(), found, out)
     return 0
 
@@ -86,6 +110,13 @@ def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch sees no GPU here: use --device cpu.", param="device")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _questions(source: Checkpoint, named: str | None) -> list[Question]:
+    """What is asked of both models: the shipped model is asked what it was trained for, unless something else is named."""
+    if named == "none" or (named is None and source.folder.resolve() != shipped_model().resolve()):
+        return []
+    return read_tasks(shipped_tasks() if named is None else Path(named))
 
 
 class Texts:
@@ -107,6 +138,7 @@ class Texts:
         tokens = rest.get("calibration_tokens", TOKENS) if recipe.needs_texts else 0
         self.rows = calibration_rows(given, encode, length, tokens)
         self.windows = judging_windows(judging, encode, length, rest.get("judged_tokens", JUDGED))
+        self.prompt = encode(judging[0])[:SPEED_PROMPT]
         name = path.name if "calibration" in rest else "the sample that comes with ridgeline"
         self.said = {"texts": name, "tokens": sum(map(len, self.rows)), "length": length}
 
@@ -120,6 +152,36 @@ def _judge(pair: tuple[Checkpoint, Checkpoint], texts: Texts, stages: Stages, de
     return judge.measure(result, lambda done: stages("judging", before + done, before + after))
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What both models are asked when they are served. prompt: token ids of a timed answer of so many tokens."""
+
+    prompt: list[int]
+    tokens: int
+    questions: list[Question]
+
+
+def _serve(pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _Asked, stages: Stages) -> Served | None:
+    """Speed and tasks of both; None if neither is wanted, or if one of them cannot be served here."""
+    if not asked.tokens and not asked.questions:
+        return None
+    rates, right = [], []
+    try:
+        for one in pair:
+            flags = {"model": str(one.folder), "device": device.type, "quantization": ""}
+            with Hosted(private(resolve(flags, environ=os.environ)), stages) as url:
+                endpoint = Endpoint(url)
+                if asked.tokens:
+                    rates.append(decode_rate(endpoint, asked.prompt, asked.tokens))
+                right.append(ask(endpoint, asked.questions, stages))
+    except RidgelineError as error:
+        print(f"ridgeline: speed and tasks are left out, as serving failed: {error.message}", file=sys.stderr)
+        return None
+    speed = (rates[0], rates[1]) if asked.tokens else None
+    tally = count(asked.questions, right[1], right[0]) if asked.questions else None
+    return Served(probe().device(device.type).name, speed, tally)
+
+
 def _recipes(*, asked: bool) -> int:
     width = max(map(len, EXAMPLES))
     lines = [f"  {name:{width}}  {text}" for name, text in EXAMPLES.items()]
@@ -131,7 +193,7 @@ def _recipes(*, asked: bool) -> int:
 
 
 def _show(console: Console, found: dict[str, Any], out: Path) -> None:
-    table = Table("", "before", "after", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(Column("", no_wrap=True), "before", "after", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     sizes, memory, quality = found["size_bytes"], found["memory_bytes"], found["quality"]
     table.add_row("weight files", bytes_text(sizes["before"]), bytes_text(sizes["after"]))
     if memory["before"] is not None and memory["after"] is not None:
@@ -142,5 +204,11 @@ def _show(console: Console, found: dict[str, Any], out: Path) -> None:
         table.add_row("perplexity", f"{quality['perplexity_reference']['value']:.4f}", perplexity)
         table.add_row("KL, nats per token", "", f"{quality['kl']['value']:.5f}")
         table.add_row("same most probable token", "", f"{quality['top1']['value']:.2%}")
+    if (speed := found["speed"]) is not None:
+        before, after = (f"{speed['tok_s'][when]:,.1f}" for when in ("before", "after"))
+        table.add_row("tokens per second, one request", before, after)
+    if (tasks := found["tasks"]) is not None:
+        before, after = (f"{tasks[name]['value']:.1%}" for name in ("task_accuracy_reference", "task_accuracy"))
+        table.add_row(f"right answers to {tasks['questions']} questions", before, after)
     console.print(table)
     console.print(f"\n[dim]written to {out}[/dim]", highlight=False)

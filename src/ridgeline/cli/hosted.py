@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import uvloop
@@ -14,6 +15,11 @@ from ridgeline.metrics import Metrics
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.launch import launch
 from ridgeline.service.server import Server
+
+
+def private(resolved: Resolved) -> Resolved:
+    """The same for this machine alone: a free port of the loopback interface, no key."""
+    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None))
 
 
 class Hosted:

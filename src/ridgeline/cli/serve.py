@@ -11,6 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ def run(given: Given) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = read(given)
     folder = resolve_model(resolved.model)
+    if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
+        resolve_model(
+            replace(resolved.model, model=reference)
+        )  # a name that is none is an error now, not a warning later
     console = Console(stderr=True)
     with Stages(console) as stages:
         announcer = Announcer(given, folder, console, stages)

@@ -1,11 +1,11 @@
-"""The card of a compressed model: what was done, and size, memory, perplexity and drift before and after."""
+"""The card of a compressed model: what was done, and size, memory, speed, perplexity, drift and tasks before and after."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,37 @@ from ridgeline.compress.recipes import EXAMPLES, Recipe
 from ridgeline.core.errors import RidgelineError
 from ridgeline.models.config import read_model
 from ridgeline.quality.drift import Drift
+from ridgeline.quality.tasks import Tally
+from ridgeline.quality.verdict import told_tasks
 
 CARD = "compression.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What both models do when they are served. device: where. speed: tokens per second of one request, before and after.
+
+    tasks: the original is the reference. None: not asked for.
+    """
+
+    device: str
+    speed: tuple[float, float] | None
+    tasks: Tally | None
+
+
 def card(
-    recipe: Recipe, source: Checkpoint, result: Checkpoint, calibration: Mapping[str, Any], drift: Drift | None
+    recipe: Recipe,
+    pair: tuple[Checkpoint, Checkpoint],
+    calibration: Mapping[str, Any],
+    drift: Drift | None,
+    served: Served | None,
 ) -> dict[str, Any]:
-    """The card as data. calibration: where the texts came from and how many tokens ran. drift: None if nobody judged.
+    """The card as data. pair: the original and the result. calibration: where the texts came from and how many tokens ran.
+    drift: None if nobody judged; served: None if nobody served.
 
     Sizes are bytes of the weight files; memory is what the weights take when served, None where nothing serves them yet.
     """
+    source, result = pair
     return {
         "recipe": recipe.name,
         "method": recipe.method,
@@ -39,6 +59,8 @@ def card(
         "parameters": {"before": source.spec.params, "after": result.spec.params},
         "memory_bytes": {"before": _memory(source.folder), "after": _memory(result.folder)},
         "quality": None if drift is None else _quality(drift),
+        "speed": None if served is None or served.speed is None else _speed(served.device, *served.speed),
+        "tasks": None if served is None or served.tasks is None else _tasks(served.tasks),
     }
 
 
@@ -58,17 +80,28 @@ def _quality(drift: Drift) -> dict[str, Any]:
     }
 
 
-def write_card(folder: Path, source: Path, found: Mapping[str, Any]) -> None:
-    """Put the card into the folder: as JSON, and as README.md for people."""
+def _speed(device: str, before: float, after: float) -> dict[str, Any]:
+    return {"device": device, "tok_s": {"before": round(before, 1), "after": round(after, 1)}}
+
+
+def _tasks(tally: Tally) -> dict[str, Any]:
+    figures = {name: asdict(one) for name, one in tally.figures.items()}
+    return {"questions": tally.asked, **figures, "by_task": told_tasks(tally)}
+
+
+def write_card(folder: Path, name: str, source: Path, found: Mapping[str, Any]) -> None:
+    """Put the card into the folder: as JSON, and as README.md for people. name: what the model is called there."""
     (folder / CARD).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     readme = source / "README.md"
     head = _front(readme.read_text(encoding="utf-8")) if readme.is_file() else []
-    lines = ["---", *head, f"base_model: {found['source']}", "---", "", f"# {folder.name}", ""]
+    lines = ["---", *head, f"base_model: {found['source']}", "---", "", f"# {name}", ""]
     what = EXAMPLES.get(found["recipe"])
     lines += [f"{found['source']}, compressed with `{found['recipe']}`{f' ({what})' if what else ''}.", ""]
     lines += ["| | before | after |", "| --- | --- | --- |", *_rows(found), ""]
     if found["quality"] is not None:
         lines += [_judged(found["quality"]), ""]
+    if found["tasks"] is not None:
+        lines += [_answered(found["tasks"]), ""]
     lines += [_calibrated(found["calibration"]), "", f"Made with {found['made']}."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -96,7 +129,29 @@ def _rows(found: Mapping[str, Any]) -> Sequence[str]:
         rows.append(row("perplexity", f"{before:.4f}", f"{after:.4f} ({quality['perplexity_change']['value']:+.2%})"))
         rows.append(row("KL from the original, nats per token", "0", f"{quality['kl']['value']:.5f}"))
         rows.append(row("same most probable token", "100 %", f"{quality['top1']['value']:.2%}"))
+    if (speed := found["speed"]) is not None:
+        name = f"tokens per second of one request, {speed['device']}"
+        rows.append(row(name, *(f"{speed['tok_s'][when]:,.1f}" for when in ("before", "after"))))
+    if (tasks := found["tasks"]) is not None:
+        shares = (_interval(tasks[name]) for name in ("task_accuracy_reference", "task_accuracy"))
+        rows.append(row(f"right answers to {tasks['questions']} questions", *shares))
     return rows
+
+
+def _interval(one: Mapping[str, float]) -> str:
+    return f"{one['value']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
+
+
+def _answered(tasks: Mapping[str, Any]) -> str:
+    drop = tasks["task_drop"]
+    each = (
+        f"{name} {one['right_reference']} and {one['right']} of {one['asked']}"
+        for name, one in tasks["by_task"].items()
+    )
+    return (
+        f"Questions were asked greedily over the API, before and after: {'; '.join(each)}. The original answers "
+        f"{drop['value']:.1%} more of them rightly ({drop['low']:.1%} to {drop['high']:.1%}). Intervals are of 95 %."
+    )
 
 
 def _judged(quality: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Compression of a checkpoint, layer by layer, into a folder that appears only when it is whole.
+"""Compression of a checkpoint, layer by layer, into a folder that appears only when it is whole, and judged if it is to be.
 
 Layers are written as they are done into a folder beside the target, and an interrupted run goes on behind the last one:
 calibration texts run through the layers that are there already, as they were stored. A run that fails for a reason of the
@@ -34,6 +34,8 @@ Progress = Callable[[str, int, int], None]
 COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*", "NOTICE*")
 NOT_COPIED = ("config.json", "model.safetensors.index.json")
 STATE = "job.json"
+DONE = "config.json"
+"""What is written last of a model."""
 
 
 class Job:
@@ -65,8 +67,16 @@ class Job:
             self._target = narrower(recipe, source.spec)
 
     def run(self, progress: Progress) -> None:
-        """Do it. Raises ConfigError or UnsupportedModel naming the tensor; then nothing is left."""
+        """Build and publish."""
+        self.build(progress)
+        self.publish()
+
+    def build(self, progress: Progress) -> Path:
+        """The finished model in a folder of its own, beside the target. Raises ConfigError or UnsupportedModel naming the
+        tensor; then nothing is left."""
         self._open()
+        if (self._part / DONE).is_file():
+            return self._part
         try:
             if self._recipe.method == "layers":
                 self._layers = self._choose(progress)
@@ -78,6 +88,11 @@ class Job:
         except RidgelineError:
             shutil.rmtree(self._part)
             raise
+        return self._part
+
+    def publish(self) -> None:
+        """Let the target appear."""
+        (self._part / STATE).unlink()
         self._part.rename(self._out)
 
     def _open(self) -> None:
@@ -171,12 +186,11 @@ class Job:
             file.unlink()
         index_of = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         (part / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=1) + "\n", encoding="utf-8")
-        (part / "config.json").write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
         for pattern in COPIED:
             for path in source.folder.glob(pattern):
                 if path.is_file() and path.name not in NOT_COPIED:
                     shutil.copyfile(path, part / path.name)
-        (part / STATE).unlink()
+        (part / DONE).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
 
     def _config(self) -> dict[str, Any]:
         spec = self._source.spec

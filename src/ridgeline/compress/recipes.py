@@ -13,6 +13,7 @@ from ridgeline.compress.prune import Pattern
 from ridgeline.compress.smooth import ALPHA
 from ridgeline.compress.storage import INT8, Bitmask, Floats, Integers, Storage
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import GROUPS
 from ridgeline.quant.layouts import Layout, Published
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers"]
@@ -90,6 +91,11 @@ def read_recipe(name: str) -> Recipe:
 
 def _quantized(name: str, found: re.Match[str]) -> Recipe:
     method, bits, group = found[1], int(found[2]), int(found[3] or 0)
+    if group not in (0, *GROUPS):
+        raise ConfigError(
+            f"recipe {name!r}: no group of {group} inputs can be served: give {', '.join(map(str, GROUPS))}, or channel.",
+            param="recipe",
+        )
     zeros = found[4] == "-zp" or (found[4] is None and method == "awq")
     ordered = found[5] == "-ordered"
     if found[5] and method != "gptq":

@@ -73,9 +73,11 @@ class ServiceConfig:
     slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput")
     price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
     metrics_alias: str = option("", "vllm: emit metrics under vLLM's prefix too")
-    shadow_rate: float = option(
-        0.0, "share of answers that a server of the reference weights scores again, in idle time"
+    shadow_rate: float = option(0.0, "share of answers that the reference weights score again, in idle time")
+    shadow_url: str = option("", "server of these weights; the share's prompts and answers are sent there")
+    shadow_model: str = option(
+        "",
+        "folder or hub name of these weights, run beside the served ones (default: the model before --quantization); with "
+        "shadow_url its name there",
     )
-    shadow_url: str = option("", "address of that server; the share's prompts and answers are sent there")
-    shadow_model: str = option("", "the model's name on that server, if it asks for one")
     shadow_limit: float = option(0.05, "KL of the last answers, in nats per token, beyond which a warning is logged")

@@ -7,6 +7,7 @@ whose alternatives have texts for names: a text that several tokens share, or th
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,29 @@ class Endpoint:
             return str(found["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ConfigError(f"{self.url} names no model: say which one.", param="model") from None
+
+
+def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int, repeats: int = 3) -> float:
+    """Tokens per second of one greedy request alone behind its first token, from the shortest of `repeats` answers of one
+    token and of all.
+
+    prompt: token ids. End tokens are ignored where the server knows `ignore_eos`; what it wrote is counted by its `usage`.
+    """
+    model = endpoint.model or endpoint.first_model()
+    body = {"model": model, "prompt": list(prompt), "temperature": 0.0, "ignore_eos": True}
+
+    def run(most: int) -> tuple[float, int]:
+        begun = time.perf_counter()
+        answer = endpoint.call("/v1/completions", body | {"max_tokens": most})
+        return time.perf_counter() - begun, int(answer["usage"]["completion_tokens"])
+
+    run(tokens + 1)
+    first, all_of_them, written = float("inf"), float("inf"), 0
+    for _ in range(repeats):
+        first = min(first, run(1)[0])
+        seconds, written = run(tokens + 1)
+        all_of_them = min(all_of_them, seconds)
+    return (written - 1) / max(all_of_them - first, 1e-9)
 
 
 class ServerScorer:

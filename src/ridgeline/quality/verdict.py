@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.quality.drift import Drift
+from ridgeline.quality.drift import Drift, Estimate
+from ridgeline.quality.tasks import Tally
 
 LIMITS: Mapping[str, tuple[str, Literal["most", "least"]]] = {
     "max_kl": ("kl", "most"),
@@ -15,6 +16,8 @@ LIMITS: Mapping[str, tuple[str, Literal["most", "least"]]] = {
     "min_top1": ("top1", "least"),
     "max_perplexity": ("perplexity", "most"),
     "max_perplexity_change": ("perplexity_change", "most"),
+    "min_task_accuracy": ("task_accuracy", "least"),
+    "max_task_drop": ("task_drop", "most"),
 }
 """Name of a limit -> the figure it bounds, and from which side."""
 
@@ -30,7 +33,22 @@ class Check:
     certain: bool
 
 
-def judge(drift: Drift, limits: Mapping[str, float]) -> list[Check]:
+def check_limits(limits: Mapping[str, float], *, texts: bool, tasks: bool, drop: bool) -> None:
+    """Raises ConfigError for a limit that nothing would be held against. texts: drift is measured; tasks: questions are
+    asked; drop: of the reference too."""
+    for name in limits:
+        figure, flag = LIMITS[name][0], f"--{name.replace('_', '-')}"
+        if not figure.startswith("task") and not texts:
+            raise ConfigError(f"{flag} needs texts: give --text FILE.", param=name)
+        if figure.startswith("task") and not tasks:
+            raise ConfigError(f"{flag} needs questions: give --tasks FILE.", param=name)
+        if figure == "task_drop" and not drop:
+            raise ConfigError(
+                f"{flag} needs a reference that answers: name a model or a server, not a file.", param=name
+            )
+
+
+def judge(figures: Mapping[str, Estimate], limits: Mapping[str, float]) -> list[Check]:
     """A check per limit, in the order of LIMITS. Raises ConfigError for a limit that does not exist."""
     unknown = sorted(set(limits) - set(LIMITS))
     if unknown:
@@ -39,7 +57,7 @@ def judge(drift: Drift, limits: Mapping[str, float]) -> list[Check]:
     for name, (figure, side) in LIMITS.items():
         if name not in limits:
             continue
-        bound, found = limits[name], drift.figures[figure]
+        bound, found = limits[name], figures[figure]
 
         def keeps(value: float, bound: float = bound, side: str = side) -> bool:
             return value <= bound if side == "most" else value >= bound
@@ -50,15 +68,44 @@ def judge(drift: Drift, limits: Mapping[str, float]) -> list[Check]:
     return checks
 
 
-def report(reference: str, candidate: str, top: int, drift: Drift, checks: Sequence[Check]) -> dict[str, Any]:
-    """A comparison as plain data for JSON. top: alternatives per token that the divergence knows; 0: all of them."""
-    return {
-        "reference": reference,
-        "candidate": candidate,
-        "tokens": drift.tokens,
-        "documents": drift.documents,
-        "alternatives": top,
-        "figures": {name: asdict(one) for name, one in drift.figures.items()},
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured between two models. drift: None without texts; tasks: None without questions.
+
+    top: alternatives per token that the divergence knows; 0: all of them.
+    """
+
+    reference: str
+    candidate: str
+    top: int
+    drift: Drift | None
+    tasks: Tally | None
+
+    @property
+    def figures(self) -> dict[str, Estimate]:
+        """All of them, by name."""
+        drift = self.drift.figures if self.drift is not None else {}
+        return {**drift, **(self.tasks.figures if self.tasks is not None else {})}
+
+
+def report(found: Found, checks: Sequence[Check]) -> dict[str, Any]:
+    """A comparison as plain data for JSON."""
+    drift, tasks = found.drift, found.tasks
+    told: dict[str, Any] = {"reference": found.reference, "candidate": found.candidate}
+    if drift is not None:
+        told |= {"tokens": drift.tokens, "documents": drift.documents, "alternatives": found.top}
+    if tasks is not None:
+        told |= {"questions": tasks.asked, "tasks": told_tasks(tasks)}
+    return told | {
+        "figures": {name: asdict(one) for name, one in found.figures.items()},
         "checks": [asdict(one) for one in checks],
         "passed": all(one.passed for one in checks),
+    }
+
+
+def told_tasks(tasks: Tally) -> dict[str, Any]:
+    """Right answers by task, as plain data."""
+    return {
+        name: {"asked": asked, "right_reference": before, "right": after}
+        for name, (asked, before, after) in tasks.by_task.items()
     }

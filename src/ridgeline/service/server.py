@@ -22,8 +22,8 @@ from ridgeline.service.app import make_app
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.launch import launch
+from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
-from ridgeline.service.shadow import check as check_shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.text.chat import ChatTemplates
 from ridgeline.text.grammar import GrammarCompiler
@@ -43,9 +43,13 @@ log = logging.getLogger(__name__)
 class Server:
     """The HTTP side of one engine. `start` listens, `open` answers, `stop` drains and closes."""
 
-    def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self, config: ServiceConfig, client: EngineClient, metrics: Metrics, reference: Reference | None = None
+    ) -> None:
+        """reference: scores a share of the answers again."""
         self.front = Front(config, client, metrics)
         self.port = config.port
+        self._reference = reference
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
@@ -87,8 +91,10 @@ class Server:
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
         service = _make_service(self.front, card, tokenizer, templates)
-        if service.shadow is not None:
-            self._shadowing = asyncio.get_running_loop().create_task(service.shadow.run())
+        if self._reference is not None:
+            shadow = Shadow(config, client, metrics, self._reference, service.limits.most)
+            self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
+            service = replace(service, shadow=shadow)
         self.front.open(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
@@ -100,6 +106,8 @@ class Server:
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._shadowing is not None:
+            await asyncio.wait({self._shadowing})
 
 
 def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
@@ -114,10 +122,8 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
     ends = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
-    config = front.config
-    shadow = Shadow(config, front.client, front.metrics, limits.most) if config.shadow_rate else None
     return Service(
-        config=config,
+        config=front.config,
         client=front.client,
         metrics=front.metrics,
         card=card,
@@ -127,7 +133,6 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
         limits=limits,
         gate=Gate(front.config.max_queue, int(facts.get("max_num_seqs") or 1)),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
-        shadow=shadow,
     )
 
 
@@ -177,12 +182,12 @@ async def serve(
     Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
     get errors and /health says why, so that whoever supervises it can see and decide.
     """
-    check_shadow(config)
+    reference = make_reference(config, model, engine)
     told = announce or Quiet()
     name = model.model or folder.name
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
     process = await launch(model, engine, on_step=metrics.on_step)
-    server = Server(config, process.client, metrics)
+    server = Server(config, process.client, metrics, reference)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 

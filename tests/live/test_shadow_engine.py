@@ -1,0 +1,25 @@
+"""Drift of what is served, measured beside it: int4 weights answer, the same model's bfloat16 weights score again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from .served import served
+
+WAIT_S = 120.0
+
+
+def test_a_second_engine_scores_what_the_first_one_said(tmp_path: Path) -> None:
+    words = ("--quantization", "int4", "--shadow-rate", "1", "--max-model-len", "512")
+    with served(tmp_path, *words) as server:
+        answer = server.complete("Once upon a time there was", max_tokens=24, temperature=0, ignore_eos=True)
+        assert answer.status == 200
+        until = time.monotonic() + WAIT_S
+        while not server.metric("shadow_answers_total") and time.monotonic() < until:
+            time.sleep(0.2)
+        assert server.metric("shadow_answers_total") == 1, server.log.read_text()
+        assert server.metric("shadow_tokens_total") == 24
+        assert 0 < server.metric("shadow_same_tokens_total") <= 24
+        assert 0.001 < server.metric("shadow_kl") < 2
+        assert server.metric("shadow_failures_total") == 0
