@@ -53,6 +53,16 @@ def test_twice_the_same(tmp_path: Path) -> None:
     assert torch.equal(runs[0][0].weight, runs[1][0].weight)
 
 
+def test_a_run_may_pause_at_a_step(tmp_path: Path) -> None:
+    whole, run = trainer(tmp_path / "whole")
+    run.run()
+    cut, run = trainer(tmp_path / "cut")
+    paused = run.run(until=7)
+    assert paused["step"] == 7 and not paused["done"]
+    assert run.run()["done"]
+    assert torch.equal(whole.weight, cut.weight)
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     whole, run = trainer(tmp_path / "whole")
     run.run()

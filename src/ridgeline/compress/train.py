@@ -117,15 +117,18 @@ class Trainer:
         for one in self.parameters:
             one.grad = None
 
-    def run(self, check: Check | None = None) -> dict[str, Any]:
-        """Train to the end of the schedule; the last row of the log. Raises FloatingPointError if the loss is not finite."""
+    def run(self, check: Check | None = None, until: int | None = None) -> dict[str, Any]:
+        """Train to the end of the schedule, or to step `until` of it, where another call goes on; the last row of the log.
+
+        Raises FloatingPointError if the loss is not finite.
+        """
         training, schedule = self.training, self.training.schedule
         self.student.train()
         self.log(
             {"training": asdict(training), "step": self.step, "parameters": sum(p.numel() for p in self.parameters)}
         )
         before, since, running = time.monotonic() - self.elapsed, self.step, torch.zeros((), device=self.device)
-        while (progress := schedule.progress(self.step, self.elapsed)) < 1:
+        while (progress := schedule.progress(self.step, self.elapsed)) < 1 and self.step != until:
             running += self.gradients()
             self.update(schedule.rate(self.step, progress))
             self.step += 1
@@ -137,7 +140,7 @@ class Trainer:
                 self.log({"step": self.step, "check": self.checked(check)})
             if due(training.save_every, self.step):
                 self.save()
-        row = self.report(running, self.step - since) | {"done": True}
+        row = self.report(running, self.step - since) | {"done": progress >= 1}
         if check is not None:
             row["check"] = self.checked(check)
         self.log(row)
@@ -218,5 +221,6 @@ class TokenRows:
                 f"a text of {len(self.stream)} tokens gives no row of {self.tokens}: more text is needed."
             )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        starts = torch.randint(last + 1, (self.rows, 1), generator=generator).to(self.stream.device)
+        # Without waiting: a device then works on one step while the next is being launched.
+        starts = torch.randint(last + 1, (self.rows, 1), generator=generator).to(self.stream.device, non_blocking=True)
         return self.stream[starts + torch.arange(self.tokens, device=self.stream.device)].long()

@@ -7,7 +7,7 @@ folder in floats, which `compress` packs without changing them: magnitude prunin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from ridgeline.compress.decoder import TrainableDecoder
 from ridgeline.compress.grid import Grid, round_to_nearest
 from ridgeline.core.errors import ConfigError
 from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD
+
+Masks = Mapping[str, torch.Tensor]
+"""Name of a linear of the layers ("layers.0.mlp.up_proj") -> which of its weights stay, bool [out, in]."""
 
 
 class Masked(nn.Module):
@@ -60,28 +63,36 @@ def trainable(checkpoint: Checkpoint, context: int = 4096) -> TrainableDecoder:
 
 def keep_zeros(decoder: TrainableDecoder) -> None:
     """From here on weights of the layers that are zero stay zero. Raises ConfigError if none is."""
-    if all(bool(linear.weight.all()) for linear in _linears(decoder)):
+    masks = {name: linear.weight.detach() != 0 for name, linear in linears(decoder).items()}
+    if all(bool(kept.all()) for kept in masks.values()):
         raise ConfigError("the model has no zero weights: prune it first.")
-    _constrain(decoder, lambda weight: Masked(weight != 0))
+    keep_masks(decoder, masks)
+
+
+def keep_masks(decoder: TrainableDecoder, masks: Masks) -> None:
+    """From here on every linear of the layers has the weights of its mask alone."""
+    _constrain(decoder, lambda name: Masked(masks[name]))
 
 
 def keep_on_grid(decoder: TrainableDecoder, grid: Grid) -> None:
     """From here on the layers multiply with weights on `grid`."""
-    _constrain(decoder, lambda weight: Snapped(grid))
+    _constrain(decoder, lambda _: Snapped(grid))
 
 
 def release(decoder: TrainableDecoder) -> None:
     """Constrained weights become plain ones, as they were multiplied with."""
-    for linear in _linears(decoder):
+    for linear in linears(decoder).values():
         if parametrize.is_parametrized(linear, "weight"):
             parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
 
 
-def _constrain(decoder: TrainableDecoder, constraint: Callable[[torch.Tensor], nn.Module]) -> None:
-    for linear in _linears(decoder):
-        parametrize.register_parametrization(linear, "weight", constraint(linear.weight.detach()))
+def linears(decoder: TrainableDecoder) -> dict[str, nn.Linear]:
+    """The linears of the layers: what is compressed."""
+    names = [f"layers.{index}.{name}" for index in range(len(decoder.layers)) for name in LINEAR_NAMES]
+    found = {name: decoder.get_submodule(name) for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, nn.Linear)}
 
 
-def _linears(decoder: TrainableDecoder) -> list[nn.Linear]:
-    found = [layer.get_submodule(name) for layer in decoder.layers for name in LINEAR_NAMES]
-    return [one for one in found if isinstance(one, nn.Linear)]
+def _constrain(decoder: TrainableDecoder, constraint: Callable[[str], nn.Module]) -> None:
+    for name, linear in linears(decoder).items():
+        parametrize.register_parametrization(linear, "weight", constraint(name))
