@@ -144,7 +144,8 @@ def prompts(data: Path, each: int) -> list[Prompt]:
 
 def writings(one: Prompt) -> list[tuple[str, float, list[int]]]:
     """(how, temperature, forced answer) of the ways in which a prompt is answered."""
-    forced = [("forced", 1.0, one.answer)] if one.answer else []
+    # Drafts are the likeliest tokens then: noise that a drafter shares with the target says nothing of a text neither drew.
+    forced = [("forced", 0.0, one.answer)] if one.answer else []
     if one.work.startswith("copy"):
         return forced
     return [("greedy", 0.0, []), ("sampled", 0.8, []), *forced]

@@ -105,3 +105,48 @@ def test_nodes_worth_verifying_for_one_request() -> None:
     for _ in range(50):
         pace.measure_host(1, 4, 2.0, 9.0)
     assert pace.worth(1, 0.5) == 3
+
+
+def replay(pace: Pace, steps: int, gained: float, seconds: float) -> tuple[float, int]:
+    """Somebody drafts whenever it is allowed, and such a step takes `seconds` for `gained` tokens, a plain one 1 for 1. Tokens
+    per second, and the steps that drafted."""
+    tokens = total = 0.0
+    drafted = 0
+    for _ in range(steps):
+        drafting = pace.affords(1)
+        pace.settle(1, drafting, gained if drafting else 1.0, seconds if drafting else 1.0)
+        tokens, total = tokens + (gained if drafting else 1.0), total + (seconds if drafting else 1.0)
+        drafted += drafting
+    return tokens / total, drafted
+
+
+@pytest.mark.parametrize(("gained", "seconds"), [(1.0, 1.05), (1.1, 1.6), (1.0, 3.0), (1.3, 4.0)])
+def test_what_loses_pauses(gained: float, seconds: float) -> None:
+    pace = Pace(SIZES)
+    pace.settle(1, False, 1.0, 1.0)
+    rate, _ = replay(pace, 4000, gained, seconds)
+    assert rate > 0.97
+
+
+def test_what_gains_never_pauses_and_is_found_again() -> None:
+    pace = Pace(SIZES)
+    pace.settle(1, False, 1.0, 1.0)
+    assert replay(pace, 1000, 1.5, 1.2)[1] == 1000
+    replay(pace, 5000, 1.0, 2.0)
+    assert replay(pace, 2000, 1.5, 1.2)[1] > 1400
+    assert replay(pace, 500, 1.5, 1.2)[1] == 500
+
+
+def test_nothing_is_drafted_in_a_pause() -> None:
+    pace = Pace(SIZES)
+    run(pace, 400, 0.95, cheap)
+    pace.settle(1, False, 1.0, 1.0)
+    for _ in range(20):
+        pace.settle(1, True, 1.0, 2.0)
+    assert not pace.affords(1)
+    assert pace.choose(1) == 0
+    assert pace.affords(100), "batches of other sizes are others"
+    for _ in range(600):
+        pace.settle(1, False, 1.0, 1.0)
+    assert pace.affords(1)
+    assert pace.choose(1) > 0

@@ -23,7 +23,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState, Spread
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import ChainParts, ChainStart, RunChain
+from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
 
 _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""
@@ -79,6 +79,8 @@ class DraftModel:
         if vocabulary:
             self._ids = torch.tensor(vocabulary, dtype=torch.int32, device=model.decoder.embedding.device)
             model.decoder.narrow(self._ids)
+        self._usual: dict[int, LastTokens] = {}
+        """By rows: what is read if all of them drafted in the step before."""
         self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
@@ -95,13 +97,22 @@ class DraftModel:
         state, rows = replace(behind.state, ints=behind.state.ints.clone()), behind.rows
         # The scratch row, which stands in for padding, has not so many tokens to read; it is done, and never moves.
         state.ints[0, : Int.KNOWN] = max(unread, default=_UNREAD)
-        hidden = self._catch_up(replace(behind, state=state), unread, views)
-        temperature, longest = behind.temperature, behind.longest
-        self._chain(ChainStart(state, rows, temperature, hidden, count, longest, behind.greedy), views)
+        last = self._last_tokens(len(rows), unread, rows.device)
+        start = ChainStart(state, rows, behind.temperature, last, count, behind.longest, behind.greedy)
+        self._chain(start, views)
+
+    def _last_tokens(self, count: int, unread: Sequence[int], device: torch.device) -> LastTokens:
+        """What `count` rows have not read; on a CPU that of rows that all drafted in the step before is kept (a CUDA graph
+        must make its own)."""
+        if device.type != "cpu" or any(one != _UNREAD for one in unread):
+            return _last_tokens(count, unread, device)
+        if (known := self._usual.get(count)) is None:
+            known = self._usual[count] = _last_tokens(count, (), device)
+        return known
 
     def _step_by_step(self, start: ChainStart, views: Views) -> None:
         """The chain on any device."""
-        state, rows, hidden = start.state, start.rows, start.hidden
+        state, rows, hidden = start.state, start.rows, self._catch_up(start, views)
         row_of = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         for node in range(start.count):
             self._ops.advance(state, rows, self._draw(start, hidden))
@@ -124,33 +135,29 @@ class DraftModel:
         key = held[:, Int.KEY : Int.KEY + 2]
         return self._ops.sample(logits, start.temperature, key, held[:, Int.KNOWN], Purpose.TOKEN)
 
-    def _catch_up(self, behind: Behind, unread: Sequence[int], views: Views) -> torch.Tensor:
-        """Read each row's last tokens, `unread` of them or two; hidden states of the last one, [S, d_model]."""
-        rows, most = behind.rows, max(unread, default=_UNREAD)
-        q_start, row_of, place = _last_tokens(len(rows), unread, rows.device)
-        # They end at the next query, one slot behind those in use.
-        got = self._ops.gather(behind.state, rows, Spread(torch.ones_like(rows), row_of, place))
-        step = StepInputs(rows, q_start, got.length, got.position, row_of, most, behind.longest)
+    def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
+        """Read each row's last tokens; hidden states of the last one, [S, d_model]."""
+        rows, last = start.rows, start.last
+        got = self._ops.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
+        step = StepInputs(rows, last.q_start, got.length, got.position, last.row_of, last.most, start.longest)
         hidden = self._decoder.forward(got.tokens, views(got.slots), step)
-        return hidden.index_select(0, q_start[1:] - 1)
+        return hidden.index_select(0, last.q_start[1:] - 1)
 
 
-def _last_tokens(
-    count: int, unread: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q_start [S + 1], row_of [T], place [T], from 0 for a row's last token downwards), all int32, of S = count rows with
-    `unread` tokens each; of further rows, two."""
+def _last_tokens(count: int, unread: Sequence[int], device: torch.device) -> LastTokens:
+    """The last `unread` tokens each of `count` rows; of further rows, two."""
+    ones = torch.ones(count, dtype=torch.int32, device=device)
     if all(one == _UNREAD for one in unread):
         number = torch.arange(_UNREAD * count, dtype=torch.int32, device=device)
         q_start = torch.arange(0, _UNREAD * count + 1, _UNREAD, dtype=torch.int32, device=device)
-        return q_start, number // _UNREAD, number % _UNREAD - (_UNREAD - 1)
+        return LastTokens(ones, q_start, number // _UNREAD, number % _UNREAD - (_UNREAD - 1), _UNREAD)
     each = np.array([*unread, *[_UNREAD] * (count - len(unread))], dtype=np.int32)
     ends = each.cumsum(dtype=np.int32)
     of = np.arange(count, dtype=np.int32).repeat(each)
     back = np.arange(len(of), dtype=np.int32) + 1 - ends[of]
     sent = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends, of, back))).to(device)
     q_start, row_of, place = sent.split([count + 1, len(of), len(of)])
-    return q_start, row_of, place
+    return LastTokens(ones, q_start, row_of, place, int(each.max()))
 
 
 def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:

@@ -21,6 +21,11 @@ TREE = (
 """Nodes by how often they are kept on mixed text: (parent, which of its successors)."""
 
 
+_QUIET, _SELDOM = 16, 8
+"""On a CPU, after so many steps for which nothing was drafted only every so many-th is learned from: a top-8 takes a tenth of a
+small model's step."""
+
+
 class Recycling:
     """The table of one engine, shared by its requests; see decoding.drafters.DeviceDrafter. It is written by every step and
     decides nothing but how fast a request is."""
@@ -30,17 +35,24 @@ class Recycling:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._table = torch.arange(WIDTH, dtype=torch.int32, device=device).repeat(vocab, 1)
         self.parents = tuple(parent for parent, _ in TREE)
+        self._unused = 0
+        """Steps since something was drafted, on a CPU: a CUDA graph runs all that it captured."""
+        self._counts = int(device.type == "cpu")
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Prompts teach nothing: their logits are not computed."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Of tokens that come more than once in a step, some one's successors are kept."""
+        self._unused += self._counts
+        if self._unused > _QUIET and self._unused % _SELDOM:
+            return
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
 
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
         """Level by level, since a node's successors are looked up by its own token."""
+        self._unused = 0
         known = behind.known
         root = behind.state.tokens.view(-1).index_select(
             0, (behind.rows * behind.state.tokens.shape[1] + known - 1).long()

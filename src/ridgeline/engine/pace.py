@@ -32,6 +32,14 @@ _REST = 8
 """Steps for which a choice stands without being thought over."""
 _WORTH = 1.04
 """A size must promise so many times the tokens per second of drafting nothing."""
+_CREDIT, _ADVANCE = 8.0, 2.0
+"""Steps that drafting may have lost before it pauses: at first and at most, and after a pause."""
+_EARNED = 0.01
+"""Steps of credit that a step without drafts gives, so that a look now and then is never stopped."""
+_FIRST_PAUSE, _LAST_PAUSE = 32, 512
+"""Steps of a pause; each that was for nothing doubles the next one."""
+_WORST = 4.0
+"""A step counts as at most so many plain ones: what disturbs one says nothing of drafts."""
 
 
 @dataclass(slots=True)
@@ -56,7 +64,8 @@ class _Batch:
 
     took: by the number of nodes. node_s: seconds of one more node that the host drafted, None before any. asking: how much
     longer steps are while the host drafts, as a share. best: the size in use. wait: steps until the next look, of those in
-    `patience`; look: steps left of one at `tried`. rest: steps for which `best` stands.
+    `patience`; look: steps left of one at `tried`. rest: steps for which `best` stands. usual: mean seconds of steps without
+    drafts, 0 before any. credit: steps that drafting may still lose. pause: steps without drafts to come; spell: the next one.
     """
 
     took: dict[int, _Mean]
@@ -68,6 +77,10 @@ class _Batch:
     look: int = 0
     tried: int = 0
     rest: int = 0
+    usual: float = 0.0
+    credit: float = _CREDIT
+    pause: int = 0
+    spell: int = _FIRST_PAUSE
 
 
 @dataclass(slots=True)
@@ -95,7 +108,10 @@ class Pace:
 
     def choose(self, rows: int) -> int:
         """The number of nodes for the next step with `rows` rows."""
-        return self.sizes[-1] if self.fixed else self._choose(self._of(rows))
+        if self.fixed:
+            return self.sizes[-1]
+        batch = self._of(rows)
+        return 0 if batch.pause else self._choose(batch)
 
     def _choose(self, batch: _Batch) -> int:
         if batch.rest:
@@ -169,6 +185,30 @@ class Pace:
         if size in took:
             took[size].add(seconds)
         return took[0].seconds * gained - seconds if took[0].count and size else 0.0
+
+    # --- what it all costs -------------------------------------------------------------------------------------------
+
+    def affords(self, rows: int) -> bool:
+        """Whether drafting has not lost too much lately, with about so many rows."""
+        return self.fixed or not self._of(rows).pause
+
+    def settle(self, rows: int, drafting: bool, gained: float, seconds: float) -> None:
+        """A step gave `rows` rows `gained` tokens each. drafting: something was drafted, asked or verified in it. What drafting
+        loses against plain steps is charged: whatever misjudges it, in the end it costs no more than its credit."""
+        batch = self._of(rows)
+        if not drafting:
+            if not batch.usual:
+                batch.usual = seconds
+            batch.usual += _MEMORY * (min(seconds, _SURPRISE * batch.usual) - batch.usual)
+            batch.credit = min(_CREDIT, batch.credit + _EARNED)
+            batch.pause = max(0, batch.pause - 1)
+        elif batch.usual:
+            batch.credit = min(_CREDIT, batch.credit + gained - min(seconds / batch.usual, _WORST))
+            if batch.credit < 0:
+                batch.credit, batch.pause = _ADVANCE, batch.spell
+                batch.spell = min(_LAST_PAUSE, 2 * batch.spell)
+            elif batch.credit == _CREDIT:
+                batch.spell = _FIRST_PAUSE
 
     # --- what the host drafts ----------------------------------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class Scheduler:
             if planned >= expected or budget <= 0:
                 continue
             fast = planned + 1 == expected < request.limit and planned < request.writable
-            if fast and alone and request.constraint is None:
+            if fast and request.constraint is None and (alone or self._speculation.plain(request)):
                 request.planned = expected
                 request.expected = expected + 1
                 request.in_flight += 1

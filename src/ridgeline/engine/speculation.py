@@ -28,6 +28,9 @@ class Speculation(Protocol):
     def waits(self, request: Request) -> bool:
         """Whether the request can be planned only when its last token is committed."""
 
+    def plain(self, request: Request) -> bool:
+        """Whether the request's next step is one of plain decoding: nothing is proposed for it."""
+
     def propose(self, request: Request, most: int) -> Draft:
         """A draft of at most `most` nodes for the request's next step."""
 
@@ -48,6 +51,9 @@ class NoDrafts:
 
     def waits(self, request: Request) -> bool:
         return False
+
+    def plain(self, request: Request) -> bool:
+        return not self.waits(request)
 
     def propose(self, request: Request, most: int) -> Draft:
         return NOTHING
@@ -102,8 +108,15 @@ class Drafts:
         """A request whose text nobody could quote lately is asked again from time to time; in between it costs nothing."""
         if self._host is None:
             return False
+        rows = max(1, self._rows)
+        if not self._pace.affords(rows):
+            return False
         said = len(request.tokens) - request.prompt_len
-        return said % _ROUND < _ASKED or request.quoted > max(_QUOTED, self._pace.asked(max(1, self._rows)))
+        return said % _ROUND < _ASKED or request.quoted > max(_QUOTED, self._pace.asked(rows))
+
+    def plain(self, request: Request) -> bool:
+        # A draft model writes behind the rows, in slots that only the longer way leases.
+        return not (self.reach or request.offered or self.waits(request))
 
     def propose(self, request: Request, most: int) -> Draft:
         if self._host is not None and self.waits(request):
@@ -181,8 +194,9 @@ class Drafts:
         ):
             return 0.0
         nodes, gained, seconds = len(plan.drafts) / rows, len(result.tokens) / rows, result.device_s + result.gap_s
-        host = nodes > 0 and max(plan.drafts) >= 0
-        if host or any(request.guess is not None for request in step.requests):
+        asked = (nodes > 0 and max(plan.drafts) >= 0) or any(request.guess is not None for request in step.requests)
+        self._pace.settle(rows, asked or nodes > 0 or plan.ahead > 0, gained, seconds)
+        if asked:
             # Steps that draft on the device as well would charge the host for it.
             return 0.0 if plan.ahead or step.size else self._pace.measure_host(rows, nodes, gained, seconds)
         # A step that drafts otherwise than it verifies tells nothing of either size.

@@ -15,7 +15,7 @@ from ridgeline.ops.native_rows import STATE, at, state_of
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, Views
 
-_CHAIN = Struct(f"{STATE + 11}q")
+_CHAIN = Struct(f"{STATE + 15}q")
 
 
 class _Parts(ctypes.Structure):
@@ -35,10 +35,10 @@ class _Parts(ctypes.Structure):
 class NativeChain:
     """See Ops.chain; weights stay where they are for good."""
 
-    __slots__ = ("_kept", "_parts", "_pointers", "_run", "_view_of")
+    __slots__ = ("_dtype", "_kept", "_parts", "_pointers", "_run", "_view_of")
 
     def __init__(self, parts: ChainParts, kernels: Kernels, view_of: ViewOf, fixed: bool) -> None:
-        self._run, self._view_of = kernels.chain, view_of
+        self._run, self._view_of, self._dtype = kernels.chain, view_of, parts.embedding.dtype
         structs = layer_structs(parts.layers)
         self._kept = parts, structs
         self._pointers = c_void_p * len(parts.layers)
@@ -58,14 +58,14 @@ class NativeChain:
         )
 
     def __call__(self, start: ChainStart, views: Views) -> None:
-        state, rows, hidden = start.state, start.rows, start.hidden.contiguous()
+        state, rows, last = start.state, start.rows, start.last
         count = rows.shape[0]
         slots = torch.empty((state.tables.shape[0], count), dtype=torch.int64)
         position, length = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
         number = torch.arange(count + 1, dtype=torch.int32)
         step = StepInputs(rows, number, length, position, number[:-1], 1, start.longest)
         given: Sequence[KvView] = views(slots)
-        assert all(view.kv.dtype is hidden.dtype for view in given)
+        assert all(view.kv.dtype is self._dtype for view in given)
         found = self._pointers(*(self._view_of(view, step).value for view in given))
         caches = self._pointers(*(view.kv.data_ptr() for view in given))
         self._run(
@@ -74,7 +74,6 @@ class NativeChain:
                 ctypes.addressof(self._parts),
                 at(rows),
                 at(start.temperature),
-                hidden.data_ptr(),
                 count,
                 start.count,
                 ctypes.addressof(found),
@@ -82,5 +81,10 @@ class NativeChain:
                 position.data_ptr(),
                 length.data_ptr(),
                 slots.data_ptr(),
+                at(last.n_query),
+                at(last.q_start),
+                at(last.row_of),
+                at(last.place),
+                last.row_of.shape[0],
             )
         )

@@ -194,22 +194,34 @@ class ChainParts:
 
 
 @dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Tokens at the end of rows, all int32: q_start [S + 1], row_of [T], place [T], from 0 for a row's last token downwards;
+    n_query [S]: ones, since they end at the next query token. most: of a row."""
+
+    n_query: torch.Tensor
+    q_start: torch.Tensor
+    row_of: torch.Tensor
+    place: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChainStart:
     """Where a chain begins. state: its ints move along the draft, and what is drafted is written behind what rows know. rows
-    int32 [S]; temperature float32 [S]; hidden [S, D], normed, behind the last known token; count: tokens to draft; longest:
+    int32 [S]; temperature float32 [S]; last: what is read before the first token is drafted; count: tokens to draft; longest:
     most slots any row can hold; greedy: no row samples."""
 
     state: rows.RowState
     rows: torch.Tensor
     temperature: torch.Tensor
-    hidden: torch.Tensor
+    last: LastTokens
     count: int
     longest: int
     greedy: bool
 
 
 RunChain = Callable[[ChainStart, Views], None]
-"""Drafts the chain over the views of the drafting layers; hidden is given up."""
+"""Drafts the chain over the views of the drafting layers."""
 
 
 def no_chain(parts: ChainParts) -> RunChain | None:

@@ -1,4 +1,5 @@
-// A chain of drafts by a small decoder, all of its tokens in one call; see ridgeline.ops.table.ChainParts.
+// A chain of drafts by a small decoder, what it has not read yet and all of its tokens in one call; see
+// ridgeline.ops.table.ChainParts.
 //
 // Only what a draft model's own products take is worth its time: at one row, ten calls from Python between two tokens take as
 // long as the tokens.
@@ -58,19 +59,28 @@ template <class T> struct Parts {
     std::int32_t fixed;
 };
 
+// Tokens at the end of rows, in the form of Gather: those to be read before the first one is drafted.
+struct Last {
+    const std::int32_t* n_query;  // [n], ones: they end at the next query token
+    const std::int32_t* q_start;  // [n + 1]
+    const std::int32_t* row_of;   // [count]
+    const std::int32_t* place;    // [count]
+    index count;
+};
+
 // Mirrored by the order of arguments there. state.ints are a copy that moves along. views point to length, position and slots.
 template <class T> struct Chain {
     State state;
     const Parts<T>* parts;
     const std::int32_t* rows;  // [n]
     const float* temperature;  // [n]
-    T* hidden;                 // [n, d_model] behind the last known token, normed; written
     index n, count;
     const View* const* views;  // of each layer
     T* const* caches;
     std::int32_t* position;  // [n]
     std::int32_t* length;    // [n]
     std::int64_t* slots;     // [groups, n]
+    Last last;
 };
 
 template <class T> void embed(const Parts<T>& p, const token* tokens, index n, T* stream) {
@@ -91,19 +101,49 @@ template <class T> void widen_all(const T* from, float* to, index n) {
     }
 }
 
+// Read the rows' last tokens. hidden: behind each row, normed, [n, d_model].
+template <class T> void catch_up(const Chain<T>& c, T* hidden) {
+    const Parts<T>& p = *c.parts;
+    const Last& last = c.last;
+    const index d = p.d_model;
+    std::vector<std::int32_t> position(last.count), tokens(last.count), length(c.n);
+    std::vector<std::int64_t> slots(c.state.groups * last.count);
+    std::vector<T> stream(last.count * d);
+    gather(Gather{c.state, c.rows, last.n_query, last.row_of, last.place, c.n, last.count, position.data(), tokens.data(),
+                  length.data(), slots.data()});
+    embed(p, tokens.data(), last.count, stream.data());
+    std::vector<View> views;
+    std::vector<const View*> found;
+    for (index at = 0; at < p.n_layers; ++at) {
+        views.push_back(*c.views[at]);
+        View& view = views.back();
+        const index group = (view.slots - c.slots) / c.n;
+        view.slots = slots.data() + group * last.count;
+        view.q_start = last.q_start;
+        view.length = length.data();
+        view.position = position.data();
+        view.n_tokens = last.count;
+    }
+    for (const View& view : views) found.push_back(&view);
+    run_layers(p.layers, p.n_layers, found.data(), c.caches, stream.data(), last.count, d);
+    for (index row = 0; row < c.n; ++row)
+        norm(stream.data() + (last.q_start[row + 1] - 1) * d, p.norm, hidden + row * d, 1, d, p.eps, p.offset);
+}
+
 template <class T> void run(const Chain<T>& c) {
     const Parts<T>& p = *c.parts;
     const index n = c.n, size = n * p.outputs, strides[] = {p.outputs, 1, 2, 1};
-    std::vector<T> scores(size), stream(n * p.d_model);
+    std::vector<T> scores(size), stream(n * p.d_model), hidden(n * p.d_model);
     std::vector<float> logits(size);
     std::vector<std::int32_t> key(2 * n), place(n), drawn(n), said(3 * n), tokens(n);
+    catch_up(c, hidden.data());
     for (index node = 0; node < c.count; ++node) {
         for (index row = 0; row < n; ++row) {
             const std::int32_t* own = c.state.of(c.rows[row]);
             std::copy(own + KEY, own + KEY + 2, key.data() + 2 * row);
             place[row] = own[KNOWN];
         }
-        multiply(c.hidden, p.head, scores.data(), n, p.outputs, p.d_model, p.fixed);
+        multiply(hidden.data(), p.head, scores.data(), n, p.outputs, p.d_model, p.fixed);
         widen_all(scores.data(), logits.data(), size);
         rl_sample(logits.data(), c.temperature, key.data(), place.data(), drawn.data(), n, p.outputs, strides, 0, p.ids);
         advance(Advance{c.state, c.rows, drawn.data(), n, said.data()});
@@ -111,7 +151,7 @@ template <class T> void run(const Chain<T>& c) {
         gather(Gather{c.state, c.rows, nullptr, nullptr, nullptr, n, n, c.position, tokens.data(), c.length, c.slots});
         embed(p, tokens.data(), n, stream.data());
         run_layers(p.layers, p.n_layers, c.views, c.caches, stream.data(), n, p.d_model);
-        norm(stream.data(), p.norm, c.hidden, n, p.d_model, p.eps, p.offset);
+        norm(stream.data(), p.norm, hidden.data(), n, p.d_model, p.eps, p.offset);
     }
 }
 

@@ -61,55 +61,69 @@ inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index 
     }
 }
 
-// Values of two keys side by side times their weights, which lie in pairs too, for QUERIES queries from `first` on.
-template <int QUERIES> void add_value_pairs(const View& v, index tile, index first, index n, Work<bf16>& w) {
+// Values of two keys side by side times their weights, which lie in pairs too, for QUERIES queries from `first` on and HALVES
+// times 32 numbers of each value from `d` on.
+template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index tile, index first, index d, index n, Work<bf16>& w) {
     const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     const bf16* weights = w.weights + tile * CHUNK * LANES + first * 32;
-    for (index d = 0; d < v.dim; d += 64) {
-        const __mmask32 kept[2] = {first_halves(v.dim - d), first_halves(v.dim - d - 32)};
-        __m512 sum[QUERIES][4];
-        for (auto& of_query : sum)
-            for (auto& one : of_query) one = _mm512_setzero_ps();
-        for (index key = 0; key < n; key += 2) {
-            const bf16* a = w.keys[key] + v.kind_stride + d;
-            // Behind the last key comes nothing: what lies there times a weight of 0 could be NaN.
-            const bool both = key + 1 < n;
-            const bf16* b = both ? w.keys[key + 1] + v.kind_stride + d : a;
-            __m512i pair[4];
+    const __mmask32 kept[2] = {first_halves(v.dim - d), first_halves(v.dim - d - 32)};
+    __m512 sum[QUERIES][2 * HALVES];
+    for (auto& of_query : sum)
+        for (auto& one : of_query) one = _mm512_setzero_ps();
+    for (index key = 0; key < n; key += 2) {
+        const bf16* a = w.keys[key] + v.kind_stride + d;
+        // Behind the last key comes nothing: what lies there times a weight of 0 could be NaN.
+        const bool both = key + 1 < n;
+        const bf16* b = both ? w.keys[key + 1] + v.kind_stride + d : a;
+        __m512i pair[2 * HALVES];
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const __m512i x = _mm512_maskz_loadu_epi16(kept[i], a + 32 * i);
-                const __m512i y = _mm512_maskz_loadu_epi16(both ? kept[i] : 0, b + 32 * i);
-                pair[2 * i] = _mm512_unpacklo_epi16(x, y);
-                pair[2 * i + 1] = _mm512_unpackhi_epi16(x, y);
-            }
-#pragma GCC unroll 4
-            for (int q = 0; q < QUERIES; ++q) {
-                std::int32_t weight;
-                std::memcpy(&weight, weights + key / 32 * 32 * LANES + q * 32 + key % 32, 4);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) sum[q][i] = dot_pairs(sum[q][i], _mm512_set1_epi32(weight), pair[i]);
-            }
+        for (int i = 0; i < HALVES; ++i) {
+            const __m512i x = _mm512_maskz_loadu_epi16(kept[i], a + 32 * i);
+            const __m512i y = _mm512_maskz_loadu_epi16(both ? kept[i] : 0, b + 32 * i);
+            pair[2 * i] = _mm512_unpacklo_epi16(x, y);
+            pair[2 * i + 1] = _mm512_unpackhi_epi16(x, y);
         }
+#pragma GCC unroll 8
         for (int q = 0; q < QUERIES; ++q) {
-            float* sums = w.sums + (tile * LANES + first + q) * v.dim + d;
-            const __m512 fade = _mm512_set1_ps(w.fade[tile][first + q]);
-            for (int i = 0; i < 4; ++i) {
-                const __mmask16 lanes = first_lanes(std::max<index>(0, v.dim - d - i * LANES));
-                const __m512 fresh = _mm512_permutex2var_ps(sum[q][i / 2 * 2], i % 2 ? high : low, sum[q][i / 2 * 2 + 1]);
-                store(sums + i * LANES, _mm512_fmadd_ps(load(sums + i * LANES, lanes), fade, fresh), lanes);
-            }
+            std::int32_t weight;
+            std::memcpy(&weight, weights + key / 32 * 32 * LANES + q * 32 + key % 32, 4);
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * HALVES; ++i) sum[q][i] = dot_pairs(sum[q][i], _mm512_set1_epi32(weight), pair[i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; ++q) {
+        float* sums = w.sums + (tile * LANES + first + q) * v.dim + d;
+        const __m512 fade = _mm512_set1_ps(w.fade[tile][first + q]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 2 * HALVES; ++i) {
+            const __mmask16 lanes = first_lanes(std::max<index>(0, v.dim - d - i * LANES));
+            const __m512 fresh = _mm512_permutex2var_ps(sum[q][i / 2 * 2], i % 2 ? high : low, sum[q][i / 2 * 2 + 1]);
+            store(sums + i * LANES, _mm512_fmadd_ps(load(sums + i * LANES, lanes), fade, fresh), lanes);
         }
     }
 }
 
-inline void add_values(const View& v, index tile, index count, index n, Work<bf16>& w) {
+// Twice as many queries at a time where half as many registers hold a value.
+template <int HALVES> void add_part(const View& v, index tile, index count, index d, index n, Work<bf16>& w) {
+    constexpr int MOST = HALVES == 1 ? 8 : 4;
     index first = 0;
-    for (; first + 4 <= count; first += 4) add_value_pairs<4>(v, tile, first, n, w);
-    if (count - first == 3) add_value_pairs<3>(v, tile, first, n, w);
-    if (count - first == 2) add_value_pairs<2>(v, tile, first, n, w);
-    if (count - first == 1) add_value_pairs<1>(v, tile, first, n, w);
+    for (; first + MOST <= count; first += MOST) add_value_pairs<MOST, HALVES>(v, tile, first, d, n, w);
+    if (count - first >= 4) add_value_pairs<4, HALVES>(v, tile, first, d, n, w), first += 4;
+    if (count - first == 3) add_value_pairs<3, HALVES>(v, tile, first, d, n, w);
+    if (count - first == 2) add_value_pairs<2, HALVES>(v, tile, first, d, n, w);
+    if (count - first == 1) add_value_pairs<1, HALVES>(v, tile, first, d, n, w);
+}
+
+inline void add_values(const View& v, index tile, index count, index n, Work<bf16>& w) {
+    for (index d = 0; d < v.dim; d += 64) {
+        if (v.dim - d > 32) {
+            add_part<2>(v, tile, count, d, n, w);
+        } else {
+            add_part<1>(v, tile, count, d, n, w);
+        }
+    }
 }
 
 // Sums of each of four vectors, spread over the four parts of one: [part][vector].
