@@ -34,6 +34,8 @@ from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
 from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.ring import ring_product
+from ridgeline.ops.triton.ring_shapes import RingTile, ring_for
 from ridgeline.ops.triton.shapes import PROCESSORS, MatrixTile, ResidentTile, Tile, VectorTile, tile_for
 
 DTYPE = torch.bfloat16
@@ -80,6 +82,7 @@ def model(name: str, layers: int, sizes: tuple[int, int, int, int, int]) -> Mode
 MODELS = (
     model("8b", 32, (4096, 6144, 4096, 14336, 128256)),
     model("0.6b", 28, (1024, 4096, 2048, 3072, 151936)),
+    model("1b", 16, (2048, 3072, 2048, 8192, 128256)),
 )
 
 
@@ -87,7 +90,7 @@ MODELS = (
 class Choice:
     """How a linear is run: with which tile (None: cuBLAS), and whether the norm and the activation are part of it."""
 
-    tile: Tile | None
+    tile: Tile | RingTile | None
     norm: bool = False
     gate: bool = False
 
@@ -97,7 +100,8 @@ def shipped(role: Role, tokens: int, norm: bool = True, gate: bool = True) -> Ch
     gated = gate and role.kind is not None
     ways = ((True, gated), (False, gated), (False, False)) if norm and role.norm else ((False, gated), (False, False))
     for way in ways:
-        if (tile := tile_for(tokens, role.n, role.k, *way)) is not None:
+        ring = None if way[0] else ring_for(tokens, role.n, role.k, way[1])
+        if (tile := ring or tile_for(tokens, role.n, role.k, *way)) is not None:
             return Choice(tile, *way)
     return Choice(None)
 
@@ -113,6 +117,8 @@ def run(role: Role, choice: Choice, x: torch.Tensor, weight: torch.Tensor, rest:
         out = vector_product(plain(given, rms_norm), weight, None, choice.tile, stream)
     elif isinstance(choice.tile, MatrixTile):
         out = matrix_product(plain(given, rms_norm), weight, None, choice.tile, stream, kind)
+    elif isinstance(choice.tile, RingTile):
+        out = ring_product(plain(given, rms_norm), weight, None, choice.tile, stream, kind)
     else:
         values = plain(given, rms_norm)
         out = F.linear(values, weight) if stream is None else stream.addmm_(values, weight.t())

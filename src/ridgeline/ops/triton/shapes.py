@@ -74,14 +74,15 @@ _Table = dict[int, tuple[_For, ...]]
 _PLAIN: _Table = {
     1: (
         _For(16384, 16385, VectorTile(8, 2048, 8)),
+        _For(2048, 4097, VectorTile(4, 2048, 8)),
         _For(16384, 8192, ResidentTile(2, 16, 132, 3)),
         _For(4096, 4097, ResidentTile(2, 8, 264, 4)),
         _For(4096, 4096, ResidentTile(4, 8, 132, 5)),
-        _For(2048, 4097, VectorTile(4, 2048, 8)),
-        _For(2048, 2048, ResidentTile(4, 4, 264, 3)),
+        _For(1024, 2048, ResidentTile(4, 4, 264, 3)),
+        _For(2048, 2048, VectorTile(4, 2048, 8)),
         _For(4096, 0, VectorTile(4, 1024, 4)),
         _For(ANY, 4096, VectorTile(2, 4096, 8)),
-        _For(ANY, 2048, VectorTile(2, 2048, 8)),
+        _For(ANY, 2048, VectorTile(4, 2048, 8)),
         _For(ANY, 0, VectorTile(4, 1024, 4)),
     ),
     2: (
@@ -129,7 +130,8 @@ _NORM: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
         _For(ANY, 4097, ResidentTile(2, 16, 264, 4)),
-        _For(ANY, 2048, ResidentTile(2, 8, 528, 4)),
+        _For(ANY, 2049, ResidentTile(2, 8, 528, 4)),
+        _For(ANY, 2048, ResidentTile(1, 2, 1056, 3)),
         _For(ANY, 0, ResidentTile(8, 2, 1056, 3)),
     ),
     2: (
@@ -142,7 +144,8 @@ _NORM_GATE: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
         _For(ANY, 4097, ResidentTile(2, 16, 264, 4)),
-        _For(ANY, 2048, ResidentTile(2, 4, 528, 4)),
+        _For(ANY, 2049, ResidentTile(2, 4, 528, 4)),
+        _For(ANY, 2048, ResidentTile(2, 4, 1056, 3)),
         _For(ANY, 0, ResidentTile(4, 2, 1056, 4)),
     ),
     2: (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from ridgeline.ops.table import Normed, Ops, Plain, plain
 from ridgeline.ops.triton.activation import activate
@@ -16,9 +19,11 @@ from ridgeline.ops.triton.gemv import resident_product, vector_product
 from ridgeline.ops.triton.integer import INT_TRITON
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
+from ridgeline.ops.triton.ring_shapes import ring_for
 from ridgeline.ops.triton.rows import advance, gather
 from ridgeline.ops.triton.sample import sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
+from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 from ridgeline.ops.triton.verify import verify
 
 
@@ -29,6 +34,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 @cache
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _ring(device: torch.device) -> ModuleType | None:
+    """The module of ring_product where it runs. Its language may change from version to version of Triton."""
+    if not _hopper(device) or not triton.__version__.startswith(GLUON_VERSIONS):
+        return None
+    return import_module("ridgeline.ops.triton.ring")
 
 
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -52,6 +65,9 @@ def _streamed(
     tokens, k = source.shape
     if not tokens or not _streams(source, weight):
         return None
+    ring = None if isinstance(x, Normed) else ring_for(tokens, weight.shape[0], k, kind is not None)
+    if ring is not None and (module := _ring(source.device)) is not None:
+        return module.ring_product(source, weight, bias, ring, stream, kind)
     tile = tile_for(tokens, weight.shape[0], k, isinstance(x, Normed), kind is not None)
     if isinstance(tile, ResidentTile):
         return resident_product(x, weight, bias, tile, stream, kind)

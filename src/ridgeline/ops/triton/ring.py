@@ -1,0 +1,357 @@
+"""Products for more tokens, on Hopper: one warp streams weights by TMA through a ring, warp groups multiply.
+
+A program computes tiles ROWS x BATCH of out^T = W x^T, the weight's rows on the long side of the matrix unit. The fetching
+warp fills the ring with weights before it waits for the kernel that makes x (programmatic dependent launch), and goes on
+with the next tile's while the last one's result is written.
+
+Where tiles are few, each one's sum is cut along k (split-K). The programs of a tile wait for each other, and each adds
+the parts of its share of the tokens, in their order, so that results do not depend on timing.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.ring_shapes import RingTile
+
+COUNTERS = 4096
+"""Tiles that may be shared: more than this are dealt whole."""
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of the programs that have written, and read, their part of a tile: zero before and after every product."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@jit
+def _share(work, SPLIT: gl.constexpr):
+    """What a program computes: (first tile, number of tiles, first block of each, number of blocks of each)."""
+    tiles, blocks, _batches = work
+    program = gl.program_id(0)
+    if SPLIT == 1:
+        first, count, begin, run = program, gl.cdiv(tiles - program, gl.num_programs(0)), 0, blocks
+    else:
+        begin = program % SPLIT * blocks // SPLIT
+        first, count, run = program // SPLIT, 1, (program % SPLIT + 1) * blocks // SPLIT - begin
+    return first, count, begin, run
+
+
+@jit
+def _weights(w_desc, tile, block, stage, ring, batches, n, BYTES: gl.constexpr, SIDES: gl.constexpr):
+    """Ask for a block of a tile's weights, and say how many bytes are to come with those of x."""
+    weights, _tokens, full, _free = ring
+    ROWS: gl.constexpr = weights.shape[1]
+    BLOCK: gl.constexpr = weights.shape[2]
+    row = tile // batches * ROWS
+    mbarrier.expect(full.index(stage), BYTES)
+    for side in gl.static_range(SIDES):
+        target = weights.index(stage * SIDES + side)
+        tma.async_copy_global_to_shared(w_desc, [row + side * n, block * BLOCK], full.index(stage), target)
+
+
+@jit
+def _tokens(x_desc, tile, block, stage, ring, batches):
+    """Ask for a block of a tile's x."""
+    _weights, tokens, full, _free = ring
+    BATCH: gl.constexpr = tokens.shape[1]
+    BLOCK: gl.constexpr = tokens.shape[2]
+    place = [tile % batches * BATCH, block * BLOCK]
+    tma.async_copy_global_to_shared(x_desc, place, full.index(stage), tokens.index(stage))
+
+
+@jit
+def _fetch(
+    w_desc,
+    x_desc,
+    ring,
+    work,
+    n,
+    BYTES: gl.constexpr,
+    SIDES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Fill the ring with block after block, tile after tile."""
+    free, batches = ring[3], work[2]
+    first, count, begin, run = _share(work, SPLIT)
+    early = gl.minimum(run, STAGES)
+    for at in range(early):
+        _weights(w_desc, first, begin + at, at, ring, batches, n, BYTES, SIDES)
+    if PDL:
+        gdc_wait()
+    for at in range(early):
+        _tokens(x_desc, first, begin + at, at, ring, batches)
+    for at in range(early, count * run):
+        tile = first + at // run * gl.num_programs(0)
+        block = begin + at % run
+        stage = at % STAGES
+        mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
+        _weights(w_desc, tile, block, stage, ring, batches, n, BYTES, SIDES)
+        _tokens(x_desc, tile, block, stage, ring, batches)
+
+
+@jit
+def _finish(
+    total,
+    up,
+    tensors,
+    tile,
+    skip,
+    m,
+    n,
+    batches,
+    BATCH: gl.constexpr,
+    BIAS: gl.constexpr,
+    ADD: gl.constexpr,
+    KIND: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Turn sums of a tile, from its token `skip` on, into results, and store them in a layout that suits memory."""
+    bias_ptr, out_ptr = tensors[0], tensors[1]
+    ROWS: gl.constexpr = total.shape[0]
+    own = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+    if BIAS:
+        total += gl.load(bias_ptr + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+    if KIND != 0:
+        if BIAS:
+            up += gl.load(bias_ptr + n + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+        # See activation.gated.
+        inner = total
+        if KIND == 2:
+            inner = 1.5957691216057308 * (total + 0.044715 * total * total * total)
+        total = total / (1.0 + gl.exp(-inner)) * up
+    row = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = tile % batches * BATCH + skip + gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
+    where = out_ptr + token.to(gl.int64)[None, :] * n + row[:, None]
+    real = (row < n)[:, None] & (token < m)[None, :]
+    if ADD:
+        total = gl.convert_layout(total, LAYOUT) + gl.load(where, mask=real, other=0.0).to(gl.float32)
+    gl.store(where, gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT), mask=real)
+
+
+@jit
+def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Hand a part of a tile to its other programs; returns the whole sums of this one's share of the tokens."""
+    part_ptr, arrivals_ptr = tensors[2], tensors[3]
+    ROWS: gl.constexpr = total.shape[0]
+    BATCH: gl.constexpr = total.shape[1]
+    SIZE: gl.constexpr = ROWS * BATCH
+    OWN: gl.constexpr = BATCH // SPLIT
+    part = gl.program_id(0) % SPLIT
+    high = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+    wide = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
+    parts = part_ptr + tile.to(gl.int64) * (SPLIT * SIDES * SIZE)
+    place = parts + part * (SIDES * SIZE) + wide[None, :] * ROWS + high[:, None]
+    gl.store(place, total)
+    if SIDES == 2:
+        gl.store(place + SIZE, up)
+    # Every thread's part must be out before the one thread that counts says so.
+    gl.thread_barrier()
+    arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") + 1
+    while arrived < SPLIT:
+        arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
+    high = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    wide = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    place = parts + wide[None, :] * ROWS + high[:, None]
+    sums = gl.load(place, cache_modifier=".cg")
+    ups = sums
+    for other in gl.static_range(1, SPLIT):
+        sums += gl.load(place + other * (SIDES * SIZE), cache_modifier=".cg")
+    if SIDES == 2:
+        ups = gl.load(place + SIZE, cache_modifier=".cg")
+        for other in gl.static_range(1, SPLIT):
+            ups += gl.load(place + (other * SIDES + 1) * SIZE, cache_modifier=".cg")
+    left = gl.atomic_add(arrivals_ptr + tile, 1, sem="relaxed")
+    gl.store(arrivals_ptr + tile, 0, mask=left == 2 * SPLIT - 1)
+    return sums, ups
+
+
+@jit
+def _multiply(
+    tensors,
+    ring,
+    work,
+    m,
+    n,
+    BIAS: gl.constexpr,
+    ADD: gl.constexpr,
+    KIND: gl.constexpr,
+    SIDES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Multiply what is in the ring, and write."""
+    weights, tokens, full, free = ring
+    batches = work[2]
+    ROWS: gl.constexpr = weights.shape[1]
+    BATCH: gl.constexpr = tokens.shape[1]
+    HIGH: gl.constexpr = WARPS if WARPS * 16 <= ROWS else ROWS // 16
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HIGH, WARPS // HIGH], [16, BATCH // (WARPS // HIGH), 16])
+    # Threads of a warp along the rows, which lie side by side in memory: of what a warp holds, and of what it reads.
+    HELD: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [HIGH, WARPS // HIGH], [0, 1])
+    READ: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+    if PDL:
+        gdc_wait()
+    first, count, _begin, run = _share(work, SPLIT)
+    at = 0
+    up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
+    for turn in range(count):
+        tile = first + turn * gl.num_programs(0)
+        total = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
+        if SIDES == 2:
+            up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
+        for block in range(run):
+            stage = at % STAGES
+            mbarrier.wait(full.index(stage), at // STAGES & 1)
+            x = tokens.index(stage).permute((1, 0))
+            total = warpgroup_mma(weights.index(stage * SIDES), x, total, is_async=True)
+            if SIDES == 2:
+                up = warpgroup_mma(weights.index(stage * SIDES + 1), x, up, is_async=True)
+                total, up = warpgroup_mma_wait(2, deps=[total, up])
+            else:
+                total = warpgroup_mma_wait(1, deps=[total])
+            mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=block > 0)
+            at += 1
+        if SIDES == 2:
+            total, up = warpgroup_mma_wait(0, deps=[total, up])
+        else:
+            total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+        if SPLIT == 1:
+            _finish(total, up, tensors, tile, 0, m, n, batches, BATCH, BIAS, ADD, KIND, HELD)
+        else:
+            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, READ)
+            skip = gl.program_id(0) % SPLIT * (BATCH // SPLIT)
+            _finish(sums, ups, tensors, tile, skip, m, n, batches, BATCH, BIAS, ADD, KIND, READ)
+
+
+@jit(do_not_specialize=["m", "tiles", "batches"])
+def ring_kernel(
+    w_desc,
+    x_desc,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals_ptr,
+    m,
+    n,
+    k,
+    tiles,
+    batches,
+    BIAS: gl.constexpr,
+    ADD: gl.constexpr,
+    KIND: gl.constexpr,
+    BATCH: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out [m, n] = x [m, k] w [features, k]^T + bias; see gemm_small.matrix_kernel for BIAS, ADD and KIND, and w with gate
+    and up. ROWS: features of a tile, of each side.
+
+    w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile, a power of two; tiles * SPLIT programs
+    if not 1. part: float32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    SIDES: gl.constexpr = 1 if KIND == 0 else 2
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    weights = gl.allocate_shared_memory(dtype, [STAGES * SIDES, ROWS, BLOCK], w_desc.layout)
+    tokens = gl.allocate_shared_memory(dtype, [STAGES, BATCH, BLOCK], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    ring = (weights, tokens, full, free)
+    work = (tiles, (k + BLOCK - 1) // BLOCK, batches)
+    tensors = (bias_ptr, out_ptr, part_ptr, arrivals_ptr)
+    BYTES: gl.constexpr = (ROWS * SIDES + BATCH) * BLOCK * 2
+    gl.warp_specialize(
+        [
+            (_multiply, (tensors, ring, work, m, n, BIAS, ADD, KIND, SIDES, SPLIT, STAGES, WARPS, PDL)),
+            (_fetch, (w_desc, x_desc, ring, work, n, BYTES, SIDES, SPLIT, STAGES, PDL)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def _blocks(values: torch.Tensor, rows: int, block: int) -> TensorDescriptor:
+    """values [R, k] for the copy engine, `rows` x `block` at a time."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, block], layout)
+
+
+def ring_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: RingTile,
+    stream: torch.Tensor | None = None,
+    kind: str | None = None,
+) -> torch.Tensor:
+    """See gemm_small.matrix_product; 16-bit floats alone."""
+    tokens, k = x.shape
+    sides = 1 if kind is None else 2
+    n, rows = weight.shape[0] // sides, tile.rows // sides
+    batches, blocks = triton.cdiv(tokens, tile.batch), triton.cdiv(k, tile.block)
+    tiles = triton.cdiv(n, rows) * batches
+    split = tile.split if tile.split <= blocks and tiles <= COUNTERS else 1
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
+    part, arrivals = out, out
+    if split > 1:
+        shape = (tiles, split, tile.batch, tile.rows)
+        part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
+    ring_kernel[(min(tile.programs, tiles) if split == 1 else tiles * split,)](
+        _blocks(weight, rows, tile.block),
+        _blocks(x, tile.batch, tile.block),
+        weight if bias is None else bias,
+        out,
+        part,
+        arrivals,
+        tokens,
+        n,
+        k,
+        tiles,
+        batches,
+        BIAS=bias is not None,
+        ADD=stream is not None,
+        KIND=KINDS[kind],
+        BATCH=tile.batch,
+        ROWS=rows,
+        BLOCK=tile.block,
+        SPLIT=split,
+        STAGES=tile.stages,
+        WARPS=tile.warps,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+        **overlap(x.device),
+    )
+    return out

@@ -1,0 +1,82 @@
+"""Launch configurations of ring by the shape of the problem: data, measured as in shapes, in whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ridgeline.ops.triton.shapes import ANY, PROCESSORS
+
+SHORTEST_SPLIT = 2048
+"""Inputs below which no sum is split: most of a row of the weight is in the ring by the time x is there."""
+SMALLEST_PART = 512
+"""Inputs below which a further split of a sum costs more than it brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """batch, rows, block: tokens, rows of the weight and elements of a row at a time. stages: blocks in the ring.
+    registers: a thread's at launch. split: programs that share a tile's sum, a power of two. programs: that share all tiles
+    where there is no split, at most one each."""
+
+    batch: int
+    rows: int
+    block: int
+    warps: int
+    stages: int
+    registers: int
+    split: int = 1
+    programs: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _For:
+    """tile serves weights of up to `most` outputs; None: not so fast as the kernels of shapes."""
+
+    most: int
+    tile: RingTile | None
+
+
+# Tokens -> rows in order, as in shapes. A ring fills a processor's memory: with half of it, two programs come to one
+# processor while others have none. Up to 16 tokens nothing is gained. Above 64, x is as large as the weights that it
+# meets, and a program's share of either comes through L2: a step of an 8B gained 0.5 % at 128 tokens and 0.7 % at 256.
+_PLAIN: dict[int, tuple[_For, ...]] = {
+    16: (),
+    32: (
+        _For(16384, RingTile(32, 64, 128, 4, 8, 96)),
+        _For(ANY, RingTile(32, 128, 128, 4, 5, 128)),
+    ),
+    64: (
+        _For(16384, RingTile(64, 64, 128, 4, 6, 128)),
+        _For(ANY, RingTile(64, 128, 128, 4, 4, 168, programs=PROCESSORS)),
+    ),
+}
+# The activation of a merged gate and up as part of it.
+_GATE: dict[int, tuple[_For, ...]] = {
+    16: (),
+    32: (
+        _For(16384, None),
+        _For(ANY, RingTile(32, 128, 128, 4, 5, 128)),
+    ),
+    64: (
+        _For(16384, None),
+        _For(ANY, RingTile(64, 128, 128, 4, 4, 168, programs=PROCESSORS)),
+    ),
+}
+
+
+def ring_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None:
+    """The configuration of x [tokens, k] times a weight [n, k], with the activation of a merged gate and up as part of it.
+    None: other kernels are faster."""
+    table = _GATE if gate else _PLAIN
+    rows = table[key] if (key := next((key for key in table if tokens <= key), None)) else ()
+    tile = next((row.tile for row in rows if n <= row.most), None)
+    return None if tile is None else _split(tile, tokens, n, k)
+
+
+def _split(tile: RingTile, tokens: int, n: int, k: int) -> RingTile:
+    """With so many programs per tile that one wave is about full."""
+    tiles = -(-n // tile.rows) * -(-tokens // tile.batch)
+    split = 1
+    while k >= SHORTEST_SPLIT and 2 * split * tiles <= PROCESSORS and 2 * split * SMALLEST_PART <= k:
+        split *= 2
+    return replace(tile, split=split)

@@ -1,0 +1,136 @@
+"""Products through a ring: who computes what, that the kernel compiles, and its results where there is a Hopper GPU.
+
+Gluon has no interpreter: without such a GPU, only the division of the work and that the kernel compiles can be tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.ops.reference import REFERENCE
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ridgeline.ops.triton import ring
+from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.ring_shapes import RingTile, ring_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "split", "programs"),
+    [(1, 40, 1, 1), (300, 7, 1, 132), (132, 3, 1, 132), (48, 64, 2, 96), (32, 7, 4, 128), (5, 8, 8, 40)],
+)
+def test_every_block_is_computed_once(
+    tiles: int, blocks: int, split: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(ring.gl, "num_programs", lambda axis: programs)
+    monkeypatch.setattr(ring.gl, "cdiv", triton.cdiv)
+    for program in range(programs):
+        monkeypatch.setattr(ring.gl, "program_id", lambda axis, own=program: own)
+        first, count, begin, run = ring._share.fn((tiles, blocks, 1), split)
+        for turn in range(count):
+            found += [(first + turn * programs, block) for block in range(begin, begin + run)]
+    assert sorted(found) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 300])
+@pytest.mark.parametrize(
+    ("n", "k"), [(48, 64), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
+)
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool) -> None:
+    """A ring and what turns the layout of results fit a processor's memory; programs that wait for each other all run."""
+    tile = ring_for(tokens, n, k, gate)
+    if tile is None:
+        assert gate or not 16 < tokens <= 64
+    else:
+        assert (tile.rows + tile.batch) * tile.block * 2 * tile.stages + 8192 <= 227 * 1024
+        assert tile.registers * 32 * (tile.warps + 4) <= 1 << 16
+        assert tile.batch >= tokens and tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
+        assert tile.split == 1 or tile.split * -(-n // tile.rows) <= 132
+        assert tile.rows >= (128 if gate else 64)
+
+
+def compile_for_hopper(tile: RingTile, kind: str | None, add: bool) -> None:
+    """Compile the kernel as ring_product would launch it; no GPU is asked."""
+    kernel = ring.ring_kernel
+    rows = tile.rows if kind is None else tile.rows // 2
+    some = torch.zeros(tile.rows + tile.batch, tile.block, dtype=torch.bfloat16)
+    types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    for name, height in (("w_desc", rows), ("x_desc", tile.batch)):
+        types[name] = f"tensordesc<bf16[{height},{tile.block}],{ring._blocks(some, height, tile.block).layout!r}>"
+    constants = {"BIAS": True, "ADD": add, "KIND": KINDS[kind], "BATCH": tile.batch, "ROWS": rows, "BLOCK": tile.block}
+    constants |= {"SPLIT": tile.split, "STAGES": tile.stages, "WARPS": tile.warps, "PDL": True}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, fixed, {})
+    options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("tile", "kind", "add"),
+    [
+        ("RingTile(64, 128, 64, 4, 4, 128)", "silu", False),
+        ("RingTile(16, 64, 128, 4, 5, 96, split=2)", None, True),
+    ],
+)
+def test_the_ring_kernel_compiles(tile: str, kind: str | None, add: bool) -> None:
+    """In a process of its own: Triton's interpreter, once used, stays in the way."""
+    code = f"import test_ring; from test_ring import RingTile; test_ring.compile_for_hopper({tile}, {kind!r}, {add})"
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def off(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float((out.double() - want).norm() / want.norm())
+
+
+SHAPES = [(5, 272, 512), (64, 1536, 1024), (100, 304, 4096), (130, 640, 72), (1, 4096, 256)]
+TILES = [
+    (RingTile(64, 128, 64, 4, 4, 128, programs=7), torch.bfloat16),
+    (RingTile(64, 64, 128, 4, 6, 128, split=2), torch.float16),
+    (RingTile(16, 128, 128, 4, 3, 128, split=4), torch.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("tile", "dtype"), TILES, ids=str)
+@pytest.mark.parametrize(("tokens", "n", "k"), SHAPES)
+def test_ring_products(tokens: int, n: int, k: int, tile: RingTile, dtype: torch.dtype) -> None:
+    """Alone, onto a stream, and with gate and up; with edges in every direction, and each run like the one before."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, k, dtype=dtype, device=DEVICE)
+    weight = torch.randn(2 * n, k, dtype=dtype, device=DEVICE)
+    bias = 20 * torch.randn(2 * n, dtype=dtype, device=DEVICE)
+    stream = 20 * torch.randn(tokens, n, dtype=dtype, device=DEVICE)
+    both = x.double() @ weight.double().T
+    assert off(ring.ring_product(x, weight[:n], None, tile), both[:, :n]) < 4e-3
+    added = ring.ring_product(x, weight[:n], bias[:n], tile, stream.clone())
+    assert off(added, both[:, :n] + bias[:n].double() + stream.double()) < 4e-3
+    assert torch.equal(added, ring.ring_product(x, weight[:n], bias[:n], tile, stream.clone()))
+    if tile.rows >= 128:
+        both += bias.double()
+        activated = ring.ring_product(x, weight, bias, tile, kind="gelu_tanh")
+        assert off(activated, REFERENCE.activate(both, "gelu_tanh")) < 6e-3
