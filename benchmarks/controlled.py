@@ -94,7 +94,7 @@ def dictated(script: Script) -> Iterator[None]:
     plain = device.DeviceStep._draw
 
     def draw(self: Any, batch: Any, wanted: Any, bound: int) -> Any:
-        drawn, logprobs = plain(self, batch, wanted, bound)
+        _, logprobs = plain(self, batch, wanted, bound)
         return torch.index_select(script.said, 0, script.at(wanted.rows, wanted.place)), logprobs
 
     device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
@@ -156,7 +156,9 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
     assemble.read_wanted = lambda config: wanted  # type: ignore[assignment]
     assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
-        ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"), config, on_step=_count
+        ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"),
+        config,
+        on_step=_count,
     )
     return Engine(local, share, draft is not None, local.engine.setup.vocab_size)
 
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--draft", type=Path, default=HERE / "models" / "llama-3.2-1b")
     parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--draft-batches", default="", help="those of the real draft model; empty: the same")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache-gib", type=float, default=20)
@@ -175,7 +178,9 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     place = torch.cuda.get_device_name() if cuda else cpu_name()
     common = {"device": place, "model": f"{args.model.name} shape, random weights", **provenance(place, args.commit)}
-    batches = [int(one) for one in args.batches.split(",")]
+    batches, drafted = (
+        [int(one) for one in given.split(",")] for given in (args.batches, args.draft_batches or args.batches)
+    )
     config = EngineConfig(
         max_num_seqs=max(batches), enable_prefix_caching=False, kv_cache_memory=int(args.cache_gib * (1 << 30))
     )
@@ -185,7 +190,7 @@ def main() -> None:
         script = Script.write(config.max_num_seqs + 1, PLACES + 64, vocab, torch.device("cuda" if cuda else "cpu"))
         with dictated(script):  # from the start on, because graphs record what is drawn
             engine = start(args.model, draft, config, script)
-            for batch in batches:
+            for batch in drafted if draft else batches:
                 rows += measured(engine, name, batch, args)
                 write_rows(args.out, [one | common for one in rows])
         del engine

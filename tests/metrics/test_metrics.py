@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ridgeline.metrics import Ceilings, Metrics, RequestRecord, Spent
+from ridgeline.metrics.aliases import ALIASES, DERIVED
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_SECONDS
 from ridgeline.metrics.metrics import MOST_GATHERED, Histogram
 from ridgeline.wire.messages import StepStats
@@ -143,6 +144,27 @@ def test_alias_shows_what_vllm_has_under_both_prefixes() -> None:
     assert not any(name.startswith(("kv_waste", "aborted", "scheduler_host", "steps")) for name in shared)
     assert all(seen[f"vllm:{name}"] == seen[f"ridgeline:{name}"] for name in shared)
     assert not any(name.startswith("vllm:") for name in scrape(Metrics("tiny")))
+
+
+@pytest.mark.parametrize("alias", ["old", "sglang"])
+def test_names_of_other_engines_tell_what_ours_do(alias: str) -> None:
+    metrics = Metrics("tiny", alias)
+    metrics.on_ready(max_len=4096, page_tokens=16, blocks=100)
+    metrics.on_step(STEP)
+    seen, (given,) = scrape(metrics), [ALIASES[alias]]
+    for name, ours in (given.gauges | given.counters).items():
+        total = "_total" if name in given.counters else ""
+        found = [value for key, value in seen.items() if key.split("[")[0] == f"{given.prefix}:{name}{total}"]
+        if ours not in DERIVED and f"ridgeline:{ours}{total}" in seen:
+            assert found == [seen[f"ridgeline:{ours}{total}"]]
+    for name, ours in given.histograms.items():
+        assert seen[f"{given.prefix}:{name}_count"] == seen[f"ridgeline:{ours}_count"]
+    if alias == "sglang":
+        assert seen["sglang:num_used_tokens"] == pytest.approx(seen["ridgeline:kv_cache_usage_perc"] * 1600)
+        assert "sglang:cached_tokens_total[cache_source=device]" in seen
+        assert "sglang:spec_accept_length" not in seen, "nothing was drafted"
+    else:
+        assert seen["vllm:gpu_cache_usage_perc"] == seen["vllm:kv_cache_usage_perc"]
 
 
 def test_edges_end_at_the_context() -> None:

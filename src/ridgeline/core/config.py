@@ -72,7 +72,9 @@ class ServiceConfig:
     drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
     slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput")
     price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
-    metrics_alias: str = option("", "vllm: emit metrics under vLLM's prefix too")
+    metrics_alias: str = option(
+        "", "emit metrics under other engines' names too: vllm, old (and what vLLM dropped), sglang"
+    )
     shadow_rate: float = option(0.0, "share of answers that the reference weights score again, in idle time")
     shadow_url: str = option("", "server of these weights; the share's prompts and answers are sent there")
     shadow_model: str = option(

@@ -26,7 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
-    "metrics_alias": ("", "vllm"),
+    "metrics_alias": ("", "vllm", "old", "sglang"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

@@ -42,7 +42,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """N logit rows that draw: their logits (as the head gives them), device rows, those rows' columns, and where each drawn token will stand."""
+    """N logit rows that draw: their logits as the head gives them, device rows, those rows' columns, and where each drawn
+    token will stand."""
 
     logits: torch.Tensor
     rows: torch.Tensor

@@ -10,6 +10,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.metrics.aliases import ALIASES, DERIVED, Alias
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE, Entry, one_two_five
 from ridgeline.metrics.exposition import gauge, head, labelled, number, sample
 from ridgeline.metrics.live import Live
@@ -94,8 +95,8 @@ class Histogram:
 class Metrics:
     """All series of one engine, labelled engine and model_name.
 
-    alias: "vllm" shows what vLLM has under its prefix too. slo: what live goodput is counted by. clock: seconds that
-    only grow.
+    alias: one of metrics.aliases.ALIASES, whose names are shown too, or "". slo: what live goodput is counted by. clock:
+    seconds that only grow.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Metrics:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._labels = {"engine": engine, "model_name": model_name}
-        self._prefixes = [PREFIX, alias] if alias else [PREFIX]
+        self._alias = ALIASES[alias] if alias else None
         self._clock = clock
         self.live = Live(slo, clock)
         self._last_step: float | None = None
@@ -237,8 +238,11 @@ class Metrics:
         """All series in the text format whose content type is CONTENT_TYPE, once per prefix."""
         self._settle()
         base = labelled(self._labels)
-        lines = [line for prefix in self._prefixes for line in self._families(prefix, base)]
-        return "".join([*lines, *self._live_families(base)]).encode()
+        lines = [*self._families(PREFIX, base), *self._live_families(base)]
+        if self._alias is not None:
+            lines += self._families(self._alias.prefix, base) if self._alias.stems else ()
+            lines += self._renamed(self._alias, base)
+        return "".join(lines).encode()
 
     def _families(self, prefix: str, base: str) -> Iterator[str]:
         """What counts for ever, family by family."""
@@ -256,6 +260,37 @@ class Metrics:
             yield self._histograms[name].written(f"{prefix}:{name}", base)
         if self._cache:
             yield gauge(f"{prefix}:cache_config_info", "The KV cache.", [(f"{base},{labelled(self._cache)}", 1.0)])
+
+    def _renamed(self, alias: Alias, base: str) -> Iterator[str]:
+        """What another engine calls otherwise; a gauge that cannot be known is not shown."""
+        known = self._gauges | self._derived() | self.live.figures()
+        texts = {**DERIVED, **{name: entry.text for name, entry in (*GAUGES.items(), *LIVE.items())}}
+
+        def named(name: str) -> str:
+            return f"{base},{labelled(alias.labels[name])}" if name in alias.labels else base
+
+        for name, ours in alias.gauges.items():
+            if ours in known:
+                yield gauge(f"{alias.prefix}:{name}", texts[ours], [(named(name), known[ours])])
+        for name, ours in alias.counters.items():
+            full = f"{alias.prefix}:{name}_total"
+            yield head(full, "counter", COUNTERS[ours].text) + sample(full, named(name), self._counters[ours, ""])
+        for name, ours in alias.histograms.items():
+            full = f"{alias.prefix}:{name}"
+            yield head(full, "histogram", HISTOGRAMS[ours].text) + self._histograms[ours].written(full, base)
+
+    def _derived(self) -> dict[str, float]:
+        """See aliases.DERIVED."""
+        drafts = self._counters["spec_decode_num_drafts", ""]
+        slots = float(self._cache.get("block_size", 0)) * float(self._cache.get("num_gpu_blocks", 0))
+        found = {
+            "used_tokens": self._gauges["kv_cache_usage_perc"] * slots,
+            "preempted": self._counters["num_preemptions", ""],
+            "swapped": 0.0,
+        }
+        if drafts:
+            found["mean_accepted_length"] = 1 + self._counters["spec_decode_num_accepted_tokens", ""] / drafts
+        return found
 
     def _live_families(self, base: str) -> Iterator[str]:
         """The last minutes, under our own prefix: gauges, latencies by quantile, alerts that are raised."""
