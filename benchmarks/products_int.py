@@ -34,7 +34,7 @@ from ridgeline.ops.triton.integer_matrix import integer_product
 from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.shapes import PROCESSORS, MatrixTile, split
+from ridgeline.ops.triton.shapes import PROCESSORS, MatrixTile
 from ridgeline.ops.triton.table import TRITON
 
 DTYPE = torch.bfloat16
@@ -75,6 +75,8 @@ def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: to
     given: torch.Tensor | Normed = Normed(x, rest, EPS, False) if role.norm else x
     stream = rest if role.add else None
     if isinstance(choice.tile, IntVectorTile):
+        if x.shape[0] > 1:
+            given = plain(given, rms_norm)
         return integer_vector_product(given, matrix, None, choice.tile, stream, role.kind)
     values = plain(given, rms_norm)
     if choice.tile is None:
@@ -88,12 +90,11 @@ def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: to
 # --- right before fast ------------------------------------------------------------------------------------------------
 
 
-CHECKED = tuple(
-    itertools.product(
-        ((256, 4096), (1000, 1048)),
-        ((4, 128, False), (8, 1 << 20, False), (4, 32, True), (8, 64, True), (3, 1 << 20, False), (4, 128, True)),
-    )
-) + (((200, 14336), (4, 128, False)), ((200, 14336), (8, 1 << 20, False)))
+CHECKED = (
+    *itertools.product([(256, 4096)], [(4, 128, False), (8, 1 << 20, False), (4, 32, True)]),
+    *itertools.product([(1000, 1048)], [(4, 128, True), (3, 1 << 20, False), (8, 64, True)]),
+    *itertools.product([(200, 14336)], [(4, 128, False), (8, 1 << 20, False)]),
+)
 """((outputs, inputs), (bits, group, zero points))."""
 
 
@@ -107,7 +108,7 @@ def check_one(case: tuple[tuple[int, int], tuple[int, int, bool]]) -> list[str]:
     matrix = pack(codes, scales, zeros, bits, group)
     weight = dequantized(codes, scales, zeros, bits, group).double()
     wrong = []
-    for tokens in (1, 2, 5, 16, 64, 128, 256, 1024):
+    for tokens in (1, 4, 16, 200, 400, 1024):
         x, bias = torch.randn(tokens, k, dtype=DTYPE, device="cuda"), torch.randn(n, dtype=DTYPE, device="cuda")
         stream = torch.randn(tokens, n, dtype=DTYPE, device="cuda")
         want = x.double() @ weight.T + bias.double()
@@ -141,7 +142,7 @@ class Step:
     shape: QkvShape
 
     @classmethod
-    def of(cls, form: str, head: torch.Tensor) -> Step:
+    def of(cls, form: str, head: torch.Tensor, layers: int = MODEL.layers) -> Step:
         made: dict[str, list[Any]] = {}
         for role in MODEL.roles:
             size = (role.n, role.k)
@@ -149,7 +150,7 @@ class Step:
                 random_matrix(*size, *BITS[form])
                 if form in BITS
                 else torch.empty(size, dtype=DTYPE, device="cuda").normal_(0, 0.02)
-                for _ in range(MODEL.layers)
+                for _ in range(layers)
             ]
         angle = torch.rand(SLOTS + 64, DIM // 2, device="cuda")
         cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
@@ -195,30 +196,50 @@ def choices_of(step: Step, tokens: int) -> dict[str, Choice]:
 
 # --- what a sweep tries -----------------------------------------------------------------------------------------------
 
+# Rows and warps for one token; the first two for some.
 VECTORS = {
-    ("int4", 4096): ((8, 256, 8), (8, 128, 4), (4, 128, 4), (16, 512, 16), (8, 512, 8), (8, 512, 16)),
-    ("int4", 14336): ((4, 512, 16), (8, 512, 16), (4, 512, 8), (2, 256, 8)),
-    ("int8", 4096): ((4, 256, 8), (8, 256, 8), (4, 128, 4), (2, 128, 4), (4, 512, 8)),
-    ("int8", 14336): ((2, 512, 16), (4, 512, 16), (1, 512, 16), (2, 256, 8)),
+    ("int4", 4096): ((8, 4), (8, 8), (4, 4), (4, 2)),
+    ("int4", 14336): ((8, 16), (4, 16), (2, 8), (4, 8)),
+    ("int8", 4096): ((8, 8), (4, 8), (4, 4), (8, 4)),
+    ("int8", 14336): ((4, 16), (8, 16), (2, 8), (4, 8)),
 }
-"""(rows, words, warps) for one token."""
-PROGRAMS = {4: (264, 396, 528), 8: (132, 264, 396), 16: (132, 264)}
+PROGRAMS = {2: (528, 792), 4: (264, 396, 528), 8: (132, 264, 396), 16: (132, 264)}
+FEW = (1, 2, 4)
 # Tokens of a tile -> (rows, block, warps, stages).
 MATRICES = {
-    16: ((64, 256, 4, 3), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 8, 3)),
-    64: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3)),
+    16: ((64, 256, 4, 3), (64, 128, 4, 3)),
+    32: ((64, 128, 4, 4), (128, 128, 8, 4)),
+    64: ((64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)),
     128: ((64, 128, 4, 3), (128, 128, 8, 3)),
+    256: ((128, 128, 8, 3),),
 }
-SWEPT = {16: (16,), 64: (64,), 128: (128, 256)}
+SWEPT = {16: (8, 16), 32: (32,), 64: (64,), 128: (128, 256, 512), 256: (256, 512, 1024)}
 
 
-def matrix_tiles(batch: int, role: Role) -> Iterator[MatrixTile]:
+def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
+    if tokens * role.k > integer_shapes.WIDEST_VECTORS:
+        return []
+    found = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
+    return [
+        IntVectorTile(rows, warps, programs)
+        for rows, warps in found
+        for programs in (PROGRAMS[warps] if tokens == 1 else PROGRAMS[warps][:3:2])
+    ]
+
+
+def matrix_tiles(batch: int, role: Role, tokens: int) -> Iterator[MatrixTile]:
+    """Wide matrices, and many tokens, have tiles for all processors; the rest is split."""
     for rows, block, warps, stages in MATRICES[batch]:
-        tile = MatrixTile(batch, rows, block, warps, stages, asked=512)
-        usual = split(tile, role.n, role.k)
-        for splits in sorted({1, usual.splits, 2 * usual.splits, 3 * usual.splits}):
-            if splits == 1 or splits * -(-role.n // rows) <= 4 * PROCESSORS:
-                yield replace(tile, splits=splits)
+        tile = MatrixTile(batch, rows, block, warps, stages, asked=512 if tokens <= 128 else 0)
+        tiles = -(-role.n // rows) * -(-tokens // batch)
+        if tiles >= 2 * PROCESSORS or tokens > 256:
+            yield tile
+        else:
+            most = max(1, role.k // (4 * block))
+            yield from (
+                replace(tile, splits=min(most, splits))
+                for splits in sorted({-(-waves * PROCESSORS // tiles) for waves in (1, 2, 3)})
+            )
 
 
 def compile_one(work: tuple[str, Role, Choice, int]) -> None:
@@ -232,36 +253,39 @@ def compile_one(work: tuple[str, Role, Choice, int]) -> None:
         print("does not compile:", form, role.name, choice, type(error).__name__, str(error)[-150:], flush=True)
 
 
+def compile_step(work: tuple[str, int]) -> None:
+    """As compile_one, for all that a step needs."""
+    form, tokens = work
+    step = Step.of(form, torch.ones(MODEL.head.n, MODEL.head.k, dtype=DTYPE, device="cuda"), 1)
+    stream = torch.ones(tokens, MODEL.head.k, dtype=DTYPE, device="cuda")
+    step(stream, make([(SLOTS, 1)] * tokens, "page", 1), choices_of(step, tokens))
+
+
 def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
     """Every kernel of a sweep."""
     work = []
     for form, role in itertools.product(forms, MODEL.roles):
-        for rows, words, warps in VECTORS[form, role.k]:
-            work.append((form, role, Choice(IntVectorTile(rows, words, warps, 1), True), 1))
-        for batch in MATRICES:
-            if role.name != "out":
-                few = {replace(one, splits=min(one.splits, 2)) for one in matrix_tiles(batch, role)}
-                for tile in sorted(few, key=str):
-                    work += [
-                        (form, role, Choice(tile, gate), batch)
-                        for gate in {False, role.kind is not None and batch <= 16}
-                    ]
+        for tokens in FEW:
+            few_tiles = {replace(tile, programs=1) for tile in vector_tiles(form, role, tokens)}
+            work += [(form, role, Choice(tile, True), tokens) for tile in sorted(few_tiles, key=str)]
+    for form, (batch, counts), role in itertools.product(forms, SWEPT.items(), MODEL.roles):
+        few = {
+            replace(tile, splits=min(tile.splits, 2)) for count in counts for tile in matrix_tiles(batch, role, count)
+        }
+        if role.name != "out":
+            work += [(form, role, Choice(tile), batch) for tile in sorted(few, key=str)]
     return work
 
 
 def sweep_one(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
     """One token: each role's tile in turn, judged by the whole step."""
     batch = make([(SLOTS, 1)], "page")
-    best = {role.name: Choice(IntVectorTile(*VECTORS[form, role.k][0], 132), True) for role in MODEL.roles}
+    best = {role.name: shipped(role, 1, step.weights[role.name][0]) for role in MODEL.roles}
     least = step.us(batch, best)
     print(f"{form} first {least:.1f} us", flush=True)
     for role in sorted(MODEL.roles, key=lambda role: -role.n * role.k):
         tried: dict[str, float] = {}
-        tiles = [
-            IntVectorTile(rows, words, warps, programs)
-            for rows, words, warps in VECTORS[form, role.k]
-            for programs in PROGRAMS[warps]
-        ]
+        tiles = vector_tiles(form, role, 1)
         for tile in tiles:
             if time.monotonic() > until:
                 return
@@ -279,23 +303,22 @@ def sweep_one(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
 
 
 def sweep_many(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
-    """More tokens: each role by itself."""
-    for batch, counts in SWEPT.items():
+    """Each role by itself."""
+    for batch, counts in [(0, FEW), *SWEPT.items()]:
         for tokens, role in itertools.product(counts, MODEL.roles):
             matrices = step.weights[role.name]
             x = torch.randn(tokens, role.k, dtype=DTYPE, device="cuda")
             rest = torch.randn((tokens, role.n) if role.add else (role.k,), dtype=DTYPE, device="cuda")
             tried: dict[str, float] = {}
-            for tile in matrix_tiles(batch, role):
-                for gate in sorted({False, role.kind is not None and batch <= 16}):
-                    if time.monotonic() > until:
-                        return
-                    choice = Choice(tile, gate)
-                    try:
-                        work = lambda: [run(role, choice, x, one, rest) for one in matrices[:12]]  # noqa: B023, E731
-                        tried[f"{tile} gate {gate}"] = replayed(work, 3) / 12
-                    except Exception as problem:
-                        print("failed", choice, str(problem)[-100:], flush=True)
+            for tile in matrix_tiles(batch, role, tokens) if batch else vector_tiles(form, role, tokens):
+                if time.monotonic() > until:
+                    return
+                choice = Choice(tile, not batch)
+                try:
+                    work = lambda: [run(role, choice, x, one, rest) for one in matrices[:12]]  # noqa: B023, E731
+                    tried[str(tile)] = replayed(work, 3) / 12
+                except Exception as problem:
+                    print("failed", choice, str(problem)[-100:], flush=True)
             order = sorted(tried.items(), key=lambda item: item[1])
             print(
                 f"{form} {role.name} M={tokens} B={batch}:", *[f"{us:.1f} {name}" for name, us in order[:3]], flush=True
@@ -337,10 +360,12 @@ def main() -> None:
     with torch.inference_mode():
         began = time.monotonic()
         with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+            steps_made = pool.map(compile_step, itertools.product(options.forms, STEPS))
             found = pool.map(check_one, CHECKED)
             if options.sweep:
                 list(pool.map(compile_one, compiled([form for form in options.forms if form in BITS])))
             wrong = [what for each in found for what in each]
+            list(steps_made)
         print(f"checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
         for what in wrong[:12]:
             print("WRONG:", what, flush=True)
@@ -349,8 +374,10 @@ def main() -> None:
         for form in options.forms:
             step = Step.of(form, head)
             if options.sweep and form in BITS:
-                rows += [*sweep_one(form, step, until), *sweep_many(form, step, until)]
+                rows += sweep_one(form, step, until)
             rows += [*steps(form, step), *prompts(form, step)]
+            if options.sweep and form in BITS:
+                rows += sweep_many(form, step, until)
             del step
             if options.out:
                 about = provenance(torch.cuda.get_device_name())

@@ -69,3 +69,15 @@ def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture)
     assert late.take() == [LateWork("compile", "split_kernel", 1.5), LateWork("capture", "mixed graph", 0.25)]
     assert late.take() == []
     assert "compile of split_kernel after Ready took 1.500 s" in caplog.text and len(caplog.records) == 2
+
+
+def test_an_engine_that_starts_is_not_late_for_the_one_before_it() -> None:
+    knobs = pytest.importorskip("triton").knobs
+    first, second = Late(), Late()
+    first.watch()
+    try:
+        assert knobs.runtime.jit_cache_hook == first._compiling
+        second.rest()
+        assert knobs.runtime.jit_cache_hook is None and knobs.runtime.jit_post_compile_hook is None
+    finally:
+        second.rest()

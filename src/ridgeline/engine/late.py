@@ -26,14 +26,15 @@ class Late:
         self._found: list[LateWork] = []
         self._began: dict[str, float] = {}
 
-    def watch(self) -> None:
-        """Start-up is over. Sets Triton's hooks, of which a process has one each, where there is Triton."""
-        self._watching = True
-        if find_spec("triton") is not None:
-            from triton import knobs
+    def rest(self) -> None:
+        """Start-up begins. Triton's hooks, of which a process has one each, are free of what an engine before this one set."""
+        self._watching = False
+        _set_hooks(None, None)
 
-            knobs.runtime.jit_cache_hook = self._compiling
-            knobs.runtime.jit_post_compile_hook = self._compiled
+    def watch(self) -> None:
+        """Start-up is over."""
+        self._watching = True
+        _set_hooks(self._compiling, self._compiled)
 
     def take(self) -> list[LateWork]:
         """What was late since the last call."""
@@ -72,6 +73,14 @@ class Late:
             name,
             seconds,
         )
+
+
+def _set_hooks(before: Callable[..., bool] | None, after: Callable[..., None] | None) -> None:
+    """What Triton, where it is installed, calls before and after it compiles or loads a kernel."""
+    if find_spec("triton") is not None:
+        from triton import knobs
+
+        knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, after
 
 
 def _maker(work: Callable[[], object]) -> str:

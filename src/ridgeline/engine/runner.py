@@ -119,6 +119,7 @@ class Runner:
         comes first: the memory that it leaves behind serves all others."""
         if self.device.type != "cuda":
             return
+        self.late.rest()
         with torch.inference_mode():
             if find_spec("triton") is None:
                 self._rehearse(progress)

@@ -1,7 +1,7 @@
 """Integer linears: weights of 8, 4 or 3 bits, activations in floating point.
 
-One token is a matrix-vector product of integers (integer_vector); some hundred tokens are products of the tensor cores
-whose weights are widened on their way (integer_matrix). Beyond, arithmetic is the limit: the matrix is widened as a
+A few tokens are products of a warp's matrix unit (integer_vector), some hundred tokens products of the tensor cores whose
+weights are widened on their way (integer_matrix). Beyond, arithmetic is the limit: the matrix is widened as a
 whole once and cuBLAS multiplies. Three bits are stored as four: they save nothing here.
 """
 
@@ -57,7 +57,10 @@ def _fused(
         return None
     tile = tile_for(source.shape[0], matrix, kind is not None)
     if isinstance(tile, IntVectorTile):
-        return integer_vector_product(x, matrix, bias, tile, stream, kind) if source.stride(1) == 1 else None
+        # Each program would norm every token by itself.
+        if source.stride(1) != 1 or (isinstance(x, Normed) and source.shape[0] > 1):
+            return None
+        return integer_vector_product(x, matrix, bias, tile, stream, kind)
     if tile is None or isinstance(x, Normed) or not _hopper(source.device) or not _streams(source):
         return None
     return integer_product(source, matrix, bias, tile, stream, kind)

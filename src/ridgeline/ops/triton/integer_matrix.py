@@ -29,14 +29,21 @@ _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400"
 
 
 @cache
-def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool) -> str:
+def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart: bool = False) -> str:
     """PTX that turns a register of codes into registers of two floats each: $0.. = (code - shift) * scale. Operands behind
-    the results: codes, shift, scale. scaled, shifted: whether to use the last two."""
+    the results: codes, shift, scale. scaled, shifted: whether to use the last two. apart: results, shift and scale are
+    registers of one float each; results are in the order of the two halves' codes."""
     magic, kind = _MAGIC[dtype]
     count = 2 if bits == 8 else 4
-    codes, shift, scale = f"${count}", f"${count + 1}", f"${count + 2}"
+    results = [f"r{index}" if apart else f"${index}" for index in range(count)]
+    first = 2 * count if apart else count
+    codes, shift, scale = f"${first}", f"${first + 1}", f"${first + 2}"
     lines = ["{ .reg .b32 c, t, u;"]
-    for index in range(count):
+    if apart:
+        lines.append(f".reg .b32 shift, scale, {', '.join(results)};")
+        lines.append(f"mov.b32 shift, {{{shift}, {shift}}}; mov.b32 scale, {{{scale}, {scale}}};")
+        shift, scale = "shift", "scale"
+    for index, result in enumerate(results):
         width = 16 // count
         lines.append(f"shr.b32 c, {codes}, {index * width};" if index else f"mov.b32 c, {codes};")
         if bits == 8 and dtype == torch.bfloat16:
@@ -49,7 +56,9 @@ def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool) -> st
             lines.append(f"lop3.b32 t, c, 0x000F000F, {magic}, 0xEA;")
         if shifted:
             lines.append(f"sub.rn.{kind} t, t, {shift};")
-        lines.append(f"mul.rn.{kind} ${index}, t, {scale};" if scaled else f"mov.b32 ${index}, t;")
+        lines.append(f"mul.rn.{kind} {result}, t, {scale};" if scaled else f"mov.b32 {result}, t;")
+        if apart:
+            lines.append(f"mov.b32 {{${index}, ${count + index}}}, {result};")
     return " ".join([*lines, "}"])
 
 
@@ -119,13 +128,35 @@ def _of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, B
 
 
 @triton.jit
-def _factors(
+def _read(
     scale_ptr,
     zero_ptr,
     row,
     n,
     first,
     groups,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(scales, zero points) of a block's weights; nothing that can be used for those there are not. GROUP 0: a row has one
+    scale, which is left to the sum, and one zero point."""
+    ONE: tl.constexpr = GROUP if GROUP > 0 else 512
+    at = _of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
+    scale = at
+    zero = at
+    if GROUP > 0:
+        scale = tl.load(scale_ptr + at)
+    if ZEROS:
+        zero = tl.load(zero_ptr + at)
+    return scale, zero
+
+
+@triton.jit
+def _factors(
+    scale,
+    zero,
     SHIFT: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -133,23 +164,26 @@ def _factors(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PTX: tl.constexpr,
 ):
-    """(shift, scale) of a block's weights. GROUP 0: a row has one scale, which is left to the sum, and one zero point."""
-    ONE: tl.constexpr = GROUP if GROUP > 0 else 512
+    """(shift, scale) of a block's weights from what `_read` found."""
     CHUNKS: tl.constexpr = BLOCK * BITS // 512
-    PIECES: tl.constexpr = 1 if ONE % (512 // BITS) == 0 else 4
-    at = _of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
+    PIECES: tl.constexpr = 1 if GROUP % (512 // BITS) == 0 else 4
+    factor = tl.full((ROWS, CHUNKS, 1, PIECES, 1), 1.0, TYPE)
+    shift = tl.full((ROWS, CHUNKS, 1, PIECES, 1), SHIFT, TYPE)
     if GROUP > 0:
-        scale = tl.reshape(tl.load(scale_ptr + at).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
-    else:
-        scale = tl.full((ROWS, CHUNKS, 1, PIECES, 1), 1.0, TYPE)
+        factor = tl.reshape(scale.to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
     if ZEROS:
-        zero = tl.load(zero_ptr + at).to(tl.float32)
-        shift = tl.reshape((zero + SHIFT).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
-    else:
-        shift = tl.full((ROWS, CHUNKS, 1, PIECES, 1), SHIFT, TYPE)
-    return shift, scale
+        shift = tl.reshape((zero.to(tl.float32) + SHIFT).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
+    return shift, factor
+
+
+@triton.jit
+def _settled(total, PTX: tl.constexpr):
+    """The sums, when their products are done. Without, products of one block still read their weights from registers that
+    those of the next are put into: Triton 3.6 keeps track of memory only."""
+    if PTX != "":
+        return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+    return total
 
 
 # --- few tokens -------------------------------------------------------------------------------------------------------
@@ -211,6 +245,8 @@ def integer_kernel(
     blocks = (units * PER + BLOCK - 1) // BLOCK
     begin = split * blocks // splits
     end = (split + 1) * blocks // splits
+    # Else a path around the loop sets the sums, and ptxas makes every product wait for the one before (its note C7515).
+    tl.assume(begin < end)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     if PDL and ASKED != "":
         _ask(w_ptr, tl.minimum(row, n - 1), units, begin * (BLOCK // PER), ASKED)
@@ -222,33 +258,20 @@ def integer_kernel(
     total = tl.zeros((ROWS, BATCH), tl.float32)
     up = total
     for block in tl.range(begin, end, num_stages=STAGES):
-        p = w_desc.load([row_tile * ROWS, block * (BLOCK // PER)])
-        x = x_desc.load([batch_tile * BATCH, block * BLOCK])
-        shift, scale = _factors(
-            scale_ptr, zero_ptr, row, all_n, block * BLOCK, groups, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK, PTX
-        )
-        w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
+        at = block * BLOCK
+        scale, zero = _read(scale_ptr, zero_ptr, row, all_n, at, groups, GROUP, ZEROS, BITS, BLOCK)
+        p = w_desc.load([row_tile * ROWS, at // PER])
+        x = x_desc.load([batch_tile * BATCH, at])
+        shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
+        w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
         total = tl.dot(w, x.T, total, input_precision=PRECISION)
         if KIND != 0:
-            p = w_desc.load([n + row_tile * ROWS, block * (BLOCK // PER)])
-            shift, scale = _factors(
-                scale_ptr,
-                zero_ptr,
-                n + row,
-                all_n,
-                block * BLOCK,
-                groups,
-                SHIFT,
-                GROUP,
-                ZEROS,
-                TYPE,
-                BITS,
-                ROWS,
-                BLOCK,
-                PTX,
-            )
-            w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
-            up = tl.dot(w, x.T, up, input_precision=PRECISION)
+            scale, zero = _read(scale_ptr, zero_ptr, n + row, all_n, at, groups, GROUP, ZEROS, BITS, BLOCK)
+            p = w_desc.load([n + row_tile * ROWS, at // PER])
+            shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
+            w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
+            up = _settled(tl.dot(w, x.T, up, input_precision=PRECISION), PTX)
+        total = _settled(total, PTX)
     last = True
     if SPLIT:
         SIDE: tl.constexpr = ROWS * BATCH
@@ -277,20 +300,23 @@ def integer_kernel(
         tl.store(where, total.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def _numbers(matrix: IntMatrix, dtype: torch.dtype) -> dict[str, object]:
-    """Constants of the kernels for a matrix whose products are in dtype."""
+def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> dict[str, object]:
+    """Constants of the kernels for a matrix whose products are in dtype. vectors: those of integer_vector, where codes are
+    neither shifted nor scaled one by one if a chunk of them has one scale."""
     scaled, signed = matrix.group < matrix.d_in, matrix.bits == 8
     width = 8 if signed else 4
     plain = dtype not in _MAGIC or not matrix.codes.is_cuda
     shift = (0.0 if plain else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
     if matrix.zeros is None and not signed:
         shift += 1 << matrix.bits - 1
+    each = not vectors or bool(scaled and matrix.group % (512 // width))
+    shifted = bool(shift) or matrix.zeros is not None
     return {
         "SHIFT": shift,
         "GROUP": matrix.group if scaled else 0,
         "ZEROS": matrix.zeros is not None,
         "BITS": width,
-        "PTX": "" if plain else conversion(width, dtype, scaled, bool(shift) or matrix.zeros is not None),
+        "PTX": "" if plain else conversion(width, dtype, each and scaled, each and shifted, vectors),
     }
 
 
@@ -339,7 +365,7 @@ def integer_product(
         matrix.scales.shape[1],
         batches,
         splits,
-        **_numbers(matrix, x.dtype),
+        **constants(matrix, x.dtype),
         BIAS=bias is not None,
         ADD=stream is not None,
         KIND=KINDS[kind],
@@ -386,10 +412,9 @@ def dequantize_kernel(
     unit = first // PER + tl.arange(0, BLOCK // PER)
     inside = (row < n)[:, None] & (unit < units)[None, :]
     p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
-    shift, scale = _factors(
-        scale_ptr, zero_ptr, row, n, first, groups, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK, PTX
-    )
-    w = _widen(p, shift, scale, BITS, TYPE, ROWS, BLOCK, PTX)
+    scale, zero = _read(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
+    shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
+    w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
     if GROUP == 0:
         w = w.to(tl.float32) * tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     await_inputs(PDL)
@@ -412,7 +437,7 @@ def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
         matrix.d_in,
         codes.shape[1],
         matrix.scales.shape[1],
-        **_numbers(matrix, dtype),
+        **constants(matrix, dtype),
         ROWS=rows,
         BLOCK=block,
         num_warps=4,

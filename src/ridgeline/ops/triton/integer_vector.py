@@ -1,10 +1,16 @@
-"""One token times integer weights: every program keeps x in registers and walks over rows, as in gemv.
+"""One to four tokens times integer weights, by the small matrix unit of a warp (PTX ISA, mma.m16n8k16).
 
-At 4 bits a weight arrives in a quarter of the time, and turning codes into floats one by one would take longer than
-reading them. Therefore x becomes integers instead, once for each program: 16 bits, relative to the largest magnitude of
-the 32 inputs (16 at 8 bits) whose codes a thread reads at once, which keeps 2^-16 of that magnitude where x's own
-bfloat16 keeps 2^-9 of it. Their upper and lower bytes go through the processor's products of four bytes each, whose sums
-are exact (PTX ISA, dp4a); the scales of x and of the weights are multiplied by in float32.
+What limits such a product is reading the weights, if turning codes into floats takes less time than that. A warp's matrix
+unit leaves nothing else to do per weight: it multiplies codes as they come out of integer_matrix.conversion, with the
+power of two that they were put into, and sums in float32; what every code is too large by counts as often as the inputs
+sum to, so it is where a sum begins. Scales of groups are multiplied by in float32, once for a sum of a group.
+
+The unit wants eight columns of x, and one token has one. So it gets eight blocks of the inputs as columns, and as many
+rows for a row of the weight: of the products of all blocks with all columns the diagonal is kept. That costs nothing, for
+the unit would idle, and a row's blocks are neighbours in memory. More tokens take columns from blocks.
+
+Every program keeps x in shared memory and walks over groups of rows, as in gemv, reading one group ahead; its warps share
+the inputs.
 """
 
 # mypy: allow-untyped-defs
@@ -15,192 +21,198 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.table import IntMatrix, Normed, Plain
-from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.gemv import put, rows_of
+from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 
 @triton.jit
-def _byte_products(a, b, total, SIGNED_A: tl.constexpr, SIGNED_B: tl.constexpr):
-    """total + the products of the four bytes of a and of b, as dp4a has it; for the interpreter."""
-    for byte in tl.static_range(4):
-        one, other = (a << (24 - 8 * byte)) >> 24, (b << (24 - 8 * byte)) >> 24
-        if not SIGNED_A:
-            one = one & 255
-        if not SIGNED_B:
-            other = other & 255
-        total += one * other
-    return total
-
-
-@triton.jit
-def _sums(w, planes, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Codes of each w [ROWS, WORDS] times 16-bit numbers, int32. planes: upper and lower bytes of the numbers [1, WORDS],
-    at 4 bits of those for the codes at even places and of those at odd ones."""
-    if BITS == 8:
-        if PTX:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 sum;
-                dp4a.s32.s32 sum, $1, $2, 0;
-                shl.b32 sum, sum, 8;
-                dp4a.s32.u32 $0, $1, $3, sum; }""",
-                "=r,r,r,r",
-                [w, planes[0], planes[1]],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        return _byte_products(w, planes[1], _byte_products(w, planes[0], 0, True, True) * 256, True, False)
-    else:
-        if PTX:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 even, odd, sum;
-                and.b32 even, $1, 0x0F0F0F0F;
-                shr.u32 odd, $1, 4;
-                and.b32 odd, odd, 0x0F0F0F0F;
-                dp4a.u32.s32 sum, even, $2, 0;
-                dp4a.u32.s32 sum, odd, $4, sum;
-                shl.b32 sum, sum, 8;
-                dp4a.u32.u32 sum, even, $3, sum;
-                dp4a.u32.u32 $0, odd, $5, sum; }""",
-                "=r,r,r,r,r,r",
-                [w, planes[0], planes[1], planes[2], planes[3]],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        even, odd = w & 0x0F0F0F0F, (w >> 4) & 0x0F0F0F0F
-        high = _byte_products(odd, planes[2], _byte_products(even, planes[0], 0, False, True), False, True)
-        low = _byte_products(even, planes[1], high * 256, False, False)
-        return _byte_products(odd, planes[3], low, False, False)
-
-
-@triton.jit
-def _bytes(a, b, c, d, BYTE: tl.constexpr, PTX: tl.constexpr):
-    """One byte of each of four numbers, a's lowest; [1, WORDS]."""
-    if PTX:
-        CHOICE: tl.constexpr = "0x0051" if BYTE == 1 else "0x0040"
-        packed = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, u; prmt.b32 t, $1, $2, "
-            + CHOICE
-            + "; prmt.b32 u, $3, $4, "
-            + CHOICE
-            + "; prmt.b32 $0, t, u, 0x5410; }",
-            "=r,r,r,r,r",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        return packed[None, :]
-    SHIFT: tl.constexpr = 8 * BYTE
-    low = (a >> SHIFT & 255) | ((b >> SHIFT & 255) << 8)
-    return (low | ((c >> SHIFT & 255) << 16) | ((d >> SHIFT & 255) << 24))[None, :]
-
-
-@triton.jit
-def _read(ptr, first, k, BITS: tl.constexpr, WORDS: tl.constexpr):
-    """Inputs of the codes of WORDS words from `first` on, float32 [WORDS] each, in the order of `_sums`' bytes."""
-    word = first + tl.arange(0, WORDS)
-    at = word // 16 * (512 // BITS) + word % 4 * (128 // BITS) + word // 4 % 4 * 2
-    found = ()
-    for one in tl.static_range(32 // BITS):
-        # Byte b of a word: parity b / 2, code b % 2 of two; at 4 bits 2 (b % 2) at even places, one more at odd ones.
-        code = one % 2 if BITS == 8 else one % 2 * 2 + one // 4
-        place = at + (8 * code + one % 4 // 2)
-        found = found + (tl.load(ptr + place, mask=place < k, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _integers(x, RUN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """x as `_read` has it -> (its planes for `_sums`; of each run of words what its integers are times, and their sum, by
-    which a zero point counts, [1, WORDS / RUN])."""
-    COUNT: tl.constexpr = len(x)
-    most = tl.abs(x[0])
-    for one in tl.static_range(1, COUNT):
-        most = tl.maximum(most, tl.abs(x[one]))
-    # Inputs that are all 0 get any scale.
-    most = tl.maximum(tl.max(tl.reshape(most, (WORDS // 4, 4)), 1), 1e-30)
-    factor = tl.reshape(tl.broadcast_to((32767.0 / most)[:, None], (WORDS // 4, 4)), (WORDS,))
-    numbers = ()
-    known = tl.zeros((WORDS,), tl.int32)
-    for one in tl.static_range(COUNT):
-        number = tl.floor(x[one] * factor + 0.5).to(tl.int32)
-        numbers = numbers + (number,)  # type: ignore[assignment]
-        known += number
-    unit = most * (1 / 32767)
-    if RUN == 4:
-        known = tl.sum(tl.reshape(known, (WORDS // 4, 4)), 1)
-    else:
-        unit = tl.reshape(tl.broadcast_to(unit[:, None], (WORDS // 4, 4)), (WORDS,))
-    planes = ()
-    for four in tl.static_range(COUNT // 4):
-        a, b = numbers[4 * four], numbers[4 * four + 1]  # type: ignore[var-annotated]
-        c, d = numbers[4 * four + 2], numbers[4 * four + 3]  # type: ignore[var-annotated]
-        planes = planes + (_bytes(a, b, c, d, 1, PTX), _bytes(a, b, c, d, 0, PTX))  # type: ignore[assignment]
-    return planes, unit[None, :], known[None, :]
-
-
-@triton.jit
-def _half(address, PTX: tl.constexpr):
-    """float32 of the float16 at each address; as a computation, whose values are made where they are used."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 half; ld.global.nc.b16 half, [$1]; cvt.f32.f16 $0, half; }",
-            "=r,l",
-            [address.to(tl.int64)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.load(address).to(tl.float32)
-
-
-@triton.jit
-def _of_groups(row, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr):
-    """Where the scales and zero points of rows are, [ROWS, WORDS / RUN], for WORDS words from `first` on."""
-    word = first + tl.arange(0, WORDS // RUN) * RUN
-    at = word // 16 * (512 // BITS) + word % 4 * (128 // BITS)
-    return row[:, None] * groups + tl.minimum(at // GROUP, groups - 1)[None, :]
+def _row(place, n, KIND: tl.constexpr):
+    """The row of w [n, k] that is `place`-th in a walk; for an activation gate and up of the same features in turn."""
+    if KIND != 0:
+        # A feature behind the last one takes rows at or behind the end of its half; it is not stored.
+        place = place // 2 + place % 2 * (n // 2)
+    return place
 
 
 @triton.jit
 def _ahead(
     w_ptr,
     scale_ptr,
+    zero_ptr,
     step,
     n,
     words,
     groups,
     GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
-    RUN: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SETS: tl.constexpr,
+    WARPS: tl.constexpr,
     ROWS: tl.constexpr,
-    PTX: tl.constexpr,
 ):
-    """Codes and scales of a group of rows, a tensor for each part; behind the last row those of the last."""
-    row = tl.minimum(rows_of(step, n, KIND, ROWS), n - 1)
+    """Codes, scales and zero points of a group of rows, a tensor for each set of chunks; behind the last row those of the
+    last. Dimensions come in the order in which threads have them in the matrix unit, so that nothing is exchanged."""
+    CHUNK: tl.constexpr = 512 // BITS
+    PIECES: tl.constexpr = 1 if GROUP % CHUNK == 0 else 4
+    EIGHTS: tl.constexpr = ROWS * BLOCKS // 8
+    line = tl.arange(0, EIGHTS)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    row = tl.minimum(_row(step * ROWS + line // BLOCKS, n, KIND), n - 1)
+    chunk = tl.arange(0, WARPS)[None, :, None, None] * BLOCKS + line % BLOCKS
+    word = tl.arange(0, 16)[None, None, None, :]
+    owner = tl.arange(0, 4)[:, None, None, None, None] * 0
+    group_line = tl.arange(0, EIGHTS)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
+    group_row = tl.minimum(_row(step * ROWS + group_line // BLOCKS, n, KIND), n - 1) + owner
+    group_chunk = tl.arange(0, WARPS)[None, None, :, None, None] * BLOCKS + group_line % BLOCKS
+    piece = tl.arange(0, PIECES)[None, None, None, None, :] * (CHUNK // PIECES)
     w = ()
     scale = ()
-    for part in tl.static_range(PARTS):
-        at = part * WORDS + tl.arange(0, WORDS)
-        real = (step * ROWS < n) & (at < words)[None, :]
-        where = w_ptr + row[:, None] * words + at[None, :]
-        w = w + (tl.load(where, mask=real, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+    zero = ()
+    for one in tl.static_range(SETS):
+        at = (chunk + one * WARPS * BLOCKS) * 16
+        real = (at < words) & (step * ROWS < n)
+        w = w + (tl.load(w_ptr + row * words + at + word, mask=real, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
         if GROUP > 0:
-            place = _of_groups(row, part * WORDS, groups, GROUP, BITS, RUN, WORDS)
-            scale = scale + (_half(scale_ptr + place, PTX),)  # type: ignore[assignment]
+            first = (group_chunk + one * WARPS * BLOCKS) * CHUNK + piece
+            place = group_row * groups + tl.minimum(first // GROUP, groups - 1)
+            scale = scale + (tl.load(scale_ptr + place),)  # type: ignore[assignment]
         else:
-            scale = scale + (tl.full((ROWS, WORDS // RUN), 1.0, tl.float32),)  # type: ignore[assignment]
-    return w, scale
+            place = group_row + piece
+        if ZEROS:
+            zero = zero + (tl.load(zero_ptr + place),)  # type: ignore[assignment]
+    return w, scale, zero
 
 
 @triton.jit
+def _lines(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
+    """A number for each line and warp [4, 8, WARPS, EIGHTS, 1] as one for each of its products [WARPS, lines, 8]."""
+    wide = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
+    return tl.reshape(wide, (WARPS, EIGHTS * 8, 8))
+
+
+@triton.jit
+def _pieces(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
+    """Numbers for the pieces of chunks [4, 8, WARPS, EIGHTS, 4] as `_weights` takes them."""
+    return tl.permute(value, (1, 2, 3, 0, 4))
+
+
+@triton.jit
+def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Codes of words, int32 [...], as floats: of the lower halves in the order of their bits, then of the upper ones."""
+    given = [word, shift, scale]
+    four: tl.constexpr = "=h,=h,=h,=h,r,h,h"
+    eight: tl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h"
+    if PTX != "":
+        # The type of results must be written out.
+        if BITS == 8:
+            if tl.bfloat16 == TYPE:
+                return tl.inline_asm_elementwise(PTX, four, given, (tl.bfloat16,) * 4, True, 1)
+            else:
+                return tl.inline_asm_elementwise(PTX, four, given, (tl.float16,) * 4, True, 1)
+        elif tl.bfloat16 == TYPE:
+            return tl.inline_asm_elementwise(PTX, eight, given, (tl.bfloat16,) * 8, True, 1)
+        else:
+            return tl.inline_asm_elementwise(PTX, eight, given, (tl.float16,) * 8, True, 1)
+    found = ()
+    for one in tl.static_range(32 // BITS):
+        if BITS == 8:
+            code = (word << (24 - 8 * one)) >> 24
+        else:
+            code = word >> (4 * one) & 15
+        found = found + (((code.to(tl.float32) - shift) * scale).to(TYPE),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _weights(
+    w,
+    shift,
+    scale,
+    BITS: tl.constexpr,
+    TYPE: tl.constexpr,
+    PTX: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Words of codes [8, WARPS, EIGHTS, 16] as floats [WARPS, lines, inputs], these in the order of `_columns`. shift,
+    scale: of the four pieces of a chunk [8, WARPS, EIGHTS, 4, 4]."""
+    w = tl.reshape(w, (8, WARPS, EIGHTS, 4, 4))
+    c = _floats(w, shift, scale, BITS, TYPE, PTX)
+    if BITS == 8:
+        a = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
+        a = tl.permute(a, (1, 2, 0, 4, 3, 5, 6))
+    else:
+        low = tl.join(tl.join(c[0], c[2]), tl.join(c[1], c[3]))
+        a = tl.join(low, tl.join(tl.join(c[4], c[6]), tl.join(c[5], c[7])))
+        a = tl.permute(a, (1, 2, 0, 4, 5, 3, 6, 7))
+    return tl.reshape(a, (WARPS, EIGHTS * 8, 512 // BITS))
+
+
+@triton.jit
+def _inputs(
+    x_ptr,
+    x_stride,
+    m,
+    k,
+    one: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Inputs of a set of chunks, float32 [TOKENS, inputs of the set]."""
+    SIZE: tl.constexpr = WARPS * BLOCKS * (512 // BITS)
+    at = one * SIZE + tl.arange(0, SIZE)[None, :]
+    token = tl.arange(0, TOKENS)[:, None]
+    return tl.load(x_ptr + token * x_stride + at, mask=(token < m) & (at < k), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _columns(x, BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
+    """x as `_inputs` has it, as columns [WARPS, inputs of a chunk, TOKENS * BLOCKS]. A thread's four codes of 16 inputs are
+    neighbours here; which inputs they are says integer.pack."""
+    CHUNK: tl.constexpr = 512 // BITS
+    x = tl.reshape(x, (TOKENS, WARPS, BLOCKS, CHUNK // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(x, (1, 3, 5, 4, 6, 0, 2)), (WARPS, CHUNK, 8))
+
+
+@triton.jit
+def _put(
+    out_ptr,
+    bias_ptr,
+    value,
+    step,
+    m,
+    n,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Outputs of a group of rows from its products [ROWS, TOKENS]."""
+    row = _row(step * ROWS + tl.arange(0, ROWS), n, KIND)[:, None]
+    token = tl.arange(0, TOKENS)[None, :]
+    if BIAS:
+        value += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    if KIND == 0:
+        real = (row < n) & (token < m)
+        place = out_ptr + token * n + row
+        if ADD:
+            value += tl.load(place, mask=real, other=0.0).to(tl.float32)
+        tl.store(place, value.to(out_ptr.dtype.element_ty), mask=real)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(value, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))
+        feature = step * (ROWS // 2) + tl.arange(0, ROWS // 2)[:, None]
+        real = (feature < n // 2) & (token < m)
+        out = gated(gate, up, KIND).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * (n // 2) + feature, out, mask=real)
+
+
+@triton.jit(do_not_specialize=["m"])
 def integer_vector_kernel(
     x_ptr,
     gain_ptr,
@@ -209,92 +221,100 @@ def integer_vector_kernel(
     zero_ptr,
     bias_ptr,
     out_ptr,
+    x_stride,
+    m,
     n,
     k,
     words,
     groups,
     eps,
-    ZERO: tl.constexpr,
+    SHIFT: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
     BITS: tl.constexpr,
+    PTX: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     KIND: tl.constexpr,
     PDL: tl.constexpr,
-    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
+    SETS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """out [n] = x [k] W^T + bias for one token, W [n, words] int32 of codes; see gemv.resident_kernel, whose NORM, ADD and
-    KIND these are, and integer.pack for the codes. A row is read in PARTS tensors of WORDS words, whose sums a thread adds
-    up before threads do. GROUP: inputs per scale, 0: all. ZERO: the zero point, with ZEROS what is added to it."""
-    RUN: tl.constexpr = 4 if GROUP % (512 // BITS) == 0 else 1
+    """out [m, n] = x [m, k] W^T + bias for m <= TOKENS, W [n, words] int32 of codes; see gemv.resident_kernel, whose NORM,
+    ADD and KIND these are, and integer_matrix.integer_kernel for the rest. A warp of a program has 8 / TOKENS chunks of
+    each of SETS sets. Groups that end within a chunk: codes are scaled as in integer_kernel."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    BLOCKS: tl.constexpr = 8 // TOKENS
+    EIGHTS: tl.constexpr = ROWS * BLOCKS // 8
+    WHOLE: tl.constexpr = GROUP % (512 // BITS) == 0
     steps = (n + ROWS - 1) // ROWS
     first = tl.program_id(0)
-    w, scale = _ahead(w_ptr, scale_ptr, first, n, words, groups, GROUP, BITS, KIND, RUN, PARTS, WORDS, ROWS, PTX)
-    gains = ()
+    w, scale, zero = _ahead(
+        w_ptr, scale_ptr, zero_ptr, first, n, words, groups, GROUP, ZEROS, BITS, KIND, BLOCKS, SETS, WARPS, ROWS
+    )
+    gain = ()
     if NORM:
-        for part in tl.static_range(PARTS):
-            gains = gains + (_read(gain_ptr, part * WORDS, k, BITS, WORDS),)  # type: ignore[assignment]
+        for one in tl.static_range(SETS):
+            gain = gain + (_inputs(gain_ptr, 0, 1, k, one, 1, BITS, BLOCKS, WARPS),)  # type: ignore[assignment]
     await_inputs(PDL)
-    inputs = ()
-    for part in tl.static_range(PARTS):
-        inputs = inputs + (_read(x_ptr, part * WORDS, k, BITS, WORDS),)  # type: ignore[assignment]
+    rms = tl.zeros((TOKENS, 1), tl.float32)
     if NORM:
-        squares = tl.zeros((WORDS,), tl.float32)
-        for part in tl.static_range(PARTS):
-            for one in tl.static_range(32 // BITS):
-                squares += inputs[part][one] * inputs[part][one]
-        rms = tl.rsqrt(tl.sum(squares, 0) / k + eps)
-        given = inputs
-        inputs = ()
-        for part in tl.static_range(PARTS):
-            normed = ()
-            for one in tl.static_range(32 // BITS):
-                gain = gains[part][one] + 1.0 if OFFSET else gains[part][one]
-                normed = normed + (given[part][one] * rms * gain,)  # type: ignore[assignment]
-            inputs = inputs + (normed,)  # type: ignore[assignment]
-    integers = ()
-    for part in tl.static_range(PARTS):
-        integers = integers + (_integers(inputs[part], RUN, WORDS, PTX),)  # type: ignore[assignment]
+        for one in tl.static_range(SETS):
+            part = _inputs(x_ptr, x_stride, m, k, one, TOKENS, BITS, BLOCKS, WARPS)
+            rms += tl.sum(part * part, 1)[:, None]
+        rms = tl.rsqrt(rms / k + eps)
+    x = ()
+    start = ()
+    for one in tl.static_range(SETS):
+        part = _inputs(x_ptr, x_stride, m, k, one, TOKENS, BITS, BLOCKS, WARPS)
+        if NORM:
+            part = part * rms * (gain[one] + 1.0 if OFFSET else gain[one])
+        part = _columns(part.to(TYPE), BITS, TOKENS, BLOCKS, WARPS)
+        x = x + (part,)  # type: ignore[assignment]
+        start = start + (tl.sum(part.to(tl.float32), 1)[:, None, :],)  # type: ignore[assignment]
     for step in range(first, steps, tl.num_programs(0)):
-        row = tl.minimum(rows_of(step, n, KIND, ROWS), n - 1)
-        value = tl.zeros((ROWS, WORDS // RUN), tl.float32)
-        for part in tl.static_range(PARTS):
-            planes, unit, known = integers[part]  # type: ignore[var-annotated]
-            sums = _sums(w[part], planes, BITS, PTX)
-            if RUN > 1:
-                sums = tl.sum(tl.reshape(sums, (ROWS, WORDS // RUN, RUN)), 2)
-            if ZEROS:
-                place = _of_groups(row, part * WORDS, groups, GROUP if GROUP > 0 else 512, BITS, RUN, WORDS)
-                sums -= (tl.load(zero_ptr + place).to(tl.int32) + ZERO) * known
-            elif ZERO != 0:
-                sums -= ZERO * known
-            value += sums.to(tl.float32) * (unit * scale[part])
-        w, scale = _ahead(
-            w_ptr,
-            scale_ptr,
-            step + tl.num_programs(0),
-            n,
-            words,
-            groups,
-            GROUP,
-            BITS,
-            KIND,
-            RUN,
-            PARTS,
-            WORDS,
-            ROWS,
-            PTX,
+        ahead = step + tl.num_programs(0)
+        next_w, next_scale, next_zero = _ahead(
+            w_ptr, scale_ptr, zero_ptr, ahead, n, words, groups, GROUP, ZEROS, BITS, KIND, BLOCKS, SETS, WARPS, ROWS
         )
-        total = tl.sum(value, 1)
+        # ptxas would put these loads off to save registers, but not beyond a barrier.
+        tl.debug_barrier()
+        total = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
+        for one in tl.static_range(SETS):
+            if WHOLE:
+                none = tl.full((8, WARPS, EIGHTS, 4, 4), 0.0, TYPE)
+                a = _weights(w[one], none, none + 1.0, BITS, TYPE, PTX, EIGHTS, WARPS)
+                sums = total
+                if GROUP > 0:
+                    sums = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
+                sums -= start[one] * SHIFT
+                if ZEROS:
+                    sums -= start[one] * _lines(zero[one].to(tl.float32), EIGHTS, WARPS)
+                sums = tl.dot(a, x[one], sums, input_precision=PRECISION)
+                if GROUP > 0:
+                    total += sums * _lines(scale[one].to(tl.float32), EIGHTS, WARPS)
+                else:
+                    total = sums
+            else:
+                factor = _pieces(scale[one].to(TYPE), EIGHTS, WARPS)
+                shift = tl.full((8, WARPS, EIGHTS, 4, 4), SHIFT, TYPE)
+                if ZEROS:
+                    shift = _pieces((zero[one].to(tl.float32) + SHIFT).to(TYPE), EIGHTS, WARPS)
+                a = _weights(w[one], shift, factor, BITS, TYPE, PTX, EIGHTS, WARPS)
+                total = tl.dot(a, x[one], total, input_precision=PRECISION)
+        w, scale, zero = next_w, next_scale, next_zero
+        same = tl.arange(0, EIGHTS * 8)[None, :, None] % BLOCKS == tl.arange(0, 8)[None, None, :] % BLOCKS
+        total = tl.reshape(tl.where(same, total, 0.0), (WARPS, ROWS, BLOCKS, TOKENS, BLOCKS))
+        value = tl.sum(tl.sum(tl.sum(total, 4), 2), 0)
         if GROUP == 0:
-            total *= tl.load(scale_ptr + row).to(tl.float32)
-        put(out_ptr, bias_ptr, total, step, n, BIAS, ADD, KIND, ROWS)
+            row = tl.minimum(_row(step * ROWS + tl.arange(0, ROWS), n, KIND), n - 1)
+            value *= tl.load(scale_ptr + row).to(tl.float32)[:, None]
+        _put(out_ptr, bias_ptr, value, step, m, n, BIAS, ADD, KIND, TOKENS, ROWS)
 
 
 def integer_vector_product(
@@ -305,48 +325,50 @@ def integer_vector_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [1, d_in], contiguous -> x W^T + bias [1, out] in x's dtype; a norm of x that is still to be done is done on the way.
+    """x [T, d_in] with contiguous rows, T from 1 to 8 -> x W^T + bias [T, out] in x's dtype; a norm of x that is
+    still to be done is done on the way.
 
-    stream: contiguous [1, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [1, F].
+    stream: contiguous [T, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [T, F].
     """
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
-    n, words = matrix.out, matrix.codes.view(torch.int32)
+    tokens, n, codes = source.shape[0], matrix.out, matrix.codes.view(torch.int32)
+    assert 0 < tokens <= 8
     out = stream
     if out is None:
-        out = torch.empty((1, n if kind is None else n // 2), dtype=source.dtype, device=source.device)
-    signed = matrix.bits == 8
-    zero = -128 if signed else 0
-    if matrix.zeros is None:
-        zero = 0 if signed else 1 << matrix.bits - 1
-    launch = overlap(source.device)
-    integer_vector_kernel[(min(tile.programs, triton.cdiv(n, tile.rows)),)](
+        out = torch.empty((tokens, n if kind is None else n // 2), dtype=source.dtype, device=source.device)
+    columns = triton.next_power_of_2(tokens)
+    blocks = 8 // columns
+    # The matrix unit has 16 lines; each row of the weight takes one for each block.
+    rows = max(tile.rows, 16 // blocks)
+    chunks = codes.shape[1] // 16
+    integer_vector_kernel[(min(tile.programs, triton.cdiv(n, rows)),)](
         source,
         source if norm is None else norm.weight,
-        words,
+        codes,
         matrix.scales,
         matrix.scales if matrix.zeros is None else matrix.zeros,
         matrix.scales if bias is None else bias,
         out,
+        source.stride(0),
+        tokens,
         n,
         matrix.d_in,
-        words.shape[1],
+        codes.shape[1],
         matrix.scales.shape[1],
         0.0 if norm is None else norm.eps,
-        ZERO=zero,
-        GROUP=matrix.group if matrix.group < matrix.d_in else 0,
-        ZEROS=matrix.zeros is not None,
-        BITS=8 if signed else 4,
+        **constants(matrix, source.dtype, vectors=True),
         BIAS=bias is not None,
         ADD=stream is not None,
         NORM=norm is not None,
         OFFSET=norm is not None and norm.offset,
         KIND=KINDS[kind],
-        PTX=source.is_cuda,
-        ROWS=tile.rows,
-        PARTS=triton.cdiv(words.shape[1], tile.words),
-        WORDS=tile.words,
+        PRECISION="ieee" if source.dtype == torch.float32 else "tf32",
+        TOKENS=columns,
+        ROWS=rows,
+        SETS=triton.cdiv(chunks, blocks * tile.warps),
+        WARPS=tile.warps,
         num_warps=tile.warps,
-        **launch,
+        **overlap(source.device),
     )
     return out
