@@ -16,6 +16,8 @@ _SURPRISE = 1.5
 """A time counts as at most so many times the mean."""
 _KNOWN = 3
 """Readings after which the time of a size is known."""
+_SETTLED = 32
+"""Readings after which a time has sunk to where it leans; from then on it moves because steps do."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 _MEMORY = 0.05
@@ -81,6 +83,15 @@ class _Batch:
     credit: float = _CREDIT
     pause: int = 0
     spell: int = _FIRST_PAUSE
+
+    def drift(self, size: int, factor: float) -> None:
+        """Steps of the size in use have become longer or shorter, as contexts grow and requests end: so have all others, which
+        were last read when it took what it took then."""
+        for other, mean in self.took.items():
+            if other != size:
+                mean.seconds *= factor
+        if size:
+            self.usual *= factor
 
 
 @dataclass(slots=True)
@@ -181,9 +192,13 @@ class Pace:
 
     def measure(self, rows: int, size: int, gained: float, seconds: float) -> float:
         """A step for which `size` nodes were drafted gave `rows` rows `gained` tokens each. Returns the seconds saved."""
-        took = self._of(rows).took
+        batch = self._of(rows)
+        took = batch.took
         if size in took:
+            before = took[size].seconds
             took[size].add(seconds)
+            if size == batch.best and took[size].count > _SETTLED:
+                batch.drift(size, took[size].seconds / before)
         return took[0].seconds * gained - seconds if took[0].count and size else 0.0
 
     # --- what it all costs -------------------------------------------------------------------------------------------
