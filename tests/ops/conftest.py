@@ -170,7 +170,7 @@ def qkv_shape() -> Callable[..., QkvShape]:
 # --- compiled operations of the CPU ----------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a library for this CPU lies: the user's cache if it was built, else made for these tests."""
     if library_path().exists():
@@ -180,7 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_library(tmp_path_factory.mktemp("native")).parent
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sources compiled as for a CPU without AMX and without bfloat16 instructions."""
     if (reason := why_not()) is not None:
