@@ -36,16 +36,16 @@ class Recycling:
         self._table = torch.arange(WIDTH, dtype=torch.int32, device=device).repeat(vocab, 1)
         self.parents = tuple(parent for parent, _ in TREE)
         self._unused = 0
-        """Steps since something was drafted, on a CPU: a CUDA graph runs all that it captured."""
-        self._counts = int(device.type == "cpu")
+        """Steps since something was drafted; what they decide is for a CPU alone, since a CUDA graph runs all that it captured."""
+        self._may_rest = device.type == "cpu"
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Prompts teach nothing: their logits are not computed."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Of tokens that come more than once in a step, some one's successors are kept."""
-        self._unused += self._counts
-        if self._unused > _QUIET and self._unused % _SELDOM:
+        self._unused += 1
+        if self._may_rest and self._unused > _QUIET and self._unused % _SELDOM:
             return
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
