@@ -53,7 +53,7 @@ class NoDrafts:
         return False
 
     def plain(self, request: Request) -> bool:
-        return True
+        return not self.waits(request)  # who builds on this class and lets a request wait proposes for it
 
     def propose(self, request: Request, most: int) -> Draft:
         return NOTHING
