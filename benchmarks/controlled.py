@@ -4,6 +4,9 @@ The target computes everything and then says what a hash of (row, place) dictate
 the chosen chance, given that its drafts before were; it is free, or pays for a real draft model first. All else is the
 engine as it serves: chunks, cache, graphs, verification, commit.
 
+tok_s, ratio: while all rows decode, which is what a batch of that many is. With drafts rows end at different steps, and
+ratio_to_end counts those in which ever fewer are left.
+
     python benchmarks/controlled.py --out benchmarks/results/speculation.json
 """
 
@@ -12,9 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from ridgeline.models.build import LoadedModel
 from ridgeline.models.config import read_model
 from ridgeline.ops.rows import RowState
 from ridgeline.ops.step import StepInputs
+from ridgeline.wire.messages import StepStats
 
 NODES = 4
 OUTPUT = 257
@@ -69,6 +74,8 @@ class Controlled:
     """See decoding.drafters.DeviceDrafter. share: thousandths of nodes that are right; inner: what is paid for."""
 
     parents: tuple[int, ...] = ()
+    learns = True
+    """So that it is shown logits, and draws are made where they can be replaced."""
 
     def __init__(self, inner: DeviceDrafter, share: torch.Tensor, script: Script) -> None:
         self._inner, self._share, self._script = inner, share, script
@@ -120,24 +127,45 @@ class Engine:
         drafts = Drafts(None, OnDevice(NODES, reads=self.reads), Pace(sizes, fixed), drafting.LOGIT_ROWS)
         scheduler._speculation = drafts if sizes[-1] else NO_DRAFTS
 
-    def decode(self, batch: int, prompt: int, repeats: int) -> tuple[float, float]:
-        """(tokens per second of decoding, tokens gained per verification), medians."""
-        rates, lengths = [], []
+    def decode(self, batch: int, prompt: int, repeats: int) -> Decoded:
+        """Medians of `repeats` runs, after one that is not looked at."""
+        found = []
         for _ in range(repeats + 1):
-            one = timed(self.local, [(prompt, 1)] * batch, self.vocab).seconds
-            many = timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab).seconds
-            rates.append(batch * (OUTPUT - 1) / (many - one))
-            lengths.append(1 + _COUNTS["accepted"] / _COUNTS["drafts"] if _COUNTS["drafts"] else 1.0)
-            _COUNTS.update(drafts=0, accepted=0)
-        return statistics.median(rates[1:]), statistics.median(lengths[1:])
+            _STEPS.clear()
+            timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab)
+            found.append(Decoded.of(_STEPS, batch))
+        tok_s, to_end, gained = (statistics.median(part) for part in zip(*map(astuple, found[1:]), strict=True))
+        return Decoded(tok_s, to_end, gained)
 
 
-_COUNTS = {"drafts": 0, "accepted": 0}
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """tok_s: tokens per second while all rows decode; to_end: from then on to the last one's end. gained: tokens per row that
+    verified drafts."""
+
+    tok_s: float
+    to_end: float
+    gained: float
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[float, StepStats]], batch: int) -> Decoded:
+        """steps: when each was committed, and its record."""
+        full = [at for at, (_, one) in enumerate(steps) if one.running == batch and not one.prompt_tokens]
+
+        def rate(last: int) -> float:
+            tokens = sum(one.output_tokens for _, one in steps[full[0] + 1 : last + 1])
+            return tokens / (steps[last][0] - steps[full[0]][0])
+
+        drafts, accepted = sum(one.drafts for _, one in steps), sum(one.accepted for _, one in steps)
+        return cls(rate(full[-1]), rate(len(steps) - 1), 1 + accepted / max(1, drafts))
 
 
-def _count(stats: Any) -> None:
-    _COUNTS["drafts"] += stats.drafts
-    _COUNTS["accepted"] += stats.accepted
+_STEPS: list[tuple[float, StepStats]] = []
+
+
+def _note(stats: StepStats) -> None:
+    if stats.steps:
+        _STEPS.append((time.perf_counter(), stats))
 
 
 def start(model: Path, draft: Path | None, config: EngineConfig, script: Script) -> Engine:
@@ -153,12 +181,12 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
             inner, _ = drafting._open_device(asked, target, dummy)
         return None, Controlled(inner, share, script)
 
-    assemble.read_wanted = lambda config: wanted  # type: ignore[assignment]
+    assemble.read_wanted = lambda *_: wanted  # type: ignore[assignment]
     assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
         ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"),
         config,
-        on_step=_count,
+        on_step=_note,
     )
     return Engine(local, share, draft is not None, local.engine.setup.vocab_size)
 
@@ -187,7 +215,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, draft in (("free", None), (f"{args.draft.name} shape", args.draft)):
         vocab = read_model(args.model)[0].vocab_size
-        script = Script.write(config.max_num_seqs + 1, PLACES + 64, vocab, torch.device("cuda" if cuda else "cpu"))
+        script = Script.write(max(batches) + 1, PLACES + 64, vocab, torch.device("cuda" if cuda else "cpu"))
         with dictated(script):  # from the start on, because graphs record what is drawn
             engine = start(args.model, draft, config, script)
             for batch in drafted if draft else batches:
@@ -207,28 +235,30 @@ def measured(engine: Engine, name: str, batch: int, args: argparse.Namespace) ->
         ("adapted", (0, 1, 2, 3, 4), False, 0.05),
     ]
     engine.use((0,), fixed=False, share=0.0)
-    plain, _ = engine.decode(batch, args.prompt, args.repeats)
+    plain = engine.decode(batch, args.prompt, args.repeats)
     found = []
     for way, sizes, fixed, share in ways:
         engine.use(sizes, fixed=fixed, share=share)
-        tok_s, gained = engine.decode(batch, args.prompt, args.repeats)
+        one = engine.decode(batch, args.prompt, args.repeats)
         row = {
             "row": f"h200-{name}-{way}-{share}-b{batch}",
             "drafter": f"{name}, acceptance {share}, {way} K = {NODES}",
             "work": f"{args.prompt} + {OUTPUT} tokens",
             "temperature": 1.0,
             "batch": batch,
-            "tok_s": round(tok_s, 1),
-            "plain_tok_s": round(plain, 1),
-            "ratio": round(tok_s / plain, 3),
-            "accepted_len": round(gained, 3),
-            "step_ratio": round(gained * plain / tok_s, 3) if fixed else None,
+            "tok_s": round(one.tok_s, 1),
+            "plain_tok_s": round(plain.tok_s, 1),
+            "ratio": round(one.tok_s / plain.tok_s, 3),
+            "ratio_to_end": round(one.to_end / plain.to_end, 3),
+            "accepted_len": round(one.gained, 3),
+            "step_ratio": round(one.gained * plain.tok_s / one.tok_s, 3) if fixed else None,
         }
         print(
             row["row"],
             row["tok_s"],
             row["plain_tok_s"],
             row["ratio"],
+            row["ratio_to_end"],
             row["accepted_len"],
             row["step_ratio"],
             flush=True,

@@ -2,8 +2,9 @@
 
     python benchmarks/ledger.py --model benchmarks/models/llama-3.1-8b --steps decode:1x128,decode:64x4096,prefill:8192
 
-A step is `decode:ROWSxCACHED`, `prefill:NEW` or `prefill:NEW+CACHED` (one row), or `mixed:ROWSxCACHED+NEW` (decoding rows
-and a chunk of one more); comma-separated. A folder with only a config.json is enough: weights are random.
+A step is `decode:ROWSxCACHED`, `prefill:NEW` or `prefill:NEW+CACHED` (one row), `mixed:ROWSxCACHED+NEW` (decoding rows
+and a chunk of one more) or, for benchmarks/timeline.py alone, `verify:ROWSxCACHED+DRAFTS`; comma-separated. A folder with
+only a config.json is enough: weights are random.
 
 Bytes and FLOPs are those of core.operations. A floor is the longer of the bytes at the read bandwidth and the FLOPs at
 the matrix rate, both measured when the run starts; activations count as bytes where they are larger than the last cache.
@@ -33,6 +34,7 @@ from pieces import ALONE, NAIVE, RUNS, Call, Pieces, place
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import StepWork, step_work
+from ridgeline.core.draft import DEVICE
 from ridgeline.core.operations import Operation, operations
 from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
@@ -61,14 +63,15 @@ LEAST_ROUNDS, LONG_S = 3, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step. shares: (cached, new) tokens of its rows."""
+    """One step. shares: (cached, new) tokens of its rows; drafts: how many of a row's new tokens are drafts."""
 
     name: str
     shares: tuple[tuple[int, int], ...]
+    drafts: int = 0
 
     @property
     def decode(self) -> bool:
-        return all(count == 1 for _, count in self.shares)
+        return all(count == 1 + self.drafts for _, count in self.shares)
 
     @property
     def longest(self) -> int:
@@ -81,6 +84,7 @@ class Case:
 
 def parse(text: str) -> Case:
     """One of --steps. SystemExit says what is wrong with it."""
+    drafts = 0
     if found := re.fullmatch(r"decode:(\d+)x(\d+)", text):
         rows, cached = map(int, found.groups())
         shares = ((cached, 1),) * rows
@@ -89,11 +93,17 @@ def parse(text: str) -> Case:
     elif found := re.fullmatch(r"mixed:(\d+)x(\d+)\+(\d+)", text):
         rows, cached, new = map(int, found.groups())
         shares = ((cached, 1),) * rows + ((0, new),)
+    elif found := re.fullmatch(r"verify:(\d+)x(\d+)\+(\d+)", text):
+        rows, cached, drafts = map(int, found.groups())
+        shares = ((cached, 1 + drafts),) * rows
     else:
-        raise SystemExit(f"--steps: {text!r} is none of decode:ROWSxCACHED, prefill:NEW+CACHED, mixed:ROWSxCACHED+NEW")
+        raise SystemExit(
+            f"--steps: {text!r} is none of decode:ROWSxCACHED, verify:ROWSxCACHED+DRAFTS, prefill:NEW+CACHED, "
+            "mixed:ROWSxCACHED+NEW"
+        )
     if any(count < 1 for _, count in shares) or not shares:
         raise SystemExit(f"--steps: {text!r} has no tokens to run")
-    return Case(text, shares)
+    return Case(text, shares, drafts)
 
 
 # --- how fast it could be ---------------------------------------------------------------------------------------------
@@ -223,6 +233,8 @@ class Whole:
 
     def __init__(self, model: LoadedModel, cases: Sequence[Case], repeats: int) -> None:
         self._model, self._repeats = model, repeats
+        drafts = tuple(sorted({case.drafts for case in cases}))
+        self._gained = 1 + drafts[-1]
         device = model.decoder.embedding.device
         page = hardware_defaults(device.type, 0)["block_size"]
         self._layout = kv_layout(model.spec, page)
@@ -233,13 +245,13 @@ class Whole:
         longest = max(case.longest for case in cases) + self._margin
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
-        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks), NoDrafter())
+        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts), NoDrafter())
         self.runner.store.flat.normal_()
 
     @property
     def _margin(self) -> int:
-        """Tokens that decoding rows gain while they are timed, and a few."""
-        return 2 * self._repeats + 8
+        """Tokens that decoding rows may gain while they are timed, and a few."""
+        return self._gained * (2 * self._repeats + 8)
 
     def _pages(self, share: tuple[int, int]) -> int:
         return -(-(sum(share) + self._margin) // self._layout.page_tokens)
@@ -250,7 +262,8 @@ class Whole:
         plan.leaves.extend(range(1, self.runner.rows.ints.shape[0]))
         order = (torch.randperm(self.runner.store.pages - 1) + 1).tolist()
         for row, (start, count) in enumerate(case.shares, 1):
-            tokens = torch.randint(self._model.spec.vocab_size, (start + count,)).tolist()
+            known = start + count - case.drafts
+            tokens = torch.randint(self._model.spec.vocab_size, (known,)).tolist()
             sampling = SamplingParams(temperature=1.0, max_tokens=self._margin, ignore_eos=True)
             plan.joins.append(Join(row, row, tokens, len(tokens), start, 1 << 30, (), row, 0, sampling))
             for group in range(len(self._layout.groups)):
@@ -260,16 +273,18 @@ class Whole:
         self._run([plan])
 
     def _step(self, case: Case, gained: int = 0) -> StepPlan:
-        """The case's step, when its rows have gained tokens already."""
+        """The case's step, when its rows have gone through `gained` already. Drafts are what a row's places happen to hold, so
+        nearly all are refused."""
         plan = StepPlan(next(self._steps))
         for row, (_, count) in enumerate(case.shares, 1):
             plan.rows.append(row)
             plan.generations.append(row)
             plan.n_query.append(count)
-            plan.n_draft.append(0)
+            plan.n_draft.append(case.drafts)
+            plan.drafts.extend((DEVICE,) * case.drafts)
             plan.logits.append(Logits.LAST)
             plan.samples.append(1)
-        plan.bound = case.longest + 1 + gained
+        plan.bound = case.longest + 1 + gained * (1 + case.drafts)
         return plan
 
     def _run(self, plans: Sequence[StepPlan]) -> list[float]:
@@ -448,6 +463,10 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of memory says that it starts and stops
     device = torch.device(arguments.device)
     cases = [parse(one) for one in arguments.steps.split(",")]
+    if any(case.drafts for case in cases):
+        raise SystemExit(
+            "--steps: a step that verifies has several draws a row, which the lines do not know: use timeline.py"
+        )
     with torch.inference_mode():
         model = load(arguments, device)
         spec = model.spec

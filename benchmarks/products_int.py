@@ -5,7 +5,7 @@
 Every kernel is first compared with float64. A step is what a decoder does for one token of each row, all in a CUDA graph:
 norms, products, rotary embedding, attention over 128 slots, head in bf16; only embedding and sampling are missing. Steps
 of bf16, int8 (a scale per channel) and int4 (a scale per 128 inputs) differ in the layers' weights alone. --sweep tries
-other configurations than the shipped ones, at one token within whole steps, and names the best; it changes nothing.
+other configurations than the shipped ones within whole steps, and names the best; it changes nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from ridgeline.ops.table import IntMatrix, Normed, QkvShape, plain
 from ridgeline.ops.triton import integer_shapes
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer import INT_TRITON, pack
-from ridgeline.ops.triton.integer_matrix import integer_product
-from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_ring import integer_ring_product
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntVectorTile, tile_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.shapes import PROCESSORS, MatrixTile
 from ridgeline.ops.triton.table import TRITON
 
 DTYPE = torch.bfloat16
@@ -44,7 +43,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 8192)
 SLOTS = 128
 ALLOWED = 6e-3
-Tile = IntVectorTile | MatrixTile
+Tile = IntVectorTile | IntRingTile
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: to
         linear = INT_TRITON.linear(values, matrix, None) if stream is None else None
         out = INT_TRITON.linear_add(values, matrix, None, rest) if linear is None else linear
     else:
-        out = integer_product(values, matrix, None, choice.tile, stream, role.kind if choice.gate else None)
+        out = integer_ring_product(values, matrix, None, choice.tile, stream, role.kind if choice.gate else None)
     return activate(out, role.kind) if role.kind is not None and not choice.gate else out
 
 
@@ -205,15 +204,9 @@ VECTORS = {
 }
 PROGRAMS = {2: (528, 792), 4: (264, 396, 528), 8: (132, 264, 396), 16: (132, 264)}
 FEW = (1, 2, 4)
-# Tokens of a tile -> (rows, block, warps, stages).
-MATRICES = {
-    16: ((64, 256, 4, 3), (64, 128, 4, 3)),
-    32: ((64, 128, 4, 4), (128, 128, 8, 4)),
-    64: ((64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)),
-    128: ((64, 128, 4, 3), (128, 128, 8, 3)),
-    256: ((128, 128, 8, 3),),
-}
-SWEPT = {16: (8, 16), 32: (32,), 64: (64,), 128: (128, 256, 512), 256: (256, 512, 1024)}
+# Of a ring: (block, warps, registers); its stages take what memory two programs to a processor have, or one of 8 warps.
+RINGS = ((256, 4, 128), (128, 4, 128), (128, 8, 168))
+SWEPT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
@@ -227,19 +220,25 @@ def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
     ]
 
 
-def matrix_tiles(batch: int, role: Role, tokens: int) -> Iterator[MatrixTile]:
-    """Wide matrices, and many tokens, have tiles for all processors; the rest is split."""
-    for rows, block, warps, stages in MATRICES[batch]:
-        tile = MatrixTile(batch, rows, block, warps, stages, asked=512 if tokens <= 128 else 0)
-        tiles = -(-role.n // rows) * -(-tokens // batch)
-        if tiles >= 2 * PROCESSORS or tokens > 256:
-            yield tile
-        else:
-            most = max(1, role.k // (4 * block))
-            yield from (
-                replace(tile, splits=min(most, splits))
-                for splits in sorted({-(-waves * PROCESSORS // tiles) for waves in (1, 2, 3)})
-            )
+def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
+    """As many programs as fill the chip, and half of them."""
+    batch = next((size for size in (16, 32, 64) if tokens <= size), 128)
+    sides = 1 if role.kind is None else 2
+    for block, warps, registers in RINGS:
+        rows, double = 16 * warps, warps == 4
+        held = sides * rows * block * BITS[form][0] // 8 + batch * block * 2
+        stages = min(12, (100_000 if double else 200_000) // held)
+        shared = integer_shapes.PROCESSORS * (2 if double else 1)
+        tiles = -(-role.n // (sides * rows)) * -(-tokens // batch)
+        most = max(1, min(8, shared // tiles, role.k // 512)) if role.kind is None else 1
+        split = 1 << most.bit_length() - 1
+        for one in sorted({split, max(1, split // 2)}) if stages > 1 else ():
+            yield IntRingTile(batch, block, warps, stages, registers, one, shared)
+
+
+def candidates(form: str, role: Role, tokens: int) -> list[Choice]:
+    tiles: list[Tile] = [*(vector_tiles(form, role, tokens) if tokens in FEW else ring_tiles(form, role, tokens))]
+    return [Choice(tile, True) for tile in tiles]
 
 
 def compile_one(work: tuple[str, Role, Choice, int]) -> None:
@@ -262,68 +261,41 @@ def compile_step(work: tuple[str, int]) -> None:
 
 
 def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
-    """Every kernel of a sweep."""
-    work = []
-    for form, role in itertools.product(forms, MODEL.roles):
-        for tokens in FEW:
-            few_tiles = {replace(tile, programs=1) for tile in vector_tiles(form, role, tokens)}
-            work += [(form, role, Choice(tile, True), tokens) for tile in sorted(few_tiles, key=str)]
-    for form, (batch, counts), role in itertools.product(forms, SWEPT.items(), MODEL.roles):
-        few = {
-            replace(tile, splits=min(tile.splits, 2)) for count in counts for tile in matrix_tiles(batch, role, count)
-        }
-        if role.name != "out":
-            work += [(form, role, Choice(tile), batch) for tile in sorted(few, key=str)]
-    return work
+    """Every kernel of a sweep. How many programs there are is nothing that a kernel is compiled for."""
+    work = {}
+    for form, role, tokens in itertools.product(forms, MODEL.roles, SWEPT):
+        for choice in candidates(form, role, tokens):
+            assert choice.tile is not None
+            one = (form, role, Choice(replace(choice.tile, programs=1 if tokens in FEW else 132), True), tokens)
+            work[form, role.name != "out" and role, one[2]] = one
+    return list(work.values())
 
 
-def sweep_one(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
-    """One token: each role's tile in turn, judged by the whole step."""
-    batch = make([(SLOTS, 1)], "page")
-    best = {role.name: shipped(role, 1, step.weights[role.name][0]) for role in MODEL.roles}
+def sweep(form: str, step: Step, tokens: int, until: float) -> Iterator[dict[str, Any]]:
+    """Each role's tile in turn, judged by the whole step."""
+    batch = make([(SLOTS, 1)] * tokens, "page")
+    best = choices_of(step, tokens)
     least = step.us(batch, best)
-    print(f"{form} first {least:.1f} us", flush=True)
+    print(f"{form} M={tokens} first {least:.1f} us", flush=True)
     for role in sorted(MODEL.roles, key=lambda role: -role.n * role.k):
         tried: dict[str, float] = {}
-        tiles = vector_tiles(form, role, 1)
-        for tile in tiles:
+        for choice in candidates(form, role, tokens):
             if time.monotonic() > until:
                 return
             try:
-                spent = step.us(batch, best | {role.name: Choice(tile, True)}, 3)
+                spent = step.us(batch, best | {role.name: choice}, 3)
             except Exception as problem:
-                print("failed", tile, str(problem)[-100:])
+                print("failed", choice, str(problem)[-100:], flush=True)
                 continue
-            tried[str(tile)] = spent
+            tried[str(choice.tile)] = spent
             if spent < least - 1.0:
-                least, best[role.name] = spent, Choice(tile, True)
+                least, best[role.name] = spent, choice
         order = sorted(tried.items(), key=lambda item: item[1])
-        print(f"{form} {role.name}: {least:.1f} us with {best[role.name].tile}; then", *order[:4], flush=True)
-        yield {"row": f"sweep-{form}-{role.name}-m1", "best": str(best[role.name].tile), "us": least, "tried": tried}
-
-
-def sweep_many(form: str, step: Step, until: float) -> Iterator[dict[str, Any]]:
-    """Each role by itself."""
-    for batch, counts in [(0, FEW), *SWEPT.items()]:
-        for tokens, role in itertools.product(counts, MODEL.roles):
-            matrices = step.weights[role.name]
-            x = torch.randn(tokens, role.k, dtype=DTYPE, device="cuda")
-            rest = torch.randn((tokens, role.n) if role.add else (role.k,), dtype=DTYPE, device="cuda")
-            tried: dict[str, float] = {}
-            for tile in matrix_tiles(batch, role, tokens) if batch else vector_tiles(form, role, tokens):
-                if time.monotonic() > until:
-                    return
-                choice = Choice(tile, not batch)
-                try:
-                    work = lambda: [run(role, choice, x, one, rest) for one in matrices[:12]]  # noqa: B023, E731
-                    tried[str(tile)] = replayed(work, 3) / 12
-                except Exception as problem:
-                    print("failed", choice, str(problem)[-100:], flush=True)
-            order = sorted(tried.items(), key=lambda item: item[1])
-            print(
-                f"{form} {role.name} M={tokens} B={batch}:", *[f"{us:.1f} {name}" for name, us in order[:3]], flush=True
-            )
-            yield {"row": f"sweep-{form}-{role.name}-m{tokens}-b{batch}", "tried": tried}
+        print(
+            f"{form} M={tokens} {role.name}: {least:.1f} us with {best[role.name].tile}; then", *order[:4], flush=True
+        )
+        name = f"sweep-{form}-{role.name}-m{tokens}"
+        yield {"row": name, "best": str(best[role.name].tile), "us": least, "tried": tried}
 
 
 def steps(form: str, step: Step) -> Iterator[dict[str, Any]]:
@@ -369,15 +341,13 @@ def main() -> None:
         print(f"checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
         for what in wrong[:12]:
             print("WRONG:", what, flush=True)
-        print(f"{len(wrong)} wrong; tokens up to {integer_shapes.MOST_TOKENS} by the tensor-core kernel", flush=True)
+        print(f"{len(wrong)} wrong; tokens up to {integer_shapes.MOST_TOKENS} through a ring", flush=True)
         head = torch.empty((MODEL.head.n, MODEL.head.k), dtype=DTYPE, device="cuda").normal_(0, 0.02)
         for form in options.forms:
             step = Step.of(form, head)
-            if options.sweep and form in BITS:
-                rows += sweep_one(form, step, until)
             rows += [*steps(form, step), *prompts(form, step)]
-            if options.sweep and form in BITS:
-                rows += sweep_many(form, step, until)
+            for tokens in SWEPT if options.sweep and form in BITS else ():
+                rows += sweep(form, step, tokens, until)
             del step
             if options.out:
                 about = provenance(torch.cuda.get_device_name())

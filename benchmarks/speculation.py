@@ -30,6 +30,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import device
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
+from ridgeline.ops.rows import Int
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
 
@@ -39,8 +40,8 @@ WAYS = {
     "lookahead": "lookahead",
     "recycling": "recycling",
     "medusa": f"medusa:{ASSETS / 'medusa'}",
-    "draft": f"draft:{ASSETS / 'draft'}",
-    "reference+draft": f"reference+draft:{ASSETS / 'draft'}",
+    "recurrent": f"recurrent:{ASSETS / 'recurrent'}",
+    "reference+recurrent": f"reference+recurrent:{ASSETS / 'recurrent'}",
     "auto": "auto",
 }
 OUTPUT = 128
@@ -77,19 +78,22 @@ class Text:
     @contextmanager
     def dictate(self) -> Iterator[None]:
         """Draws are made as ever, and then replaced."""
-        plain = device.DeviceStep._draw
+        plain = device.DeviceStep._drawn
 
-        def draw(step: Any, batch: Any, wanted: Any, bound: int) -> Any:
-            drawn, logprobs = plain(step, batch, wanted, bound)
+        def drawn_of(step: Any, batch: Any, hidden: Any, bound: int) -> Any:
+            drawn, logprobs = plain(step, batch, hidden, bound)
             if self.tokens is None:
                 return drawn, logprobs
-            return self.tokens[wanted.place.long().clamp(max=len(self.tokens) - 1)], logprobs
+            tree = None if batch.ragged is None else batch.ragged.tree
+            known, wide = step.rows.ints[batch.sampled, Int.KNOWN], len(drawn) // len(batch.sampled)
+            depth = torch.arange(wide).repeat(len(batch.sampled)) if tree is None else tree.depth
+            return self.tokens[(known.repeat_interleave(wide) + depth).clamp(max=len(self.tokens) - 1)], logprobs
 
-        device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
+        device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            device.DeviceStep._draw = plain  # type: ignore[method-assign]
+            device.DeviceStep._drawn = plain  # type: ignore[method-assign]
 
 
 def loops(tokens: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """Where the time of a step goes on a GPU, kernel by kernel, as the engine runs it:
 
-    python benchmarks/timeline.py --model benchmarks/models/llama-3.1-8b --steps decode:1x128,decode:64x128
+    python benchmarks/timeline.py --model benchmarks/models/llama-3.1-8b --steps decode:1x128,verify:128x256+1
 
 Steps are named as in benchmarks/ledger.py. The profiler gives the begin and end of every kernel. A kernel's increment is how
 much later it ends than all before it; where kernels overlap, only that is what the step waits for it. Increments add up to

@@ -1,10 +1,11 @@
-"""Train what drafts for the shipped model: draft models of one layer and Medusa heads, all from one reading of the teacher.
+"""Train what drafts for the shipped model from its hidden states: a recurrent draft and Medusa heads.
 
-    python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --drafts overlap --seconds 150
+    python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --students recurrent medusa --seconds 150
 
 The teacher writes first: continuations of pieces of the pools, greedy and at temperatures up to 1. Half of every batch is such
-text, half is text of the pools. Writes OUT/<name>/ for every draft, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
-stopped goes on. `--tiny` with `data.py --limit 300` runs on a CPU in a minute.
+text, half is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
+stopped goes on. `--stream FILE.npy` keeps the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs
+on a CPU in a minute.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from acceptance import RANKS, Reader, head_hits, texts
 from corpus import KINDS
@@ -22,22 +25,21 @@ from pools import CHAT, TEXT, Blend, load
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ridgeline.compress.decoder import TrainableDecoder, load_decoder, save_decoder
-from ridgeline.compress.distill import Distillation, MedusaModule, Recipe, medusa_loss
+from ridgeline.compress.decoder import TrainableDecoder, load_decoder
+from ridgeline.compress.distill import MedusaModule, Recipe, medusa_loss
+from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losses, save_recurrent
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
 
 HEADS = 4
-STRIDE = 2  # every second place trains the heads
+STRIDE = 2  # every second place trains
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
-# name -> whether the embedding, which is the head too, is trained, and what the draft is asked for
-DRAFTS = {
-    "frozen": (False, Recipe()),
-    "trained": (True, Recipe()),
-    "overlap": (True, Recipe(logits=0.3, overlap=1.0, temperature=0.8)),
-}
+STUDENTS = ("recurrent", "medusa")
+RECIPE = Recipe(logits=0.3, overlap=1.0, temperature=0.8)
+OUTPUTS = 3072  # the most frequent tokens, which alone are drafted
+LATER = 0.8  # weight of a draft's loss at each place of a chain, of that at the place before
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ class Rows:
         return torch.cat((read, self.written[some.to(read.device)].view_as(read).long()))
 
 
-def corpus_stream(pools: Path, tokens: int, device: torch.device) -> Tensor:
-    """int16 [about `tokens`]: documents and conversations of all kinds in random order."""
+def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | None) -> Tensor:
+    """int16 [about `tokens`]: documents and conversations of all kinds in random order; kept: a file of them."""
+    if kept is not None and kept.is_file():
+        return torch.from_numpy(np.load(kept)).to(device)
     shares = {name: (TEXT.get(name, 0) + CHAT.get(name, 0)) / 2 for name in TEXT}
     stream, _ = Blend(load(pools, device), shares, 1024, seed=5, whole=0).stream(tokens)
-    return torch.where(stream < 0, ~stream, stream)
+    stream = torch.where(stream < 0, ~stream, stream)
+    if kept is not None:
+        np.save(kept, stream.cpu().numpy())
+    return stream
 
 
 def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int) -> Tensor:
@@ -81,43 +88,37 @@ def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows
     return torch.cat(found)
 
 
-def draft_of(teacher: TrainableDecoder, spec: ModelSpec, train_embedding: bool) -> TrainableDecoder:
-    """A draft with the teacher's embedding and final norm; its layer begins as the identity."""
-    draft = TrainableDecoder(spec)
-    with torch.no_grad():
-        draft.embed_tokens.weight.copy_(teacher.embed_tokens.weight)
-        draft.norm.weight.copy_(teacher.norm.weight)
-    draft.embed_tokens.weight.requires_grad_(train_embedding)
-    return draft
+def frequent(text: Tensor, count: int, vocab: int) -> Tensor:
+    """The `count` most frequent tokens of a text int16 [...], ascending, int64 [count]."""
+    counts = text.flatten().int().bincount(minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 class Students(nn.Module):
-    """The drafts by name and the heads."""
+    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say."""
 
-    def __init__(self, teacher: TrainableDecoder, names: list[str]) -> None:
+    def __init__(self, teacher: TrainableDecoder, names: Sequence[str], ids: Tensor) -> None:
         super().__init__()
-        spec = one_layer(teacher.spec)
-        self.drafts = nn.ModuleDict({name: draft_of(teacher, spec, DRAFTS[name][0]) for name in names})
-        self.heads = MedusaModule(spec.d_model, HEADS)
+        self.draft = RecurrentModule(teacher.spec, ids) if "recurrent" in names else None
+        self.heads = MedusaModule(teacher.spec.d_model, HEADS) if "medusa" in names else None
 
     def loss(self, teacher: TrainableDecoder) -> Loss:
         """The sum of all students' losses; they share no parameter."""
-        compared = [Distillation(draft, teacher, DRAFTS[name][1]) for name, draft in self.drafts.items()]
+        weights = torch.tensor([LATER**depth for depth in range(DEPTH)], device=teacher.norm.weight.device)
 
         def total(rows: Tensor) -> Tensor:
-            with torch.no_grad():
-                hidden = teacher.hidden(rows)
-                wanted = teacher.logits(hidden)
-            loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
-            for one in compared:
-                loss = loss + one.compare(rows, wanted)
+            loss = weights.new_zeros(())
+            if self.heads is not None:
+                with torch.no_grad():
+                    hidden = teacher.hidden(rows)
+                    wanted = teacher.logits(hidden)
+                loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+            if self.draft is not None:
+                losses = recurrent_losses(self.draft, teacher, rows, RECIPE, STRIDE)
+                loss = loss + (losses * weights).sum() / weights.sum()
             return loss
 
         return total
-
-
-def one_layer(spec: ModelSpec) -> ModelSpec:
-    return ModelSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"layers": spec.layers[:1]})
 
 
 def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: list[list[float]]) -> None:
@@ -144,23 +145,26 @@ def calibrate(teacher: TrainableDecoder, heads: MedusaModule, reader: Reader) ->
 
 
 def save(students: Students, teacher: TrainableDecoder, given: argparse.Namespace) -> None:
-    config = json.loads((given.model / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 1}
-    for name, draft in students.drafts.items():
-        save_decoder(draft, given.out / name, config)
-    heads = students.heads.to(teacher.norm.weight.dtype)
-    reader = Reader(given.corpus, given.model / "tokenizer.json", "valid", given.held_out, teacher.norm.weight.device)
-    save_heads(heads, given.out / "medusa", teacher.spec, calibrate(teacher, heads, reader))
+    if students.draft is not None:
+        save_recurrent(students.draft, given.out / "recurrent", teacher.spec)
+    if students.heads is not None:
+        heads = students.heads.to(teacher.norm.weight.dtype)
+        reader = Reader(
+            given.corpus, given.model / "tokenizer.json", "valid", given.held_out, teacher.norm.weight.device
+        )
+        save_heads(heads, given.out / "medusa", teacher.spec, calibrate(teacher, heads, reader))
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the teacher, a Hugging Face folder")
-    parser.add_argument("--pools", type=Path, required=True)
-    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--pools", type=Path, help="of data.py; or --stream alone")
+    parser.add_argument("--stream", type=Path, help="a file of the pools' text, written if it is not there")
+    parser.add_argument("--corpus", type=Path, help="for Medusa heads, whose tree is calibrated")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--drafts", nargs="*", choices=DRAFTS, default=["overlap"])
+    parser.add_argument("--students", nargs="+", choices=STUDENTS, default=STUDENTS)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="of all but the saving; training gets what is left")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--corpus-tokens", type=int, default=24_000_000)
@@ -186,12 +190,17 @@ def main() -> None:
     teacher = load_decoder(given.model).to(device).requires_grad_(False)
     if device.type == "cuda":
         teacher.rounded(torch.bfloat16)
-    stream = corpus_stream(given.pools, given.corpus_tokens, device)
+    stream = corpus_stream(given.pools, given.corpus_tokens, device, given.stream)
     print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
     written = teacher_writes(teacher, stream, given.written_batches, given.written_rows)
     print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
-    students = Students(teacher, given.drafts).to(device)
-    loss, source = students.loss(teacher), Rows(TokenRows(stream, given.rows // 2, given.tokens), written)
+    source = Rows(TokenRows(stream, given.rows // 2, given.tokens), written)
+    ids = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size)
+    students = Students(teacher, given.students, ids).to(device)
+    if students.draft is not None:
+        with torch.no_grad():
+            students.draft.start(teacher, teacher.hidden(source(0)[:2]))
+    loss = students.loss(teacher)
     if device.type == "cuda":
         loss = torch.compile(loss, dynamic=False)
         with torch.autocast("cuda", torch.bfloat16):
@@ -199,7 +208,7 @@ def main() -> None:
         students.zero_grad()
         torch.cuda.synchronize()
         print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
-    schedule = Schedule(given.steps, seconds=given.seconds)
+    schedule = Schedule(given.steps, seconds=given.seconds - (time.monotonic() - begin))
     training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50)
     last = Trainer(students, loss, source, training, given.out).run()
     print(f"{json.dumps(last)} after {time.monotonic() - begin:.1f} s", flush=True)

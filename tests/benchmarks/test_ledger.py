@@ -16,6 +16,7 @@ from ridgeline.core.cost import step_work
 from ridgeline.core.operations import operations
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.rows import Int
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
@@ -122,3 +123,13 @@ def test_peak_memory_counts_what_was_freed_again() -> None:
         return wide.sum(1)
 
     assert Stopwatch(torch.device("cpu"), 1).peak_bytes(call) == 4 * (100_000 + 1000)
+
+
+@torch.inference_mode()
+def test_rows_that_verify_drafts_go_on_from_step_to_step(tmp_path: Path) -> None:
+    case = parse("verify:3x20+2")
+    assert case.decode and case.tokens == 9
+    whole = Whole(load(tmp_path, LLAMA), [case], repeats=2)
+    assert len(whole.run(case, 0, 2)) == len(whole.run(case, 2, 2)) == 2
+    known = whole.runner.rows.ints[1:4, Int.KNOWN]
+    assert bool((known >= 21 + 4).all()) and bool((known <= 21 + 3 * 4).all())

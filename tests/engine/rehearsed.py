@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ridgeline.core.config import ModelConfig
+from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import graphs, runner
 from ridgeline.models.build import build
-from ridgeline.ops.triton import ahead, attention, hopper, launch, table
+from ridgeline.ops.triton import ahead, attention, hopper, integer, integer_ring, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
+DRAFTS, QUOTES = (0, 1, 2, 3, 4), 8
+"""Nodes of what the device drafts, and most of what the host drafts."""
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1024,
     "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1024,
@@ -39,6 +43,8 @@ WINDOWED = {"num_attention_heads": 16, "num_key_value_heads": 2, "use_sliding_wi
             "layer_types": ["sliding_attention"]}  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8b": ({}, "", True),
+    "8b-drafts": ({}, "", True),
+    "8-heads-quotes": (GROUPED, "", True),
     "8b-eager": ({}, "", False),
     "7-heads": (SEVEN, "", True),
     "8-heads": (GROUPED, "", True),
@@ -46,6 +52,8 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "window-eager": (WINDOWED, "", False),
     "fp8": ({}, "fp8", True),
     "int4": ({}, "int4-g128", True),
+    "w8a8": ({}, "w8a8", True),
+    "llm-int8": ({}, "llm-int8", True),
 }
 """What differs from MODEL, quantization, whether graphs are captured."""
 
@@ -67,8 +75,11 @@ def pretend() -> None:
     """The CPU passes for an H200, and products take no time."""
     driver.set_active(PaperDriver())
     attention._processors = lambda device: PROCESSORS
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     attention._hopper = lambda device: hopper
     table._hopper = lambda device: True
+    integer._gpu = lambda device: True
+    integer._ring = lambda device: integer_ring
     own = launch.overlap
     for module in list(sys.modules.values()):
         if getattr(module, "overlap", None) is own:
@@ -77,30 +88,42 @@ def pretend() -> None:
     torch.Tensor.addmm_ = lambda stream, *_: stream
 
 
-def open_runner(model_facts: dict[str, Any], quantization: str, captured: bool) -> runner.Runner:
+def open_runner(
+    model_facts: dict[str, Any], quantization: str, captured: bool, drafts: tuple[int, ...] = (), quotes: int = 0
+) -> runner.Runner:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODEL | model_facts))
         config = ModelConfig(load_format="dummy", quantization=quantization)
         model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
-    sizes = runner.Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64)
+    sizes = runner.Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
     if captured:
-        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, runner._Uncaptured)
+        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, runner._Uncaptured, drafts, quotes)
     return made
 
 
-def plans(chunks: Sequence[Sequence[int]], decoding: Sequence[int], sampling: SamplingParams) -> Iterator[StepPlan]:
-    """Steps of some rows that decode beside some chunks of prompts."""
+def plans(
+    chunks: Sequence[Sequence[int]],
+    decoding: Sequence[int],
+    sampling: SamplingParams,
+    drafts: tuple[int, ...] = (0,),
+    tree: bool = False,
+) -> Iterator[StepPlan]:
+    """Steps of some rows that decode, with so many drafts each in turns, beside some chunks of prompts. tree: drafts are those
+    of the host, and all hang on the last known token."""
     for step, (sizes, others) in enumerate(itertools.product(chunks, decoding), 1):
         made = StepPlan(step, bound=MAX_LEN)
         for row, size in enumerate([1] * others + list(sizes), 1):
             tokens = [1] * max(2, size)
             computed = len(tokens) - size
+            n_draft = drafts[row % len(drafts)] if row <= others else 0
             made.joins.append(Join(row, step, tokens, 1, computed, MAX_LEN, (), 0, 0, sampling))
             made.rows.append(row)
             made.generations.append(step)
-            made.n_query.append(size)
-            made.n_draft.append(0)
+            made.n_query.append(size + n_draft)
+            made.n_draft.append(n_draft)
+            made.drafts.extend(range(n_draft) if tree else [DEVICE] * n_draft)
+            made.tree.extend([-1] * n_draft if tree else ())
             made.logits.append(Logits.LAST)
             made.samples.append(1)
         if made.rows and len(made.rows) <= ROWS and sum(made.n_query) <= STEP_TOKENS:
@@ -126,6 +149,8 @@ CHUNKS: Sequence[list[int]] = (
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
 """Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
+SPREAD: list[tuple[int, ...]] = [(0,), (1,), (3, 0), (4, 1, 2)]
+"""Drafts of rows, in turns."""
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=1),
@@ -138,19 +163,29 @@ def missed(case: str) -> list[str]:
     pretend()
     found: list[str] = []
     with torch.inference_mode(), ahead._Zeroed():
-        made = open_runner(*CASES[case])
+        drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
+        made = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
         with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
             made._rehearse_dry()
             assert len(found) > 10, "nothing was rehearsed"
             late = []
-            for place, sampling in enumerate(SAMPLINGS):
-                for plan in plans(ASKING if place else CHUNKS, DECODING, sampling):
+            spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
+            decoding = DECODING[:: 4 if drafting or quoting else 1]
+            for (place, sampling), drafts, tree in itertools.product(
+                enumerate(SAMPLINGS), spread, (False, True) if quoting else (False,)
+            ):
+                for plan in plans(ASKING if place else CHUNKS, decoding, sampling, drafts, tree):
                     found.clear()
                     made.launch(plan)
                     error = made.collect().error
                     assert error is None, error
-                    late += [f"{list(plan.n_query)} at {sampling.temperature}: {one}" for one in found]
+                    late += [f"{_step(plan)} at {sampling.temperature}: {one}" for one in found]
     return late
+
+
+def _step(plan: StepPlan) -> str:
+    sizes = [f"{n_query} ({n_draft})" for n_query, n_draft in zip(plan.n_query, plan.n_draft, strict=True)]
+    return f"{len(sizes)} rows: {', '.join([*sizes[:3], '...', *sizes[-3:]] if len(sizes) > 7 else sizes)}"
 
 
 def _words(kernel: Any, wanted: dict[str, Any]) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
+from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.decoding.draft_model import DraftModel
 from ridgeline.decoding.drafters import DeviceDrafter
 from ridgeline.decoding.heads import MedusaHeads
 from ridgeline.decoding.medusa import Medusa
+from ridgeline.decoding.recurrent import Recurrent, load_recurrent
 from ridgeline.decoding.recycling import Recycling
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice
@@ -32,7 +37,13 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
     heads = MedusaHeads({name: one.to(device) for name, one in tensors.items()}, model.ops)
     medusa = Medusa(heads, model.decoder.logits, 6)
     recycling = Recycling(model.spec.vocab_size, torch.device(device))
+    with tempfile.TemporaryDirectory() as name:
+        draft = RecurrentModule(model.spec, torch.arange(model.spec.vocab_size - 3))
+        save_recurrent(draft, Path(name), model.spec)
+        weights = load_recurrent(Path(name), model.spec)
+    recurrent = Recurrent(weights, model.spec, model.ops, torch.float32, torch.device(device))
     return {
+        "recurrent": (recurrent, OnDevice(4)),
         "itself": (DraftModel(model), OnDevice(3, reads=True)),
         "medusa": (medusa, OnDevice(6, medusa.parents)),
         "recycling": (recycling, OnDevice(9, recycling.parents[:9])),
@@ -48,7 +59,7 @@ def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", ["itself", "medusa", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recycling"])
 def test_speculated_is_plain(family: str, depth: int, name: str) -> None:
     """In a batch, prompts in chunks, requests that come later; sampled, logged and penalized rows too."""
     bench = speculating(family, name, depth=depth, step_tokens=16)

@@ -24,9 +24,10 @@ WAYS = (
     "reference",
     "lookahead",
     "recycling",
-    f"draft:{ASSETS / 'draft'}",
+    f"draft:{shipped_model()}",
     f"medusa:{ASSETS / 'medusa'}",
-    f"reference+lookahead+draft:{ASSETS / 'draft'}",
+    f"recurrent:{ASSETS / 'recurrent'}",
+    f"reference+lookahead+recurrent:{ASSETS / 'recurrent'}",
 )
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
@@ -72,7 +73,7 @@ def test_drafts_are_kept(way: str) -> None:
     """On text that repeats itself every way is right at times; what it drafted and kept is counted."""
     llm, steps = engine(way), []
     llm._engine._on_step = steps.append
-    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=120))
+    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=400))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
     assert accepted == sum(sum(one.accepted_at) for one in steps)
@@ -113,7 +114,7 @@ def test_refusals(speculate: str, options: dict[str, object], words: str) -> Non
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    config = json.loads((ASSETS / "draft" / "config.json").read_text())
+    config = json.loads((shipped_model() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
     with pytest.raises(ConfigError, match="5000 tokens, the served model 8192"):
@@ -125,6 +126,6 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_memory_is_planned_for_the_draft() -> None:
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
-    beside = weigh(wanted(f"draft:{ASSETS / 'draft'}"), spec, 8, 100)  # type: ignore[arg-type]
-    draft = read_model(ASSETS / "draft")[0]
+    beside = weigh(wanted(f"draft:{shipped_model()}"), spec, 8, 100)  # type: ignore[arg-type]
+    draft = read_model(shipped_model())[0]
     assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40

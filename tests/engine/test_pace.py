@@ -28,6 +28,7 @@ def run(
             pace.learn(size, list(range(right)))
             gained += right
         took = seconds(size) * chance.uniform(0.97, 1.1)
+        pace.settle(rows, size > 0, gained / rows, took)
         pace.measure(rows, size, gained / rows, took)
         tokens, total = tokens + gained / rows, total + took
     return tokens / total, used
@@ -80,6 +81,23 @@ def test_batches_of_other_sizes_are_others() -> None:
     assert used[0] > 500
     _, used = run(pace, 600, 0.9, cheap, rows=1)
     assert used.get(0, 0) < 60
+
+
+def test_fewer_rows_begin_with_what_pays_for_more() -> None:
+    """As a batch runs dry, it is in each range of rows for a few steps only."""
+    pace = Pace(SIZES)
+    run(pace, 600, 0.9, cheap, rows=100)
+    best = pace.choose(100)
+    assert best >= 4
+    assert pace.choose(30) == best, "not a look at plain steps first"
+    pace.measure(30, best, 1.0, 0.3 * cheap(best))
+    saved = pace.measure(30, best, 4.0, 0.3 * cheap(best))
+    assert saved == pytest.approx(0.3 * (4 - cheap(best)), rel=0.1), (
+        "a plain step is as much shorter as the first step seen"
+    )
+    _, used = run(pace, 600, 0.0, dear, rows=30)
+    assert used[0] > 400
+    assert pace.choose(120) == 0, "more rows may be another matter"
 
 
 def test_a_new_request_is_looked_at_soon() -> None:

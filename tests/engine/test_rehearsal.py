@@ -15,7 +15,7 @@ from ridgeline.engine.late import Late
 from ridgeline.engine.rehearsal import chunk_sizes, chunked, mixes, row_counts
 
 
-@pytest.mark.parametrize("case", ["8b", "8-heads", "window-eager"])
+@pytest.mark.parametrize("case", ["8b", "8-heads", "window-eager", "8b-drafts", "8-heads-quotes"])
 def test_no_step_needs_a_kernel_that_start_up_has_not_launched(case: str) -> None:
     """For a Hopper GPU, on paper; in a process of its own, because Triton's interpreter, once used, stays in the way."""
     pytest.importorskip("triton")

@@ -11,12 +11,14 @@ import torch
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine.batch import Room, Shape
-from ridgeline.engine.graphs import Graphs, buckets
+from ridgeline.engine.batch import Batch, Room, Shape
+from ridgeline.engine.device import DeviceStep
+from ridgeline.engine.graphs import Graphs, buckets, decode_step, draft_rooms
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import rehearse_all
+from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
 from ridgeline.ops.rows import Int
+from ridgeline.ops.step import SHORT
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -316,6 +318,23 @@ def test_buckets_and_padding() -> None:
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
 
 
+def test_few_rows_have_a_graph_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_runner(pair("llama-gqa")[1])._step
+    seen: list[int] = []
+
+    def forward(batch: Batch, longest: int) -> torch.Tensor:
+        seen.append(longest)
+        return DeviceStep.forward(step, batch, longest)
+
+    monkeypatch.setattr(step, "forward", forward)
+    monkeypatch.setattr(step, "longest", SHORT + 9)
+    with torch.inference_mode():
+        graphs = Graphs(step, 6, 64, Again)
+        for rows, bound, longest in ((1, SHORT, SHORT), (1, SHORT + 1, SHORT + 9), (6, 3, SHORT + 9)):
+            graphs.forward(Batch(decode_step(rows), step._count, step._count), Room(rows, rows, rows), bound)
+            assert seen[-1] == longest
+
+
 def test_which_steps_have_a_graph() -> None:
     graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Again)
 
@@ -330,11 +349,37 @@ def test_which_steps_have_a_graph() -> None:
     assert graphs.room(shape(20, 4, wide=3)) is None
 
 
+def test_which_steps_with_drafts_have_a_graph() -> None:
+    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 256, 64, Again, (0, 1, 3))
+
+    def room(n_tokens: int, n_rows: int, wide: int, deep: int = 0) -> Room | None:
+        return graphs.room(Shape(n_tokens, n_rows, n_rows, wide, wide, False, True, True, None, deep))
+
+    assert room(8, 4, 2) == Room(4, 4, 8, 2)
+    assert room(7, 4, 2) == Room(8, 8, 16, 2), "a row is left for padding"
+    assert room(7, 3, 3) == Room(4, 4, 16, 4)
+    assert room(256, 128, 2) == Room(128, 128, 256, 2)
+    assert room(255, 128, 2) == Room(160, 160, 320, 2)
+    assert room(70, 66, 2) == Room(96, 96, 192, 2), "a step launched by Python takes longer"
+    assert room(8, 4, 2, deep=1) is None and room(5, 1, 5) is None
+
+
+def test_drafts_of_the_host_are_chains_and_trees() -> None:
+    none = draft_rooms(64, (), False, 0)
+    assert none == {False: [], True: []}
+    found = draft_rooms(64, (2,), True, 8)
+    assert Room(64, 64, 192, 3) in found[True] and Room(64, 64, 192, 3) not in found[False]
+    for tree in (False, True):
+        assert {room.wide for room in found[tree] if room.rows == 16} >= {2, 4, 9}
+        assert max(room.tokens for room in found[tree] if room.wide > 3) <= 256
+        assert [room.tokens for room in found[tree]] == sorted(room.tokens for room in found[tree])
+
+
 def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
     before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
     with torch.inference_mode():
         for rows, tokens in ((6, 64), (3, 40), (1, 3)):
-            rehearse_all(runner._step, rows, tokens, 20, None, lambda *_: None)
+            rehearse_all(runner._step, Extent(rows, tokens, 20, 5, (False, True)), None, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 

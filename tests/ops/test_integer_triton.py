@@ -14,10 +14,9 @@ pytest.importorskip("triton")
 from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.table import IntMatrix, Normed
 from ridgeline.ops.triton.integer import INT_TRITON, pack
-from ridgeline.ops.triton.integer_matrix import dequantize, integer_product
+from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
 from ridgeline.ops.triton.integer_vector import integer_vector_product
-from ridgeline.ops.triton.shapes import MatrixTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -119,20 +118,6 @@ def test_one_token_with_an_outlier_keeps_the_others(bits: int) -> None:
     want = x.double() @ dequantize(packed, torch.float32).double().T
     out = integer_vector_product(x, packed, None, IntVectorTile(4, 2, 7))
     assert float((out.double() - want).norm() / want.norm()) < 1e-3
-
-
-@pytest.mark.parametrize(("form", "dtype"), CASES)
-@pytest.mark.parametrize(("tokens", "n", "k", "splits"), [(5, 38, 264, 1), (17, 70, 640, 3)])
-def test_some_tokens(tokens: int, n: int, k: int, splits: int, form: tuple[int, int, bool], dtype: torch.dtype) -> None:
-    packed, weight = matrix(n, k, form)
-    x, bias, stream = random(tokens, k, dtype=dtype), random(n, dtype=dtype), random(tokens, n, dtype=dtype)
-    tile = MatrixTile(16, 64, 128, 4, 2, splits=splits)
-    product = x.double() @ weight.T
-    close(integer_product(x, packed, None, tile), product, dtype)
-    want = product + bias.double() + stream.double()
-    close(integer_product(x, packed, bias, tile, stream), want, dtype)
-    gated = REFERENCE.activate(product + bias.double(), "gelu_tanh")
-    close(integer_product(x, packed, bias, tile, kind="gelu_tanh"), gated, dtype)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 8, 9])

@@ -14,6 +14,7 @@ from ridgeline.decoding.verify import verify
 from ridgeline.ops import native_cpu, rows
 from ridgeline.ops.native.binding import library_path
 from ridgeline.ops.rows import Int, RowState, Spread
+from ridgeline.ops.sample import sample
 from ridgeline.ops.table import Ops
 
 ROWS, WIDTH, STOPS, VOCAB = 6, 64, 4, 3
@@ -152,3 +153,23 @@ def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     assert packed[0, :5].tolist() == [3, 1, 5, 6, 7]
     assert ints[1, :4].tolist() == [12, 12, 13, 1]
     assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [1, 3])
+def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -> None:
+    """Chains count places themselves, trees bring depths; rows of any temperature side by side."""
+    number = torch.Generator().manual_seed(wide)
+    ints = torch.randint(1, 50, (ROWS, Int.STOP + STOPS), generator=number, dtype=torch.int32)
+    tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int32)
+    state = RowState(tokens, ints, torch.zeros(GROUPS, ROWS, 1, dtype=torch.int32), PAGE_TOKENS)
+    knobs = torch.tensor([0.0, 0.8, 1.0, 0.0, 2.0, 0.5]).unsqueeze(1).expand(-1, 4).contiguous()
+    chosen_rows = torch.tensor([5, 1, 3, 4], dtype=torch.int32)
+    logits = torch.randn(4 * wide, 1000, generator=number).to(dtype)
+    each = chosen_rows.repeat_interleave(wide)
+    key, known = ints[each, Int.KEY : Int.KEY + 2], ints[each, Int.KNOWN]
+    assert native.draw is not None
+    for depth in (None, torch.tensor([0, 1, 1] * 4, dtype=torch.int32)[: 4 * wide]):
+        place = known + (torch.arange(wide, dtype=torch.int32).repeat(4) if depth is None else depth)
+        got = native.draw(state, knobs[:, 1], chosen_rows, logits, depth)
+        same(got, sample(logits, knobs[:, 1][each], key, place))

@@ -58,7 +58,7 @@ def test_units_cover_each_row_once(seed: int, finer: bool, window: int) -> None:
     rows += [(draw.randint(n, 900), n) for n in draw.choices(range(1, SMALL // GROUP + 1), k=draw.randint(1, 9))]
     draw.shuffle(rows)
     units, per_row = plan(rows, draw.randint(1, 30), window, finer)
-    runs, at = set(), 0
+    at = 0
     for index, (length, n) in enumerate(rows):
         first, count = per_row[:, index].tolist()
         if length == 0 or n * GROUP > SMALL:
@@ -66,17 +66,18 @@ def test_units_cover_each_row_once(seed: int, finer: bool, window: int) -> None:
             continue
         assert first == at
         slot = max(length - n - window + 1, 0) // TILE * TILE if window else 0
+        runs = set()
         for unit in units[first : first + count]:
             first_query = sum(other for _, other in rows[:index])
             begin, end = unit[1].item(), unit[2].item()
             assert unit.tolist() == [index + 5, slot, end, first_query, n, length, first, count, index]
-            assert end == length or end - begin >= SMALLEST
+            assert end == length or 2 * (end - begin) > SMALLEST
             if end < length:
                 runs.add(end - begin)
             slot = end
         assert slot == length
+        assert len(runs) <= 1 and all(run % TILE == 0 for run in runs)
         at += count
-    assert len(runs) <= 1 and all(run % TILE == 0 for run in runs)
     assert (units[at:, 0] == -1).all()
 
 
@@ -86,3 +87,9 @@ def test_finer_runs_use_what_coarse_ones_leave() -> None:
     _, fine = plan(rows, 8, 0, True)
     assert coarse[1].tolist() == [2] * 4
     assert fine[1].tolist() == [3] * 4
+
+
+def test_rows_a_little_longer_than_a_run_are_not_cut() -> None:
+    lengths = [TILE, SMALLEST, SMALLEST + 1, 3 * SMALLEST // 2 - 1, 2 * SMALLEST, 4 * SMALLEST]
+    _, per_row = plan([(length, 1) for length in lengths], spare=100, window=0, finer=False)
+    assert per_row[1].tolist() == [1, 1, 1, 1, 2, 4]

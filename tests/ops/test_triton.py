@@ -122,6 +122,31 @@ def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
+def test_long_contexts_of_few_rows(batch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that ask for keys before they wait, and rows whose first such keys are this step's."""
+    from ridgeline.ops.triton import attention as module
+
+    monkeypatch.setattr(module, "SHORT", 20)
+    monkeypatch.setattr(module.tuning, "FEWEST_WIDE_ROWS", 4)
+    case = batch([(700, 1), (21, 1)]).to(DEVICE, torch.float16)
+    call = module._Call(case.q, case.view, case.step, 2)
+    assert call.lone and call.ahead and not call.wide and not call.fused
+    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+
+
+def test_a_row_that_is_split_among_many(batch: Callable[..., Any]) -> None:
+    """Its last program puts its parts together, though all programs run at a time."""
+    from ridgeline.ops.triton import attention as module
+
+    count = module._processors(torch.device(DEVICE))
+    case = batch([(900, 1), *[(30, 1)] * count], head_dim=64).to(DEVICE, torch.float16)
+    call = module._Call(case.q, case.view, case.step, 2)
+    assert call.fused and call.one_wave
+    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("size", [96, 576])

@@ -3,6 +3,9 @@
 MODEL is a folder or a hub name in floating point. The folder that --out names appears when it is whole, with a card of size,
 memory, speed, perplexity, drift and tasks before and after; an interrupted run goes on where it stopped when it is started
 again. For speed and tasks both models are served, one after the other, on a port of this machine.
+
+--tune TEXTS trains what the recipe made on the original's distributions before it is written: grids that round to nearest
+(rtn-int3-g128), pruned weights, smaller shapes. That holds both models in memory, one of them with an optimizer's state.
 """
 
 from __future__ import annotations
@@ -26,6 +29,17 @@ from ridgeline.compress.evaluate import Judge
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
 from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows, split
+from ridgeline.compress.tuned import (
+    GRID_RATE,
+    PASSES,
+    RATE,
+    ROWS,
+    STEPS,
+    TunedJob,
+    Tuning,
+    usual_rate,
+    usual_steps,
+)
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import resolve
@@ -61,6 +75,15 @@ def parser() -> Parser:
     texts.add_argument(
         "--judged-tokens", type=int, metavar="N", help=f"tokens to judge by, 0: none (default: {JUDGED})"
     )
+    trained = found.add_argument_group("trained")
+    trained.add_argument("--tune", metavar="FILE", help="texts to train on afterwards; without it nothing is trained")
+    trained.add_argument("--tune-steps", type=int, metavar="N", help=f"steps (default: {STEPS}, or {PASSES} passes)")
+    trained.add_argument(
+        "--tune-rows", type=int, metavar="N", help=f"rows of --length tokens in a step (default: {ROWS})"
+    )
+    trained.add_argument(
+        "--tune-rate", type=float, metavar="X", help=f"step size (default: {RATE}; {GRID_RATE} for rounded weights)"
+    )
     served = found.add_argument_group("served")
     served.add_argument(
         "--tasks", metavar="FILE", help="questions with known answers, or none (default: ours, for the shipped model)"
@@ -86,7 +109,12 @@ def run(given: Given) -> int:
     questions = _questions(source, rest.get("tasks"))
     texts = Texts(source, recipe, rest)
     console = Console(stderr=True)
-    job = Job(source, recipe, texts.rows, out, device)
+    tuning = _tuning(source, recipe, texts.length, rest)
+    job = (
+        TunedJob(source, recipe, texts.rows, tuning, out, device)
+        if tuning
+        else Job(source, recipe, texts.rows, out, device)
+    )
     with Stages(console) as stages:
         try:
             folder = job.build(stages)
@@ -94,9 +122,10 @@ def run(given: Given) -> int:
             drift = _judge(pair, texts, stages, device)
             served = _serve(pair, device, _Asked(texts.prompt, tokens, questions), stages)
         except KeyboardInterrupt:
-            console.print("stopped; the same command goes on behind the last layer that is done", highlight=False)
+            console.print("stopped; the same command goes on behind what is done", highlight=False)
             raise
-        found = card(recipe, pair, texts.said, drift, served)
+        trained = _trained(job, tuning, rest["tune"]) if tuning and isinstance(job, TunedJob) else None
+        found = card(recipe, pair, texts.said, drift, served, trained)
         write_card(folder, out.name, source.folder, found)
         job.publish()
     _show(Console(), found, out)
@@ -126,6 +155,7 @@ class Texts:
         length = min(rest.get("length", LENGTH), source.spec.max_len)
         if length < 64:
             raise ConfigError(f"--length is {length}: rows of fewer than 64 tokens say too little.", param="length")
+        self.length = length
         tokenizer = Tokenizer.load(source.folder)
         path = Path(rest["calibration"]) if "calibration" in rest else default_calibration()
         given, judging = split(read_texts(path))
@@ -141,6 +171,24 @@ class Texts:
         self.prompt = encode(judging[0])[:SPEED_PROMPT]
         name = path.name if "calibration" in rest else "the sample that comes with ridgeline"
         self.said = {"texts": name, "tokens": sum(map(len, self.rows)), "length": length}
+
+
+def _tuning(source: Checkpoint, recipe: Recipe, length: int, rest: dict[str, Any]) -> Tuning | None:
+    """What is trained on, if anything is."""
+    if "tune" not in rest:
+        if odd := next((name for name in ("tune_steps", "tune_rows", "tune_rate") if name in rest), None):
+            raise ConfigError(f"--{odd.replace('_', '-')} needs texts to train on: give --tune FILE.", param=odd)
+        return None
+    tokenizer = Tokenizer.load(source.folder)
+    ids = [one for text in read_texts(Path(rest["tune"])) for one in tokenizer.encode(text, add_special_tokens=True)]
+    rows = rest.get("tune_rows", ROWS)
+    steps = rest["tune_steps"] if "tune_steps" in rest else usual_steps(len(ids), max(1, rows), length)
+    return Tuning(torch.tensor(ids), length, steps, rows, rest.get("tune_rate", usual_rate(recipe)))
+
+
+def _trained(job: TunedJob, tuning: Tuning, texts: str) -> dict[str, Any]:
+    counts = {"unique_tokens": len(tuning.ids), "tokens": tuning.tokens, "steps": tuning.steps}
+    return {"texts": Path(texts).name, **counts, "loss": job.loss}
 
 
 def _judge(pair: tuple[Checkpoint, Checkpoint], texts: Texts, stages: Stages, device: torch.device) -> Drift | None:

@@ -40,9 +40,11 @@ def card(
     calibration: Mapping[str, Any],
     drift: Drift | None,
     served: Served | None,
+    training: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The card as data. pair: the original and the result. calibration: where the texts came from and how many tokens ran.
-    drift: None if nobody judged; served: None if nobody served.
+    drift: None if nobody judged; served: None if nobody served. training: texts, unique_tokens, tokens, steps and loss of what
+    followed; None: nothing did.
 
     Sizes are bytes of the weight files; memory is what the weights take when served, None where nothing serves them yet.
     """
@@ -55,6 +57,7 @@ def card(
         "source": source.folder.name,
         "made": f"ridgeline {ridgeline.__version__}, {datetime.now(UTC):%Y-%m-%d}",
         "calibration": dict(calibration),
+        "training": None if training is None else dict(training),
         "size_bytes": {"before": source.bytes, "after": result.bytes},
         "parameters": {"before": source.spec.params, "after": result.spec.params},
         "memory_bytes": {"before": _memory(source.folder), "after": _memory(result.folder)},
@@ -102,7 +105,10 @@ def write_card(folder: Path, name: str, source: Path, found: Mapping[str, Any]) 
         lines += [_judged(found["quality"]), ""]
     if found["tasks"] is not None:
         lines += [_answered(found["tasks"]), ""]
-    lines += [_calibrated(found["calibration"]), "", f"Made with {found['made']}."]
+    lines += [_calibrated(found["calibration"]), ""]
+    if found["training"] is not None:
+        lines += [_trained(found["training"]), ""]
+    lines += [f"Made with {found['made']}."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -165,3 +171,10 @@ def _calibrated(said: Mapping[str, Any]) -> str:
     if not said["tokens"]:
         return "The method needs no calibration."
     return f"Calibrated on {said['tokens']:,} tokens of {said['texts']}, in rows of at most {said['length']}."
+
+
+def _trained(said: Mapping[str, Any]) -> str:
+    return (
+        f"Then trained on the original's distributions, {said['steps']:,} steps and {said['tokens']:,} tokens, drawn from the "
+        f"{said['unique_tokens']:,} of {said['texts']}; at the end {said['loss']:.4f} nats per token from it."
+    )

@@ -98,7 +98,7 @@ class Job:
     def _open(self) -> None:
         """Make the part folder, or keep that of an equal run that was interrupted."""
         state = self._part / STATE
-        said = {"recipe": self._recipe.name, "source": _fingerprint(self._source), "texts": _hash(self._ids)}
+        said = {"recipe": self._recipe.name, "source": fingerprint(self._source), "texts": _hash(self._ids)}
         if state.is_file() and json.loads(state.read_text(encoding="utf-8")) == said:
             return
         if self._part.exists():
@@ -186,10 +186,7 @@ class Job:
             file.unlink()
         index_of = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         (part / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=1) + "\n", encoding="utf-8")
-        for pattern in COPIED:
-            for path in source.folder.glob(pattern):
-                if path.is_file() and path.name not in NOT_COPIED:
-                    shutil.copyfile(path, part / path.name)
+        copy_rest(source.folder, part)
         (part / DONE).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
 
     def _config(self) -> dict[str, Any]:
@@ -219,7 +216,15 @@ def _dense(storage: Storage, stored: Tensors) -> Tensors:
     return dense | {name: tensor.float() for name, tensor in stored.items()}
 
 
-def _fingerprint(source: Checkpoint) -> list[Any]:
+def copy_rest(source: Path, target: Path) -> None:
+    """What a model folder has beside weights and config: tokenizer, templates, licences."""
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.is_file() and path.name not in NOT_COPIED:
+                shutil.copyfile(path, target / path.name)
+
+
+def fingerprint(source: Checkpoint) -> list[Any]:
     """What tells a source from another one, or from what it was before."""
     files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in source.files]
     return [str(source.folder.resolve()), source.config, files]

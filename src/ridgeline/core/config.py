@@ -47,7 +47,7 @@ class EngineConfig:
     steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
     speculate: str = option(
         "",
-        "verify drafts: auto, reference[:FILE], lookahead, recycling, draft:FOLDER or medusa:FOLDER, joined by +",
+        "verify drafts: auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER, medusa:FOLDER; + joins",
         "--speculative-config",
     )
     draft_tokens: int | None = option(None, "most draft tokens of a request and step", "--num-speculative-tokens")

@@ -17,11 +17,9 @@ import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec
-from ridgeline.decoding.drafters import Behind, Views
+from ridgeline.decoding.drafters import Behind, Views, draw_among
 from ridgeline.models.build import LoadedModel
-from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState, Spread
-from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
 
@@ -71,6 +69,7 @@ class DraftModel:
     """
 
     parents: tuple[int, ...] = ()
+    learns = False
 
     def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:
         self._decoder, self._ops = model.decoder, model.ops
@@ -123,17 +122,9 @@ class DraftModel:
 
     def _draw(self, start: ChainStart, hidden: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int32 [S]."""
-        logits, ids = self._decoder.logits(hidden), self._ids
-        if start.greedy:
-            token = greedy(logits)
-            return token if ids is None else ids.index_select(0, token)
-        if ids is not None:
-            # The noise belongs to the token, so that the draft draws with the target's.
-            every = logits.new_full((len(logits), self._decoder.spec.vocab_size), float("-inf"))
-            logits = every.index_copy_(1, ids.long(), logits)
-        held = start.state.ints.index_select(0, start.rows)
-        key = held[:, Int.KEY : Int.KEY + 2]
-        return self._ops.sample(logits, start.temperature, key, held[:, Int.KNOWN], Purpose.TOKEN)
+        known = start.state.ints[:, Int.KNOWN].index_select(0, start.rows)
+        logits = self._decoder.logits(hidden)
+        return draw_among(self._ops, start, logits, known, self._ids, self._decoder.spec.vocab_size)
 
     def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
         """Read each row's last tokens; hidden states of the last one, [S, d_model]."""
@@ -155,9 +146,11 @@ def _last_tokens(count: int, unread: Sequence[int], device: torch.device) -> Las
     ends = each.cumsum(dtype=np.int32)
     of = np.arange(count, dtype=np.int32).repeat(each)
     back = np.arange(len(of), dtype=np.int32) + 1 - ends[of]
-    sent = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends, of, back))).to(device)
-    q_start, row_of, place = sent.split([count + 1, len(of), len(of)])
-    return LastTokens(ones, q_start, row_of, place, int(each.max()))
+    # Each begins at a multiple of 64 bytes: kernels are compiled apart for pointers that are aligned otherwise.
+    packed = np.zeros((3, -(-max(count + 1, len(of)) // 16) * 16), dtype=np.int32)
+    packed[0, 1 : count + 1], packed[1, : len(of)], packed[2, : len(of)] = ends, of, back
+    sent = torch.from_numpy(packed).to(device)
+    return LastTokens(ones, sent[0, : count + 1], sent[1, : len(of)], sent[2, : len(of)], int(each.max()))
 
 
 def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:

@@ -12,8 +12,11 @@ from typing import Protocol
 import torch
 
 from ridgeline.core.spec import LayerSpec
+from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import ChainStart, Ops
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
 """slots int64 [groups, T] of query tokens -> the views of a drafter's own layers."""
@@ -43,12 +46,37 @@ class Behind:
         return self.state.ints[:, Int.KNOWN].index_select(0, self.rows)
 
 
+def draw_among(
+    ops: Ops,
+    behind: Behind | ChainStart,
+    logits: torch.Tensor,
+    place: torch.Tensor,
+    ids: torch.Tensor | None,
+    vocab: int,
+) -> torch.Tensor:
+    """The token of each row, int32 [S], at its place int32 [S], with the noise that the target has there. logits [S, N]: of tokens
+    ids int32 [N]; None: of all `vocab`."""
+    if behind.greedy:
+        token = greedy(logits)
+        return token if ids is None else ids.index_select(0, token)
+    if ids is not None:
+        # The noise belongs to the token, so that the draft draws with the target's.
+        every = logits.new_full((len(logits), vocab), float("-inf"))
+        logits = every.index_copy_(1, ids.long(), logits)
+    key = behind.state.ints.index_select(0, behind.rows)[:, Int.KEY : Int.KEY + 2]
+    return ops.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
+
+
 class DeviceDrafter(Protocol):
     """Functions of device buffers that never wait for the device, as DeviceStep is."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Its own layers, whose keys and values lie in the target's pages."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether `see` does anything."""
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -70,6 +98,7 @@ class NoDrafter:
 
     layers: tuple[LayerSpec, ...] = ()
     parents: tuple[int, ...] = ()
+    learns = False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Nothing to read."""

@@ -88,7 +88,8 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         plan.max_len,
         plan.n_pages,
         graphs=not config.enforce_eager,
-        drafts=wanted.sizes if wanted.most else (),
+        drafts=wanted.sizes if wanted.device else (),
+        host_drafts=wanted.most if wanted.host else 0,
     )
     runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
     stages.ends("runner")

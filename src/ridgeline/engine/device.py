@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
@@ -59,12 +60,22 @@ class _Logits:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """What came of a draw. packed: Outcome.packed. last int64 [S]: the logit row that drew each row's last token. path int64
-    [S, wide]: see decoding.verify, None for chains."""
+    """What came of a draw. packed: Outcome.packed. wide: logit rows of a row. path int64 [S, wide]: see decoding.verify, None for
+    chains."""
 
     packed: torch.Tensor
-    last: torch.Tensor | None
-    path: torch.Tensor | None
+    wide: int = 1
+    path: torch.Tensor | None = None
+
+    def last(self) -> torch.Tensor:
+        """The logit row that drew each row's last token, int64 [S]."""
+        if self.packed.device.type == "cpu" and self.path is None:  # numpy's calls are shorter there
+            found = np.maximum(self.packed.numpy()[:, 0] - 1, 0).astype(np.int64)
+            return torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide))
+        node = (self.packed[:, 0] - 1).clamp(min=0).long()
+        if self.path is not None:
+            node = self.path.gather(1, node.unsqueeze(1)).squeeze(1)
+        return node + torch.arange(0, len(node) * self.wide, self.wide, device=node.device)
 
 
 class DeviceStep:
@@ -76,7 +87,8 @@ class DeviceStep:
         self.decoder, self.spec, self.ops, self.rows, self.store = model.decoder, model.spec, model.ops, rows, store
         self.drafter = drafter
         device = rows.ints.device
-        longest = max(step_tokens, rows.ints.shape[0]) + 1
+        # Graphs may have up to twice as many rows, for padding.
+        longest = max(step_tokens, 2 * rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
         spec = model.spec
         facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
@@ -117,7 +129,7 @@ class DeviceStep:
         hidden = self.decoder.forward(got.tokens, self._views(got.slots), step)
         if batch.shape.chunked:
             self.drafter.read(got.tokens, self._guest_views, got.slots, step)
-        if ragged is not None:
+        if ragged is not None and (hidden.is_cuda or batch.shape.chunked or batch.shape.sampling is not None):
             # A row that has ended advances by nothing here: all it knows was computed before.
             gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
             rows.ints[:, : Int.KNOWN].index_add_(0, own, gone)
@@ -148,11 +160,10 @@ class DeviceStep:
             return Outcome(None, None, scores), hidden[:0]
         if batch.ragged is not None:
             hidden = hidden.index_select(0, batch.ragged.at)
-        wanted = self._wanted(batch, hidden)
-        drawn, logprobs = self._draw(batch, wanted, bound)
-        moved = self._advance(batch, wanted, drawn)
-        if moved.last is not None:
-            hidden = hidden.index_select(0, moved.last)
+        drawn, logprobs = self._drawn(batch, hidden, bound)
+        moved = self._advance(batch, drawn)
+        if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
+            hidden = hidden.index_select(0, moved.last())
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
     def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:
@@ -183,6 +194,15 @@ class DeviceStep:
             known = known + node
         self.drafter.see(self.rows.state, rows, known, logits)
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
+
+    def _drawn(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[torch.Tensor, Ranked | None]:
+        """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
+        ragged, fused = batch.ragged, self.ops.draw
+        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or self.drafter.learns:
+            return self._draw(batch, self._wanted(batch, hidden), bound)
+        heat = self.rows.knobs[:, Knob.TEMPERATURE]
+        depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
+        return fused(self.rows.state, heat, batch.sampled, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
@@ -225,18 +245,17 @@ class DeviceStep:
             logits.index_copy_(0, wishes.filtered.long(), apply_filters(part.logits, filters))
         return logits
 
-    def _advance(self, batch: Batch, wanted: _Logits, drawn: torch.Tensor) -> _Moved:
+    def _advance(self, batch: Batch, drawn: torch.Tensor) -> _Moved:
         """Verify, write the drawn tokens, flag ends, move the rows on."""
         state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
         if ragged is None or wide == 1:
-            return _Moved(self.ops.advance(state, batch.sampled, drawn), None, None)
+            return _Moved(self.ops.advance(state, batch.sampled, drawn))
+        root = None if ragged.tree is None else self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled)
         parent = None if ragged.tree is None else ragged.tree.parent
         packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
-        last = (packed[:, 0] - 1).clamp(min=0).long()
-        if path is not None:
-            self._gather_path(batch, wanted.ints[::wide, Int.LENGTH], path, packed[:, 0])
-            last = path.gather(1, last.unsqueeze(1)).squeeze(1)
-        return _Moved(packed, last + self._count[: len(last)].long() * wide, path)
+        if path is not None and root is not None:
+            self._gather_path(batch, root, path, packed[:, 0])
+        return _Moved(packed, wide, path)
 
     def _gather_path(self, batch: Batch, root: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
         """Move the keys and values of kept nodes to where those of a chain would lie. root int32 [S]: the last known token's

@@ -17,6 +17,7 @@ from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.decoding.heads import load_heads
 from ridgeline.decoding.lookahead import Lookahead
 from ridgeline.decoding.medusa import Medusa
+from ridgeline.decoding.recurrent import Recurrent, load_recurrent
 from ridgeline.decoding.recycling import Recycling
 from ridgeline.decoding.reference import Reference
 from ridgeline.engine.pace import Pace
@@ -27,7 +28,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
-MOST = {"reference": 8, "lookahead": 30, "draft": 4, "medusa": 8, "recycling": 12}
+MOST = {"reference": 8, "lookahead": 30, "recurrent": 6, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""
@@ -40,7 +41,7 @@ LOGIT_ROWS = 1024
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What `speculate` names. host: drafters of HOST, in order. documents: a text that the reference drafter may quote.
-    device: draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft."""
+    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft."""
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
@@ -79,9 +80,9 @@ def read_wanted(config: EngineConfig) -> Wanted:
                 f"{part!r} is unknown" if name not in MOST else f"{part!r} is a second drafter on the device"
             )
     names = (*wanted.host, *filter(None, [wanted.device]))
-    if config.deterministic and names != ("draft",):
+    if config.deterministic and names not in (("draft",), ("recurrent",)):
         raise ConfigError(
-            "deterministic covers chains of drafts, and all but draft:FOLDER draft trees: take that or none.",
+            "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
             param="speculate",
         )
     return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)))
@@ -108,8 +109,8 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
 
 def _refusal(reason: str) -> ConfigError:
     return ConfigError(
-        f"speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, draft:FOLDER or medusa:FOLDER; + joins host "
-        "drafters with one of the others.",
+        f"speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
+        "medusa:FOLDER; + joins host drafters with one of the others.",
         param="speculate",
     )
 
@@ -131,8 +132,8 @@ def weigh(wanted: Wanted, spec: ModelSpec, rows: int, taken: int) -> Beside:
         draft = served_spec(read_model(folder)[0], config)
         check_draft(draft, spec)
         return Beside(draft.layers, taken + draft.weight_bytes, logits)
-    if wanted.device == "medusa" and wanted.folder is not None:
-        held = sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
+    if wanted.device in ("medusa", "recurrent") and wanted.folder is not None:
+        held = 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
         return Beside((), taken + held, logits)
     return Beside((), taken, logits)
 
@@ -170,6 +171,11 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         config = replace(config, load_format="dummy" if dummy else "auto")
         model = build(folder, model=config, ops=target.ops, device=place)
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
+    if wanted.device == "recurrent" and wanted.folder is not None:
+        weights = load_recurrent(wanted.folder, spec)
+        return Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place), OnDevice(
+            min(wanted.most, MOST["recurrent"])
+        )
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)

@@ -10,6 +10,7 @@ by rows and nodes; drafting ahead is another. All are captures of DeviceStep, th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ import torch
 
 from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
+from ridgeline.engine.drafting import LOGIT_ROWS
+from ridgeline.ops.step import SHORT
 
 Progress = Callable[[str, int, int], None]
 
@@ -25,8 +28,12 @@ MIXED_ROWS = 32
 """Rows that a graph of a mixed step holds: every row costs its attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Query tokens of mixed steps that have a graph; above, the device takes longer than Python needs to launch a step."""
-DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+LONE_ROWS = 2
+"""Rows up to which steps that decode have a graph for short contexts and one for others."""
+DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 """Rows of steps with drafts that have a graph."""
+HOST_ROWS, HOST_NODES, HOST_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 8), 256
+"""Rows, nodes and query tokens of those whose drafts the host makes, beside its largest: chains and trees, so fewer of each."""
 
 
 def buckets(rows: int) -> list[int]:
@@ -44,6 +51,22 @@ def mixed_step(span: int, room: Room) -> Shape:
 def decode_step(rows: int) -> Shape:
     """A step of `rows` rows with one query token each, whose draws are plain."""
     return Shape(rows, rows, rows, 1, 1, True, False, True, None)
+
+
+def draft_rooms(rows: int, nodes: Sequence[int], trees: bool, host_nodes: int) -> dict[bool, list[Room]]:
+    """Steps with drafts that have a graph, of up to `rows` rows; those with the fewest query tokens first. True: of trees. nodes:
+    per row, of what the device drafts, trees or chains; host_nodes: most of what the host drafts, 0 if it does not. The largest
+    has more rows than ever run, for padding."""
+    most = next((row for row in DRAFT_ROWS if row > rows), rows)
+
+    def fitting(heights: Sequence[int], drafts: Sequence[int], tokens: int) -> set[Room]:
+        every = {Room(row, row, row * (1 + one), 1 + one) for row in heights for one in drafts if row <= most}
+        return {room for room in every if room.tokens <= tokens}
+
+    few = [*(one for one in HOST_NODES if one < host_nodes), host_nodes] if host_nodes else []
+    device, host = fitting(DRAFT_ROWS, nodes, LOGIT_ROWS), fitting(HOST_ROWS, few, HOST_TOKENS)
+    forms = {tree: host | device if tree is trees else host for tree in (False, True)}
+    return {tree: sorted(own, key=lambda room: (room.tokens, room.rows)) for tree, own in forms.items()}
 
 
 class Replay(Protocol):
@@ -77,6 +100,7 @@ class Graphs:
         tokens: int,
         record: Callable[[Callable[[], object]], Replay],
         drafts: tuple[int, ...] = (),
+        host_drafts: int = 0,
     ) -> None:
         self._step, self._record = step, record
         self._sizes = buckets(rows)
@@ -84,21 +108,22 @@ class Graphs:
         # One row more than a mixed step may bring, so that its padding tokens have a row of their own.
         self._some = min(rows, MIXED_ROWS) + 1
         device, embedding = step.rows.ints.device, step.decoder.embedding
-        self._widths = [1 + nodes for nodes in drafts if nodes]
-        self._draft_rows = [size for size in DRAFT_ROWS if size <= rows]
-        most = max(self._widths, default=1)
-        largest = Room(self._draft_rows[-1], self._draft_rows[-1], self._draft_rows[-1] * most, most)
-        rooms = [self._mixed(span) for span in self._spans] + [largest]
-        longest = max(packed_size(room, tree=True) for room in rooms)
+        self._ahead = [nodes for nodes in drafts if nodes]
+        self._draft_rooms = draft_rooms(rows, self._ahead, bool(step.drafter.parents), host_drafts)
+        every = list(chain.from_iterable(self._draft_rooms.values()))
+        rooms = [self._mixed(span) for span in self._spans] + every
+        longest = max((packed_size(room, tree=True) for room in rooms), default=0)
         self._input = torch.zeros(longest, dtype=torch.int32, device=device)
-        self._drawing = torch.zeros(max(rows, self._some), dtype=torch.int32, device=device)
+        most = max([rows, self._some, *(room.rows for room in every)])
+        self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
         self._hidden = embedding.new_zeros(max(self._spans, default=0), step.spec.d_model)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
-        self._decode: dict[int, Replay] = {}
+        self._decode: dict[tuple[int, bool], Replay] = {}
         self._mix: dict[int, Replay] = {}
         self._finish: dict[int, Replay] = {}
-        self._verified = torch.zeros(self._draft_rows[-1], 2 + 3 * most, dtype=torch.int32, device=device)
+        widest = max((room.wide for room in every), default=0)
+        self._verified = torch.zeros(most, 2 + 3 * widest, dtype=torch.int32, device=device)
         self._verify: dict[tuple[Room, bool], Replay] = {}
         self._draft: dict[tuple[int, int], Replay] = {}
 
@@ -124,10 +149,11 @@ class Graphs:
         """For a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the rest."""
         if shape.chunked or not shape.plain or shape.n_draws != shape.n_rows:
             return None
-        wide = next((width for width in self._widths if width >= shape.wide), 0)
-        full = shape.n_tokens == shape.n_rows * wide
-        size = next((size for size in self._draft_rows if size > shape.n_rows - (full and size == shape.n_rows)), 0)
-        return Room(size, size, size * wide, wide) if size and wide else None
+        for room in self._draft_rooms[shape.deep > 0]:
+            full = room.rows == shape.n_rows and room.tokens == shape.n_tokens
+            if room.wide >= shape.wide and room.tokens >= shape.n_tokens and (room.rows > shape.n_rows or full):
+                return room
+        return None
 
     def _mixed(self, span: int) -> Room:
         return Room(self._some, self._some, span)
@@ -139,13 +165,12 @@ class Graphs:
         work: list[tuple[Callable[[Any], Replay], Any]] = []
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
+            work += [(partial(self._decode_graph, short=True), size)] if size <= LONE_ROWS else []
         work += [(self._mixed_graph, span) for span in reversed(self._spans)]
-        tree = bool(self._step.drafter.parents)
-        for size in reversed(self._draft_rows):
-            for wide in self._widths:
-                work.append((partial(self._verify_graph, tree=tree), Room(size, size, size * wide, wide)))
-        for size in reversed(self._sizes[: self._sizes.index(self.bucket(self._draft_rows[-1])) + 1]):
-            work += [(partial(self._draft_graph, wide - 1), size) for wide in self._widths]
+        for tree, rooms in self._draft_rooms.items():
+            work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
+        for size in reversed(self._sizes):
+            work += [(partial(self._draft_graph, nodes), size) for nodes in self._ahead if size <= DRAFT_ROWS[-1]]
         for number, (make, size) in enumerate(work, 1):
             make(size)
             progress("graphs", number, len(work))
@@ -172,15 +197,15 @@ class Graphs:
     def draft(self, rows: int, ahead: int, unread: Sequence[int]) -> None:
         """Draft for the first `rows` rows of the step that was finished last."""
         size = self.bucket(rows)
-        if unread or ahead + 1 not in self._widths:
+        if unread or ahead not in self._ahead or size > DRAFT_ROWS[-1]:
             self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, unread, False)
         else:
             self._draft_graph(ahead, size).replay()
 
-    def forward(self, batch: Batch, room: Room) -> torch.Tensor:
-        """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]."""
+    def forward(self, batch: Batch, room: Room, bound: int) -> torch.Tensor:
+        """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]. bound: of slots any row holds."""
         if batch.shape.decode:
-            self._decode_graph(room.rows).replay()
+            self._decode_graph(room.rows, room.rows <= LONE_ROWS and bound <= SHORT).replay()
             return self._picked[: room.rows]
         self._mixed_graph(room.tokens).replay()
         return self._hidden[: room.tokens]
@@ -200,13 +225,14 @@ class Graphs:
     # --- recording ----------------------------------------------------------------------------------------------------
     # The first run of each compiles kernels and makes workspaces; neither may happen inside a capture. It runs on row 0.
 
-    def _decode_graph(self, size: int) -> Replay:
-        if size not in self._decode:
+    def _decode_graph(self, size: int, short: bool = False) -> Replay:
+        if (size, short) not in self._decode:
             step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), step.longest)
+            longest = SHORT if short else step.longest
+            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), longest)
             batch = unpack(rows, decode_step(size), Room(size, size, size))
-            self._decode[size] = self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
-        return self._decode[size]
+            self._decode[size, short] = self._record(lambda: hidden.copy_(step.forward(batch, longest)))
+        return self._decode[size, short]
 
     def _mixed_graph(self, span: int) -> Replay:
         if span not in self._mix:
@@ -242,7 +268,8 @@ class Graphs:
             step, wide, rows = self._step, room.wide, room.rows
             deep = wide - 1 if tree else 0
             shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
-            batch = unpack(self._input[: packed_size(room, tree)], shape, room)
+            # ahead: the hidden states that drew last are wanted.
+            batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
 
             def work() -> None:
                 outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)

@@ -14,8 +14,8 @@ _SHORTER, _LONGER = 0.3, 0.05
 """Weights of a time below and above the mean so far: whatever disturbs a step makes it longer."""
 _SURPRISE = 1.5
 """A time counts as at most so many times the mean."""
-_KNOWN = 3
-"""Readings after which the time of a size is known."""
+_KNOWN, _WARM = 3, 16
+"""Readings after which the time of a size is known, and that of plain steps: the first ones of an engine are slow."""
 _SETTLED = 32
 """Readings after which a time has sunk to where it leans; from then on it moves because steps do."""
 _PRIOR = 0.65
@@ -37,7 +37,7 @@ _WORTH = 1.04
 _CREDIT, _ADVANCE = 8.0, 2.0
 """Steps that drafting may have lost before it pauses: at first and at most, and after a pause."""
 _EARNED = 0.01
-"""Steps of credit that a step without drafts gives, so that a look now and then is never stopped."""
+"""Steps of credit that a step without drafts gives: the share of a server's time that looks may lose while nothing pays."""
 _FIRST_PAUSE, _LAST_PAUSE = 32, 512
 """Steps of a pause; each that was for nothing doubles the next one."""
 _WORST = 4.0
@@ -68,6 +68,7 @@ class _Batch:
     longer steps are while the host drafts, as a share. best: the size in use. wait: steps until the next look, of those in
     `patience`; look: steps left of one at `tried`. rest: steps for which `best` stands. usual: mean seconds of steps without
     drafts, 0 before any. credit: steps that drafting may still lose. pause: steps without drafts to come; spell: the next one.
+    lent: times are those of more rows, right only against each other, until the first of its own.
     """
 
     took: dict[int, _Mean]
@@ -83,6 +84,11 @@ class _Batch:
     credit: float = _CREDIT
     pause: int = 0
     spell: int = _FIRST_PAUSE
+    lent: bool = False
+
+    def known(self) -> list[int]:
+        """Sizes whose times are known."""
+        return [size for size, mean in self.took.items() if mean.count >= (_KNOWN if size else _WARM)]
 
     def drift(self, size: int, factor: float) -> None:
         """Steps of the size in use have become longer or shorter, as contexts grow and requests end: so have all others, which
@@ -112,8 +118,17 @@ class Pace:
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
         if key not in self._batches:
-            self._batches[key] = _Batch({size: _Mean() for size in self.sizes})
+            self._batches[key] = self._lend(key)
         return self._batches[key]
+
+    def _lend(self, key: int) -> _Batch:
+        """What is known of the next larger batch: with fewer rows a node adds less to a step, so what pays there pays here."""
+        larger = [other for other, batch in self._batches.items() if other > key and batch.took[0].count >= _KNOWN]
+        if not larger:
+            return _Batch({size: _Mean() for size in self.sizes})
+        known = self._batches[min(larger)]
+        took = {size: _Mean(mean.seconds, min(mean.count, _KNOWN)) for size, mean in known.took.items()}
+        return _Batch(took, best=known.best, lent=True)
 
     # --- what the device drafts --------------------------------------------------------------------------------------
 
@@ -129,7 +144,7 @@ class Pace:
             batch.rest -= 1
             batch.wait -= 1
             return batch.best
-        known = [size for size in self.sizes if batch.took[size].count >= _KNOWN]
+        known = batch.known()
         new = next((size for size in self.sizes if size not in known), None)
         if new is not None and (not known or self._may_pay(batch, known[-1], new)):
             return new
@@ -143,12 +158,21 @@ class Pace:
             batch.best, batch.patience = best, _FIRST_WAIT
         batch.wait -= 1
         if batch.wait <= 0 and len(known) > 1:
-            batch.patience = min(_LAST_WAIT, 2 * batch.patience)
-            batch.wait, batch.look = batch.patience, _LOOK
-            batch.tried = self._other(batch, known, best)
+            self._begin_look(batch, known, best)
         else:
             batch.rest = min(_REST, max(0, batch.wait - 1))
         return best
+
+    def _begin_look(self, batch: _Batch, known: list[int], best: int) -> None:
+        """What is off is looked at when its credit covers what the look is expected to lose (which may have been read in a bad
+        moment, so no more than _ADVANCE is asked): while its prospects are poor, that many steps of plain decoding must pass."""
+        tried = self._other(batch, known, best)
+        loses = batch.took[tried].seconds / max(batch.took[0].seconds, 1e-9) - self.gained(tried)
+        if not best and min(_ADVANCE, _LOOK * loses) > batch.credit:
+            batch.wait = _FIRST_WAIT
+            return
+        batch.patience = min(_LAST_WAIT, 2 * batch.patience)
+        batch.wait, batch.look, batch.tried = batch.patience, _LOOK, tried
 
     def gained(self, nodes: int) -> float:
         """Tokens that a row is expected to gain by a step with so many nodes."""
@@ -166,11 +190,12 @@ class Pace:
         return self.gained(new) / max(batch.took[known].seconds, 1e-9) > _WORTH * best
 
     def _other(self, batch: _Batch, known: list[int], best: int) -> int:
-        """What to look at: beside a size in use its neighbours in turns, beside none the one that promises most."""
+        """What to look at: beside a size in use its neighbours and none in turns (what plain steps take was read long ago, maybe by
+        a machine that was busy), beside none the one that promises most."""
         if not best:
             return max(known[1:], key=lambda size: self._rate(batch, size))
         place = known.index(best)
-        others = [size for size in known[max(0, place - 1) : place + 2] if size != best]
+        others = sorted({0, *known[place - 1 : place + 2]} - {best})
         return next((size for size in others if size > batch.tried), others[0])
 
     # --- what is learned ---------------------------------------------------------------------------------------------
@@ -178,7 +203,7 @@ class Pace:
     def renew(self, rows: int) -> None:
         """A request has begun among `rows`: its text may be easier to draft than what was said so far."""
         batch = self._of(rows)
-        known = [size for size in self.sizes if batch.took[size].count >= _KNOWN]
+        known = batch.known()
         if any(self._rate(batch, size) > _HOPELESS * self._rate(batch, 0) for size in known if size):
             batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
 
@@ -196,6 +221,10 @@ class Pace:
         took = batch.took
         if size in took:
             before = took[size].seconds
+            if batch.lent and before:
+                batch.lent = False
+                batch.drift(size, seconds / before)
+                took[size].seconds = seconds
             took[size].add(seconds)
             if size == batch.best and took[size].count > _SETTLED:
                 batch.drift(size, took[size].seconds / before)
@@ -214,7 +243,9 @@ class Pace:
         if not drafting:
             if not batch.usual:
                 batch.usual = seconds
-            batch.usual += _MEMORY * (min(seconds, _SURPRISE * batch.usual) - batch.usual)
+            # Beside drafts plain steps are few.
+            weight = max(_LONGER if not batch.best else 4 * _LONGER, 1 / (1 + batch.took[0].count))
+            batch.usual += weight * (min(seconds, _SURPRISE * batch.usual) - batch.usual)
             batch.credit = min(_CREDIT, batch.credit + _EARNED)
             batch.pause = max(0, batch.pause - 1)
         elif batch.usual:

@@ -7,18 +7,22 @@ for all, and tests hold them against many others. All run on the scratch row, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import torch
 
 from ridgeline.decoding.masks import mask_words
 from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
+from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.engine.graphs import Graphs, Progress
+from ridgeline.ops.step import SHORT
 
-BESIDE = (1, 2, 8, 32, 513)
-"""Query tokens of the one row that has more than the others: with any number of heads per KV head some fill the small tile
-of the attention, some the large one, and some are a chunk; the last makes a step too large for a graph."""
+BESIDE = (1, 2, 4, 8, 16, 32, 64, 513)
+"""Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the
+attention, and some are a chunk; the last makes a step too large for a graph."""
 ODD = (3, 48, 65)
 """Numbers of rows that are tried beside the powers of two, where ranges are narrower than from one to the next."""
 MOST_ASKING = 32
@@ -29,21 +33,42 @@ PINNED = 1 << 20
 """Bytes of the largest upload or download that is allocated ahead."""
 
 
-def rehearse_all(
-    step: DeviceStep, rows: int, tokens: int, longest: int, graphs: Graphs | None, progress: Progress
-) -> None:
-    """Run the steps of up to `rows` rows and `tokens` query tokens, `longest` of one row, that none of `graphs` will serve,
-    those with the most tokens first: the memory that these leave behind serves the others."""
-    steps = [chunked(size, longest) for size in chunk_sizes(tokens)]
-    mixed = mixes(rows, tokens, longest)
-    steps += [counts for counts in mixed if graphs is None or graphs.room(shape_of(counts)) is None]
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What steps may hold: rows, query tokens, those of one row, its drafts, and how these hang together: forms has False if
+    there are chains, True if there are trees."""
+
+    rows: int
+    tokens: int
+    longest: int
+    drafts: int = 0
+    forms: tuple[bool, ...] = ()
+
+
+def rehearse_all(step: DeviceStep, extent: Extent, graphs: Graphs | None, progress: Progress) -> None:
+    """Run the steps within `extent` that none of `graphs` will serve, those with the most tokens first: the memory that these
+    leave behind serves the others."""
+    rows, longest = extent.rows, extent.longest
+    work = [partial(rehearse, step, chunked(extent.tokens, longest), True)] if True in extent.forms else []
+    work += [partial(rehearse, step, chunked(size, longest)) for size in chunk_sizes(extent.tokens)]
+    for counts in mixes(rows, extent.tokens, longest):
+        # Where a row of such a step has drafts, no graph serves it.
+        if extent.forms or graphs is None or graphs.room(shape_of(counts)) is None:
+            work += [partial(rehearse, step, counts, tree) for tree in extent.forms or (False,)]
     draws = [size for size in row_counts(rows) if graphs is None or size in (1, 3, MOST_ASKING)]
-    for number, counts in enumerate(steps, 1):
-        rehearse(step, counts)
-        progress("kernels", number, len(steps) + len(draws))
-    for number, size in enumerate(draws, len(steps) + 1):
-        rehearse_draws(step, size)
-        progress("kernels", number, len(steps) + len(draws))
+    work += [partial(rehearse_draws, step, size) for size in draws]
+    for tree, nodes, count in product(extent.forms, draft_sizes(extent.drafts), reversed(row_counts(rows))):
+        if count == 1 or count * (1 + nodes) <= LOGIT_ROWS:
+            work.append(partial(rehearse_verify, step, count, 1 + nodes, tree))
+    for number, run in enumerate(work, 1):
+        run()
+        progress("kernels", number, len(work))
+
+
+def draft_sizes(most: int) -> list[int]:
+    """Numbers of nodes of a row's draft that stand for all up to `most`: with the root they reach the next power of two."""
+    sizes = [(1 << bits) - 1 for bits in range(1, most.bit_length() + 1)]
+    return sizes if sizes[-1:] == [most] else [*sizes, most]
 
 
 def chunk_sizes(most: int) -> list[int]:
@@ -80,22 +105,24 @@ def chunked(tokens: int, longest: int) -> list[int]:
     return counts + [tokens - sum(counts)] * (tokens > sum(counts))
 
 
-def rehearse(step: DeviceStep, counts: Sequence[int]) -> None:
-    """Run the eager forward pass of a step whose rows have these query tokens."""
-    shape, device = shape_of(counts), step.rows.ints.device
+def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> None:
+    """Run the eager forward pass of a step whose rows have these query tokens. tree: some of them are drafts, in a tree."""
+    shape, device = replace(shape_of(counts), deep=int(tree)), step.rows.ints.device
     room = Room(shape.n_rows, shape.n_draws, shape.n_tokens)
     if shape.decode:
         packed = torch.zeros(shape.n_rows, dtype=torch.int32)
     else:
         n_query = torch.tensor(counts, dtype=torch.int32)
-        packed = torch.zeros(packed_size(room), dtype=torch.int32)
+        packed = torch.zeros(packed_size(room, tree), dtype=torch.int32)
         ragged = unpack(packed, shape, room).ragged
         assert ragged is not None
         ragged.n_query.copy_(n_query)
         ragged.q_start[1:].copy_(n_query.cumsum(0))
         ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
         ragged.place.copy_(torch.arange(shape.n_tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
-    step.forward(unpack(packed.to(device), shape, room), step.longest)
+    batch = unpack(packed.to(device), shape, room)
+    for longest in {step.longest, SHORT} if shape.decode else (step.longest,):
+        step.forward(batch, longest)
 
 
 def rehearse_draws(step: DeviceStep, rows: int) -> None:
@@ -123,6 +150,15 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
     for greedy, most_k in ((False, 0), (False, min(20, vocab - 1)), (True, 0)):
         asked = replace(shape, greedy=greedy, plain=False)
         step.finish(Batch(asked, own, own, wishes=replace(asking, most_k=most_k), packed=own), hidden, KNOWN)
+
+
+def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
+    """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
+    tokens = rows * wide
+    shape = Shape(tokens, rows, rows, wide, wide, False, False, True, None, deep=wide - 1 if tree else 0)
+    room = Room(rows, rows, tokens, wide)
+    packed = torch.zeros(packed_size(room, tree), dtype=torch.int32, device=step.rows.ints.device)
+    step.finish(unpack(packed, shape, room), step.decoder.embedding.new_zeros(tokens, step.spec.d_model), KNOWN)
 
 
 def rehearse_pinned() -> None:

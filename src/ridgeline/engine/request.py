@@ -95,7 +95,10 @@ class Request:
     drafted: int = 0
     accepted: int = 0
     guess: Guess | None = None
-    """Its state of a host drafter."""
+    """Its state of a host drafter, which has heard of its first `heard` tokens."""
+    heard: int = 0
+    found: Draft | None = None
+    """What the host drafter has just proposed for its next step."""
     offered: int = 0
     """Nodes that the device drafts for it at the end of its last planned step."""
     unread: int = 0

@@ -23,7 +23,7 @@ from ridgeline.engine.device import DeviceStep, Outcome
 from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
 from ridgeline.engine.late import Late
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import chunked, rehearse, rehearse_all, rehearse_pinned
+from ridgeline.engine.rehearsal import Extent, chunked, rehearse, rehearse_all, rehearse_pinned
 from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.rows import Rows
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Sizes:
     """What the runner makes room for. rows: requests at once; step_tokens: query tokens of a step; max_len: tokens of a
     request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU); order: how pages lie in memory. drafts:
-    numbers of draft nodes per row that have graphs."""
+    numbers of nodes per row that the device drafts; host_drafts: most nodes of what the host drafts, 0 if it does not."""
 
     rows: int
     step_tokens: int
@@ -46,6 +46,7 @@ class Sizes:
     graphs: bool = True
     order: Order = "page"
     drafts: tuple[int, ...] = ()
+    host_drafts: int = 0
 
 
 def build_runner(
@@ -104,9 +105,8 @@ class Runner:
         """What is compiled and captured from now on, once prepared."""
         self._graphs: Graphs | None = None
         if sizes.graphs and self.device.type == "cuda":
-            self._graphs = Graphs(
-                self._step, sizes.rows, sizes.step_tokens, self.late.recorder(CudaRecorder()), sizes.drafts
-            )
+            record = self.late.recorder(CudaRecorder())
+            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, record, sizes.drafts, sizes.host_drafts)
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
@@ -137,19 +137,28 @@ class Runner:
     def _rehearse(self, progress: Progress) -> None:
         """Run steps of all kinds that no graph will serve, those with the most tokens first; only the largest through all
         layers, as the others need neither more memory nor other kernels."""
-        sizes = self._sizes
-        longest = min(sizes.max_len, sizes.step_tokens)
-        rehearse(self._step, chunked(sizes.step_tokens, longest))
-        step = self._step.of_each_kind()
-        rehearse_all(step, sizes.rows, sizes.step_tokens, longest, self._graphs, progress)
+        extent = self._extent()
+        rehearse(self._step, chunked(extent.tokens, extent.longest))
+        rehearse_all(self._step.of_each_kind(), extent, self._graphs, progress)
 
     def _rehearse_dry(self) -> None:
         """Launch the kernels of `prepare`, and capture nothing."""
         sizes, step = self._sizes, self._step.of_each_kind()
-        longest = min(sizes.max_len, sizes.step_tokens)
-        rehearse_all(step, sizes.rows, sizes.step_tokens, longest, self._graphs, _silent)
+        rehearse_all(step, self._extent(), self._graphs, _silent)
         if self._graphs is not None:
-            Graphs(step, sizes.rows, sizes.step_tokens, _Uncaptured, sizes.drafts).capture(_silent)
+            Graphs(step, sizes.rows, sizes.step_tokens, _Uncaptured, sizes.drafts, sizes.host_drafts).capture(_silent)
+
+    def _extent(self) -> Extent:
+        """What steps may hold."""
+        sizes, trees = self._sizes, bool(self._step.drafter.parents)
+        forms = {
+            tree
+            for tree, brought in ((trees, any(sizes.drafts)), (False, sizes.host_drafts), (True, sizes.host_drafts))
+            if brought
+        }
+        longest = min(sizes.max_len, sizes.step_tokens)
+        most = max((*sizes.drafts, sizes.host_drafts), default=0)
+        return Extent(sizes.rows, sizes.step_tokens, longest, most, tuple(sorted(forms)))
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""
@@ -259,7 +268,7 @@ class Runner:
             outcome = Outcome(graphs.verify(built.graph, shape))
         else:
             if built.graph is not None:
-                hidden = graphs.forward(batch, built.graph)
+                hidden = graphs.forward(batch, built.graph, bound)
             else:
                 hidden = self._step.forward(batch, bound)
             if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:

@@ -460,7 +460,7 @@ class Scheduler:
             draft = step.shares[place].draft if place in step.shares else NOTHING
             self._speculation.learn(request, draft, tokens, result, place)
             self._take_tokens(request, place, tokens, result, now, news)
-        plain = request.constraint is None and request.guess is None and request.sampling.logprobs is None
+        plain = request.constraint is None and request.sampling.logprobs is None
         if request.cached_sent and plain:
             request.watch = watch if request.state is State.RUNNING else 0
 

@@ -103,6 +103,7 @@ class Drafts:
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
+        self._asked = False
 
     def waits(self, request: Request) -> bool:
         """A request whose text nobody could quote lately is asked again from time to time; in between it costs nothing."""
@@ -116,33 +117,49 @@ class Drafts:
 
     def plain(self, request: Request) -> bool:
         # A draft model writes behind the rows, in slots that only the longer way leases.
-        return not (self.reach or request.offered or self.waits(request))
+        request.found = None
+        if self.reach or request.offered:
+            return False
+        if self._host is None or not self.waits(request):
+            return True
+        if request.in_flight:
+            return False
+        # A host drafter that has nothing to say costs the question and no more.
+        request.found = self._guess(self._host, request)
+        return not request.found.tokens
 
     def propose(self, request: Request, most: int) -> Draft:
-        if self._host is not None and self.waits(request):
-            found = self._guess(self._host, request, most)
-            if found.tokens:
-                return found
         # A draft is verified by the next step or never: afterwards other tokens stand in its places.
         offered, request.offered = min(most, request.offered), 0
         # What the device drafted is not known here, so no grammar could be asked.
-        if (
-            not offered
-            or request.constraint is not None
-            or (request.sampling.penalized and self._sizes[offered].parents)
+        if request.constraint is not None or (
+            request.sampling.penalized and self._sizes[:1] and self._sizes[-1].parents
         ):
-            return NOTHING
-        return self._sizes[offered]
+            offered = 0
+        found, request.found = request.found, None
+        if found is None and self._host is not None and self.waits(request):
+            found = self._guess(self._host, request)
+        if found is not None and (found := found.first(most)).tokens:
+            likely = sum(request.kept ** (node + 1) for node in range(len(found.tokens)))
+            if not offered or likely > self._pace.gained(offered) - 1:
+                return found
+        return self._sizes[offered] if offered else NOTHING
 
-    def _guess(self, host: HostDrafter, request: Request, most: int) -> Draft:
+    def _guess(self, host: HostDrafter, request: Request) -> Draft:
+        """What the host drafter proposes for the request; it hears only now of what others said."""
+        self._asked = True
+        tokens = request.tokens
         if request.guess is None:
-            request.guess = host.start(request.tokens)
-            request.watch = 0  # from now on it hears of every commit
-        room = min(most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
+            request.guess = host.start(tokens)
+        elif request.heard < len(tokens):
+            news = tokens[request.heard :]
+            request.guess.hear(news, NOTHING, news[:1])
+        request.heard = len(tokens)
+        room = min(self.most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
         nodes = min(room, self._pace.worth(max(1, self._rows), request.kept))
-        if nodes <= 0:
-            return NOTHING
-        found = request.guess.propose(nodes, nodes)
+        found = request.guess.propose(nodes, nodes) if nodes > 0 else NOTHING
+        if not found.tokens:
+            request.quoted -= _MEMORY * request.quoted
         # Penalties count what a row's tokens say from its start on, which only a chain does.
         return found.chain() if request.sampling.penalized else found
 
@@ -150,6 +167,7 @@ class Drafts:
         device, plan = self._device, step.plan
         rows = self._rows = sum(plan.samples)
         step.size, self._size = self._size, 0
+        step.asked, self._asked = self._asked, False
         if device is None:
             return
         if rows:
@@ -176,16 +194,10 @@ class Drafts:
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
-        if request.guess is None:
-            return
-        quoted = bool(draft.tokens) and draft.tokens[0] != DEVICE
-        request.quoted += _MEMORY * (quoted * len(kept) - request.quoted)
-        if quoted:
-            request.guess.hear(tokens, draft, result.drawn[place])
-        else:
-            request.guess.hear(tokens, NOTHING, tokens[:1])
-        if not self.waits(request):
-            request.guess = None  # made anew from all that was said when it is asked again
+            request.quoted += _MEMORY * (len(kept) - request.quoted)
+            if request.guess is not None:
+                request.guess.hear(tokens, draft, result.drawn[place])
+                request.heard = len(request.tokens)
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
@@ -194,7 +206,7 @@ class Drafts:
         ):
             return 0.0
         nodes, gained, seconds = len(plan.drafts) / rows, len(result.tokens) / rows, result.device_s + result.gap_s
-        asked = (nodes > 0 and max(plan.drafts) >= 0) or any(request.guess is not None for request in step.requests)
+        asked = step.asked
         self._pace.settle(rows, asked or nodes > 0 or plan.ahead > 0, gained, seconds)
         if asked:
             # Steps that draft on the device as well would charge the host for it.

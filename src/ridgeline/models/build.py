@@ -72,11 +72,14 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     if not spec.quantization:
         return PlainFormat(ops, dtype, device)
     if spec.quantization == "fp8-weight":
-        return Fp8Format(ops.fp8_weight or FP8_WEIGHT_REFERENCE, dtype, device, stored.scales)
+        return Fp8Format(ops.fp8_weight or FP8_WEIGHT_REFERENCE, dtype, device, stored.scales, inputs=False)
     if spec.quantization != "fp8":
-        numbers, inputs = NUMBER_FORMATS[spec.quantization], in_8_bits if spec.quantization == "w8a8" else None
+        numbers = NUMBER_FORMATS[spec.quantization]
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
+        if numbers.inputs_8bit and ops.w8a8 is not None:
+            return IntFormat(ops.w8a8, numbers, dtype, device, stored.integers)
+        inputs = in_8_bits if numbers.inputs_8bit else None
         return IntFormat(ops.integer or INT_REFERENCE, numbers, dtype, device, stored.integers, inputs)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(

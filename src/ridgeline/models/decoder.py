@@ -106,6 +106,7 @@ class Decoder:
         made = copy(self)
         made.layers = tuple(self.layers[index] for index in layers)
         made._run = made._one_by_one
+        made.settle()
         return made
 
 

@@ -20,10 +20,24 @@ from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
 from ridgeline.ops.native_integer import int_ops
 from ridgeline.ops.native_layers import NativeLayers, outputs_of
+from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import ChainParts, LayerParts, Normed, Ops, Plain, QkvShape, RunChain, RunLayers, plain
+from ridgeline.ops.table import (
+    ChainParts,
+    Fp8Matrix,
+    LayerParts,
+    Normed,
+    Ops,
+    Plain,
+    QkvShape,
+    RecurrentParts,
+    RunChain,
+    RunLayers,
+    RunRecurrent,
+    plain,
+)
 
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
 MAX_HEAD_DIM = 256
@@ -220,6 +234,12 @@ class NativeOps:
             return None
         return NativeChain(parts, kernels, self._view, self._fixed)
 
+    def recurrent(self, parts: RecurrentParts) -> RunRecurrent | None:
+        """See Ops."""
+        kernels = self._kernels.get(parts.embedding.dtype)
+        whole = parts.gate_up.out % (2 * LANES) == 0
+        return NativeRecurrent(parts, kernels) if kernels is not None and whole else None
+
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
         return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
 
@@ -227,6 +247,8 @@ class NativeOps:
 def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
     """Whether the kernels can run this layer: loaded on the CPU in one number format, with sizes that they take."""
     shape, matrices = parts.shape, (parts.qkv, parts.out, parts.gate_up, parts.down)
+    if any(isinstance(one.packed, Fp8Matrix) for one in matrices):
+        return False
     held = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
     held += [one.bias for one in matrices]
     held += [one.packed for one in matrices if isinstance(one.packed, torch.Tensor)]
@@ -312,6 +334,8 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         advance=rows.advance,
         layers=ops.layers,
         verify=rows.verify,
+        draw=rows.draw,
         chain=ops.chain,
+        recurrent=ops.recurrent,
     )
     return table, "AVX-512 and AMX tiles" if library.tiles else "AVX-512"

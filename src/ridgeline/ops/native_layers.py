@@ -80,13 +80,17 @@ def _layer(parts: LayerParts) -> Layer:
 
 def outputs_of(matrix: Matrix) -> int:
     packed = matrix.packed
-    return packed.out if isinstance(packed, IntMatrix) else packed.shape[0]
+    if isinstance(packed, IntMatrix):
+        return packed.out
+    assert isinstance(packed, torch.Tensor)
+    return packed.shape[0]
 
 
 def _matrix(matrix: Matrix) -> MatrixOf:
     packed, bias = matrix.packed, _pointer(matrix.bias)
     if isinstance(packed, IntMatrix):
         return MatrixOf(None, bias, int_weights(packed))
+    assert isinstance(packed, torch.Tensor)
     return MatrixOf(packed.data_ptr(), bias, IntWeights())
 
 

@@ -14,15 +14,17 @@ from ridgeline.ops.rows import Gathered, RowState, Spread
 
 STATE = 9
 """Numbers that state_of gives."""
+_DRAW = Struct(f"{STATE + 9}q")
 _GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 10}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
 
 
 class NativeRows:
     """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
 
-    __slots__ = ("_advance", "_gather", "_verify")
+    __slots__ = ("_advance", "_gather", "_kernels", "_verify")
 
     def __init__(self, library: Library) -> None:
+        self._kernels = library.kernels
         self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
 
     def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
@@ -38,6 +40,20 @@ class NativeRows:
         out = (position.data_ptr(), tokens.data_ptr(), length.data_ptr(), slots.data_ptr())
         self._gather(_GATHER.pack(*state_of(state), at(own), *given, rows, count, *out))
         return Gathered(tokens, position, slots, length)
+
+    def draw(
+        self, state: RowState, heat: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, depth: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See Ops.draw."""
+        kernels = self._kernels.get(logits.dtype)
+        logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
+        each, vocab = logits.shape
+        count = rows.shape[0]
+        drawn = torch.empty(each, dtype=torch.int32)
+        given = (heat.data_ptr(), heat.stride(0), at(rows), 0 if depth is None else at(depth), at(logits))
+        sizes = (count, each // max(1, count), vocab)
+        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, *sizes, at(drawn)))
+        return drawn
 
     def advance(self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """See ops.rows.advance."""

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+SHORT = 2048
+"""Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
+for both."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvView:

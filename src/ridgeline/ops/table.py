@@ -89,15 +89,16 @@ class IntMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A loaded linear: packed as Ops.pack made it of floating-point numbers, or in integers; bias [out] or None."""
+    """A loaded linear: packed as Ops.pack made it of floating-point numbers, in integers, or in 8 bits with its inputs in 8
+    bits too; bias [out] or None."""
 
-    packed: torch.Tensor | IntMatrix
+    packed: torch.Tensor | IntMatrix | Fp8Matrix
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A loaded decoder layer on one device, pre-norm, without post norms, its linears in floating point or weight-only:
+    """A loaded decoder layer on one device, pre-norm, without post norms, its linears as Matrix says:
 
     stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up), (gate, up) = gate_up(norm(stream)). All its
     norms have the eps and offset of `shape`.
@@ -229,10 +230,35 @@ def no_chain(parts: ChainParts) -> RunChain | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentParts:
+    """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; mix [D, D], gate_up [2 F, D], down [D, F], head [N, D];
+    norms float32 [D]; ids int32 [N]: the tokens that the head is for."""
+
+    embedding: torch.Tensor
+    mix: IntMatrix
+    gate_up: IntMatrix
+    down: IntMatrix
+    head: IntMatrix
+    inner_norm: torch.Tensor
+    norm: torch.Tensor
+    ids: torch.Tensor
+    activation: str
+    eps: float
+    offset: bool
+
+
+RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes `count` tokens behind what the rows know."""
+
+
 Verify = Callable[
     [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
+
+
+DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +280,18 @@ class Ops:
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
     gather, advance: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
+    draw(state, heat float32 [R], rows int32 [S], logits [S * wide, V], depth int32 [S * wide] or None) -> tokens int32 [S * wide]:
+        what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None: 0, 1, .., as in chains)
+        with the rows' noise, as `sample`; None: nothing here does it in one call.
     chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
+    recurrent(parts) -> what drafts with them in one call, or None: these numbers are not known here. None: nothing here does.
     layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
     fp8, fp8_weight, integer: the same for linears in e4m3, for those whose activations stay plain, and for integers; None:
         this device has no kernels for them, the reference serves.
+    w8a8: integer linears of 8 bits and one scale per output, whose inputs are rounded to 8 bits with a scale per token as they
+        are read (quant.integer.in_8_bits); None: they are rounded first.
+    apart(x [T, D], empty uint8 [D]) -> [T, D]: quant.integer.outliers_apart of x with zeros where `empty` is not 0; None: it
+        is done operation by operation.
     """
 
     name: str
@@ -274,9 +308,13 @@ class Ops:
     fp8: Fp8Ops | None = None
     fp8_weight: Fp8Ops | None = None
     integer: IntOps | None = None
+    w8a8: IntOps | None = None
+    apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     verify: Verify | None = None
+    draw: DrawRows | None = None
     chain: Callable[[ChainParts], RunChain | None] = no_chain
+    recurrent: Callable[[RecurrentParts], RunRecurrent | None] | None = None

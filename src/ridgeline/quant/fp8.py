@@ -24,12 +24,13 @@ Stored = Literal["float", "channel", "tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """dtype: of plain activations, biases and results."""
+    """dtype: of plain activations, biases and results. inputs: whether `ops` quantize a linear's inputs too."""
 
     ops: Fp8Ops
     dtype: torch.dtype
     device: torch.device
     stored: Stored = "float"
+    inputs: bool = True
     name: str = "fp8"
 
     def create(self, shape: LinearShape, share: Share) -> Fp8Weight:
@@ -96,7 +97,7 @@ class Fp8Weight:
         return self._form.ops.linear_activate(x, self._matrix, self._bias, self._form.dtype, kind)
 
     def matrix(self) -> Matrix | None:
-        return None
+        return Matrix(self._matrix, self._bias) if self._matrix is not None and self._form.inputs else None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         held = (self._values, self._scales)

@@ -229,7 +229,8 @@ class IntWeight:
         return self._form.ops.linear_activate(self._given(x), self._matrix, self._bias, kind)
 
     def matrix(self) -> Matrix | None:
-        if self._matrix is None or self._order is not None or self._form.inputs is not None:
+        rounds = self._form.inputs is not None or self._form.numbers.inputs_8bit
+        if self._matrix is None or self._order is not None or rounds:
             return None
         return Matrix(self._matrix, self._bias)
 

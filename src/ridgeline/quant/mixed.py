@@ -49,18 +49,18 @@ class MixedWeight:
     """Integers with the kept columns empty, beside a matrix of those columns. Weights wait in floating point until the last
     part is there, because the parts of a linear keep the same inputs; ranks that share the inputs choose among their own."""
 
-    __slots__ = ("expects", "_columns", "_cut", "_form", "_integers", "_kept", "_missing", "_waiting")
+    __slots__ = ("expects", "_columns", "_cut", "_empty", "_form", "_integers", "_kept", "_missing", "_waiting")
 
     def __init__(self, form: MixedFormat, shape: LinearShape, share: Share) -> None:
-        integers = IntFormat(
-            form.ops.integer or INT_REFERENCE, form.numbers, form.dtype, form.device, inputs=outliers_apart
-        )
+        inputs = outliers_apart if form.ops.apart is None else None
+        integers = IntFormat(form.ops.integer or INT_REFERENCE, form.numbers, form.dtype, form.device, inputs=inputs)
         self._form, self._integers, self._cut = form, integers.create(shape, share), Cut.of(shape, share)
         self.expects: Mapping[tuple[int, str], Expected] = self._integers.expects
         self._missing = {part for part, name in self.expects if name == "weight"}
         self._waiting: dict[int, torch.Tensor] = {}
         self._kept: torch.Tensor | None = None
         self._columns: torch.Tensor | None = None
+        self._empty: torch.Tensor | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name != "weight":
@@ -84,15 +84,24 @@ class MixedWeight:
         for part, one in enumerate(parts):
             self._integers.load(part, "weight", one.index_fill(1, kept + own.start, 0.0))
         self._kept, self._columns = kept, form.ops.pack(torch.cat(rows).to(form.dtype))
+        if form.ops.apart is not None:
+            self._empty = torch.zeros(inputs, dtype=torch.uint8, device=form.device).index_fill_(0, kept, 1)
 
     def apply(self, x: Activation) -> torch.Tensor:
-        assert self._kept is not None and not isinstance(x, Scaled)
+        assert not isinstance(x, Scaled)
         given = plain(x, self._form.ops.rms_norm)
-        return self._beside(given, self._integers.apply(given.index_fill(1, self._kept, 0.0)))
+        return self._beside(given, self._integers.apply(self._rest(given)))
 
     def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
-        assert self._kept is not None and isinstance(x, torch.Tensor)
-        return self._beside(x, self._integers.add(x.index_fill(1, self._kept, 0.0), stream))
+        assert isinstance(x, torch.Tensor)
+        return self._beside(x, self._integers.add(self._rest(x), stream))
+
+    def _rest(self, x: torch.Tensor) -> torch.Tensor:
+        """x without the kept inputs; rounded already where the device does that in one pass."""
+        assert self._kept is not None
+        if self._form.ops.apart is None or self._empty is None:
+            return x.index_fill(1, self._kept, 0.0)
+        return self._form.ops.apart(x, self._empty)
 
     def _beside(self, x: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         """rest + the kept inputs times their columns."""

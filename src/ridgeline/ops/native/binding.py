@@ -68,7 +68,8 @@ class Kernels:
     pack(weight, packed, n, k). norm(x, weight, out, rows, n, eps, offset). activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin,
     q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
-    layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp.
+    layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp; recurrent(arguments): recurrent.cpp;
+    draw(arguments): sample.cpp.
     fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
     k, norm or 0, eps, offset, fixed, plain): see fp8.cpp. int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0,
     norm or 0, eps, offset): see integer.h.
@@ -84,6 +85,8 @@ class Kernels:
     fp8_linear: Any
     int_linear: Any
     chain: Any
+    recurrent: Any
+    draw: Any
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -95,6 +98,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "attention": (*[c_void_p] * 4, *[c_int64] * 2),
     "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
     "chain": (ctypes.c_char_p,),
+    "recurrent": (ctypes.c_char_p,),
+    "draw": (ctypes.c_char_p,),
     "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int),
     "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }

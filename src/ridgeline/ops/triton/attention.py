@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import triton
 
-from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import tuning
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
@@ -99,18 +99,32 @@ class _Call:
         )
 
     @property
+    def programs(self) -> int:
+        """Of the split kernel, if no row is split."""
+        return self.step.rows.shape[0] * self.view.kv.shape[2]
+
+    @property
+    def few(self) -> bool:
+        """Whether each of them may have a processor for itself."""
+        return self.programs < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
+
+    @property
     def wide(self) -> bool:
-        """Whether rows and heads make so few programs of the split kernel that each may have a processor for itself."""
-        rows = self.step.rows.shape[0]
-        few = rows * self.view.kv.shape[2] < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
-        return few and rows >= tuning.FEWEST_WIDE_ROWS
+        """Whether each has one, and fills it."""
+        return self.few and self.step.rows.shape[0] >= tuning.FEWEST_WIDE_ROWS
+
+    @property
+    def lone(self) -> bool:
+        """Whether one or two rows of long contexts leave room for the next layer's programs beside their own. Steps that only
+        decode, as below."""
+        return self.few and not self.wide and self.step.max_query == 1 and self.step.max_length > SHORT
 
     @property
     def snug(self) -> bool:
         """Whether all rows and heads run at a time, but only if a processor takes one program more than else. Steps that
         only decode: their kernels are compiled before requests come, those of mixed steps for any number of rows."""
         least, most = tuning.SPLIT_PROGRAMS_PER_PROCESSOR, tuning.SNUG_PROGRAMS_PER_PROCESSOR
-        programs, processors = self.step.rows.shape[0] * self.view.kv.shape[2], _processors(self.q.device)
+        programs, processors = self.programs, _processors(self.q.device)
         fits = self.step.max_query == 1 and self.group <= tuning.SPLIT_QUERIES and self.width in tuning.SNUG_SPLIT_TILES
         return fits and least * processors <= programs < most * processors
 
@@ -118,12 +132,26 @@ class _Call:
     def wave(self) -> int:
         """Programs of the split kernel that run at a time."""
         each = tuning.SNUG_PROGRAMS_PER_PROCESSOR if self.snug else tuning.SPLIT_PROGRAMS_PER_PROCESSOR
-        return _processors(self.q.device) * (1 if self.wide else each)
+        if self.wide or self.lone:
+            each = 1 if self.wide else tuning.LONE_PROGRAMS_PER_PROCESSOR
+        return _processors(self.q.device) * each
 
     @property
     def one_wave(self) -> bool:
         """Whether rows and heads do not fill the device even once: then all programs end together, and little is split."""
-        return self.step.rows.shape[0] * self.view.kv.shape[2] < self.wave
+        return self.programs < self.wave
+
+    @property
+    def fused(self) -> bool:
+        """Whether the last program of a row puts its parts together, instead of a kernel of its own."""
+        small = self.small <= tuning.SPLIT_QUERIES
+        return not self.one_wave or (small and self.programs >= _processors(self.q.device))
+
+    @property
+    def ahead(self) -> int:
+        """Slots that a program of the split kernel asks for before it waits for the kernel before it; 0: none."""
+        tile, plain = self.tile(split=True), self.step.ancestors is None and not self.compacted
+        return tile.stages * tile.keys if (self.wide or self.lone) and plain else 0
 
     def tile(self, split: bool) -> Tile:
         if self.q.dtype == torch.float32:
@@ -235,15 +263,14 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
 def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Rows with few query tokens: parts of their keys in parallel, then the parts of a row together.
 
-    Many rows hide the end of one program behind others, so the last program of a row puts its parts together; few rows
-    do not, and there a kernel of its own, ready when the last part is, takes half the time.
+    Many rows have few parts each, so the last program of a row puts them together; few rows have many, and there a kernel of
+    its own, ready when the last part is, takes half the time.
     """
     planned = _key(call, "split") in call.step.derived
-    work, tile = _once(call, "split", lambda: _plan(call)), call.tile(split=True)
+    work = _once(call, "split", lambda: _plan(call))
     rows, kv_heads, dim = call.step.rows.shape[0], call.view.kv.shape[2], call.q.shape[2]
     queries = call.small // call.group * call.group
     packed = triton.next_power_of_2(queries)
-    plain = call.step.ancestors is None and not call.compacted
     part = torch.empty((work.count, kv_heads, queries, dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((work.count, kv_heads, queries), dtype=torch.float32, device=out.device)
     split_kernel[(work.count * kv_heads,)](
@@ -257,13 +284,13 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         planned=int(planned),
         part_queries=queries,
         QUERIES=max(16, packed),
-        AHEAD=tile.stages * tile.keys if call.wide and plain else 0,
-        FUSED=not call.one_wave,
+        AHEAD=call.ahead,
+        FUSED=call.fused,
         PACKED=packed,
         PARTS=max(1, min(tuning.COMBINED_AT_ONCE, tuning.COMBINED_ELEMENTS // (packed * call.width))),
         **_shared(call, split=True),
     )
-    if call.one_wave:
+    if not call.fused:
         combine_kernel[(rows, call.q.shape[1])](
             work.rows,
             call.step.q_start,
@@ -376,11 +403,11 @@ def attention(
     """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
     group = q.shape[1] // view.kv.shape[2]
     packed = step.max_query * group
-    few = packed <= tuning.LARGEST_SPLIT_QUERIES
+    few = packed <= tuning.LARGER_SPLIT_QUERIES[-1]
     # Not the exact number: each would be a kernel of its own.
     small = group if step.max_query == 1 else max(tuning.SPLIT_QUERIES, group)
     if few and packed > small:
-        small = tuning.LARGEST_SPLIT_QUERIES
+        small = _class(packed, tuning.LARGER_SPLIT_QUERIES)
     call = _Call(q, view, step, small)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

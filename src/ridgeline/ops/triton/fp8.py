@@ -167,7 +167,7 @@ def _finish(
     real = (row < outputs)[:, None] & (token < tokens)[None, :]
     w_scale = tl.load(w_scale_ptr + row, mask=row < outputs, other=0.0)
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)
-    acc = acc * (w_scale[:, None] * x_scale[None, :])
+    acc = acc.to(tl.float32) * (w_scale[:, None] * x_scale[None, :])
     if BIAS:
         acc += tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * outputs + row[:, None]
@@ -212,7 +212,9 @@ def _small_kernel(
     at = tl.arange(0, INPUTS)
     w_row = w_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * inputs
     x_row = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * inputs
-    acc = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
+    # Integers (w8a8) have integer sums, which are exact however they are split.
+    SUM: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([OUTPUTS, TOKENS], dtype=SUM)
     await_inputs(PDL)
     for turn in range(split * turns, tl.minimum((split + 1) * turns, tl.cdiv(inputs, INPUTS))):
         here = turn * INPUTS + at
@@ -223,7 +225,7 @@ def _small_kernel(
             inside = (here < inputs)[None, :]
             w = tl.load(w_row + here[None, :], mask=inside, other=0.0)
             x = tl.load(x_row + here[None, :], mask=inside, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PROMOTE)
+        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PROMOTE, out_dtype=SUM)
     if not SHARED:
         _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS, ADD)
     else:
@@ -263,7 +265,8 @@ def small(
     if split > 1 and grid[0] * grid[1] > matrix.counters.numel():
         split, turns, grid = 1, triton.cdiv(inputs, launch.inputs), (grid[0], grid[1], 1)
     room = split * grid[0] * grid[1] * launch.outputs * tile if split > 1 else 0
-    part = torch.empty(room, dtype=torch.float32, device=out.device) if room else matrix.scales
+    sums = torch.int32 if matrix.values.dtype == torch.int8 else torch.float32
+    part = torch.empty(room, dtype=sums, device=out.device) if room else matrix.scales
     _small_kernel[grid](
         x.values,
         x.scales,

@@ -1,23 +1,27 @@
 """Integer linears: weights of 8, 4 or 3 bits, activations in floating point.
 
-A few tokens are products of a warp's matrix unit (integer_vector), some hundred tokens products of the tensor cores whose
-weights are widened on their way (integer_matrix). Beyond, arithmetic is the limit: the matrix is widened as a
-whole once and cuBLAS multiplies. Three bits are stored as four: they save nothing here.
+A few tokens are products of a warp's matrix unit (integer_vector), some hundred tokens on Hopper products of the tensor
+cores whose weights are widened on their way (integer_ring). Beyond, arithmetic is the limit: the matrix is widened as a
+whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four: they save nothing here.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops, Plain, plain
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.integer_matrix import dequantize, integer_product
+from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int) -> IntMatrix:
@@ -38,8 +42,16 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
 
 
 @cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@cache
+def _ring(device: torch.device) -> ModuleType | None:
+    """The module of integer_ring_product where it runs. Its language may change from version to version of Triton."""
+    if torch.cuda.get_device_capability(device)[0] != 9 or not triton.__version__.startswith(GLUON_VERSIONS):
+        return None
+    return import_module("ridgeline.ops.triton.integer_ring")
 
 
 def _streams(x: torch.Tensor) -> bool:
@@ -53,7 +65,7 @@ def _fused(
     """The product, with all of what stands around it, by the kernels that widen on the way; None: not in one kernel, or
     not by them."""
     source = x.x if isinstance(x, Normed) else x
-    if source.dtype not in (torch.bfloat16, torch.float16) or not source.shape[0] or not source.is_cuda:
+    if source.dtype not in (torch.bfloat16, torch.float16) or not source.shape[0] or not _gpu(source.device):
         return None
     tile = tile_for(source.shape[0], matrix, kind is not None)
     if isinstance(tile, IntVectorTile):
@@ -61,9 +73,10 @@ def _fused(
         if source.stride(1) != 1 or (isinstance(x, Normed) and source.shape[0] > 1):
             return None
         return integer_vector_product(x, matrix, bias, tile, stream, kind)
-    if tile is None or isinstance(x, Normed) or not _hopper(source.device) or not _streams(source):
+    if tile is None or isinstance(x, Normed) or not _streams(source) or (ring := _ring(source.device)) is None:
         return None
-    return integer_product(source, matrix, bias, tile, stream, kind)
+    product: torch.Tensor = ring.integer_ring_product(source, matrix, bias, tile, stream, kind)
+    return product
 
 
 def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""Integer weights on the tensor cores: codes become 16-bit floats in registers, on their way into the product.
+"""How codes become 16-bit floats, and whole matrices of them.
 
-A program computes ROWS x BATCH of out^T = W x^T like gemm_small: the copy engine streams codes and x, and each thread
-finds in the 16 bytes that it reads exactly the weights that the matrix unit wants of it, so nothing is exchanged between
-threads (the layout is integer.pack's). A code becomes a float by being put below an exponent: 16-bit floats from 2^7
-(bfloat16) or 2^10 (float16) on are a step of 1 apart, so "or" adds the code exactly, and subtracting that power and the
-zero point is exact too (Kim et al. 2022, Who Says Elephants Can't Run). Weights are rounded to x's dtype once, after
-their scale; with one scale per output channel they are exact, and the sum is scaled.
+A code becomes a float by being put below an exponent: 16-bit floats from 2^7 (bfloat16) or 2^10 (float16) on are a step
+of 1 apart, so "or" adds the code exactly, and subtracting that power and the zero point is exact too (Kim et al. 2022, Who
+Says Elephants Can't Run). Weights are rounded to x's dtype once, after their scale; with one scale per output channel they
+are exact.
 """
 
 # mypy: allow-untyped-defs
@@ -16,13 +14,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.ops.table import IntMatrix
-from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.gemm_small import COUNTERS, _arrivals, _ask, _biased, _sum_of_parts
 from ridgeline.ops.triton.launch import await_inputs, overlap
-from ridgeline.ops.triton.shapes import MatrixTile
 
 # Four codes of 4 bits, or two of 8, from each half of a register; t: the codes as floats before any scale.
 _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
@@ -177,129 +171,6 @@ def _factors(
     return shift, factor
 
 
-@triton.jit
-def _settled(total, PTX: tl.constexpr):
-    """The sums, when their products are done. Without, products of one block still read their weights from registers that
-    those of the next are put into: Triton 3.6 keeps track of memory only."""
-    if PTX != "":
-        return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
-    return total
-
-
-# --- few tokens -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _finish(total, scale_ptr, bias_ptr, row, n, GROUP: tl.constexpr, BIAS: tl.constexpr):
-    """A tile of sums, scaled where the weights were not, plus the bias."""
-    if GROUP == 0:
-        total *= tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    return _biased(total, bias_ptr, row, n, BIAS)
-
-
-@triton.jit(do_not_specialize=["m", "batches", "splits"])
-def integer_kernel(
-    w_desc,
-    x_desc,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    part_ptr,
-    arrivals_ptr,
-    m,
-    n,
-    units,
-    groups,
-    batches,
-    splits,
-    SHIFT: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    BITS: tl.constexpr,
-    PTX: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    KIND: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BATCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-    ASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """gemm_small.matrix_kernel with codes for weights: units int16 of them a row, `groups` scales and zero points a row.
-
-    GROUP: inputs per scale, 0: all. SHIFT: what a code is too large by (where ZEROS, apart from its zero point). PTX: see
-    conversion; "" computes it plainly.
-    """
-    PER: tl.constexpr = 16 // BITS
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    split = tl.program_id(0) % splits
-    tile = tl.program_id(0) // splits
-    row_tile = tile // batches
-    batch_tile = tile % batches
-    blocks = (units * PER + BLOCK - 1) // BLOCK
-    begin = split * blocks // splits
-    end = (split + 1) * blocks // splits
-    # Else a path around the loop sets the sums, and ptxas makes every product wait for the one before (its note C7515).
-    tl.assume(begin < end)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    if PDL and ASKED != "":
-        _ask(w_ptr, tl.minimum(row, n - 1), units, begin * (BLOCK // PER), ASKED)
-        if KIND != 0:
-            _ask(w_ptr, tl.minimum(row, n - 1) + n, units, begin * (BLOCK // PER), ASKED)
-    all_n = n if KIND == 0 else 2 * n
-    await_inputs(PDL)
-    token = batch_tile * BATCH + tl.arange(0, BATCH)
-    total = tl.zeros((ROWS, BATCH), tl.float32)
-    up = total
-    for block in tl.range(begin, end, num_stages=STAGES):
-        at = block * BLOCK
-        scale, zero = _read(scale_ptr, zero_ptr, row, all_n, at, groups, GROUP, ZEROS, BITS, BLOCK)
-        p = w_desc.load([row_tile * ROWS, at // PER])
-        x = x_desc.load([batch_tile * BATCH, at])
-        shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
-        w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
-        total = tl.dot(w, x.T, total, input_precision=PRECISION)
-        if KIND != 0:
-            scale, zero = _read(scale_ptr, zero_ptr, n + row, all_n, at, groups, GROUP, ZEROS, BITS, BLOCK)
-            p = w_desc.load([n + row_tile * ROWS, at // PER])
-            shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
-            w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
-            up = _settled(tl.dot(w, x.T, up, input_precision=PRECISION), PTX)
-        total = _settled(total, PTX)
-    last = True
-    if SPLIT:
-        SIDE: tl.constexpr = ROWS * BATCH
-        SIZE: tl.constexpr = SIDE if KIND == 0 else 2 * SIDE
-        place = tl.arange(0, ROWS)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
-        parts = part_ptr + tile.to(tl.int64) * splits * SIZE + place
-        tl.store(parts + split * SIZE, total)
-        if KIND != 0:
-            tl.store(parts + split * SIZE + SIDE, up)
-        # Every thread's part must be out before the one thread that counts says so.
-        tl.debug_barrier()
-        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
-        if last:
-            total = _sum_of_parts(parts, splits, SIZE)
-            if KIND != 0:
-                up = _sum_of_parts(parts + SIDE, splits, SIZE)
-            tl.store(arrivals_ptr + tile, 0)
-    if last:
-        total = _finish(total, scale_ptr, bias_ptr, row, n, GROUP, BIAS)
-        where = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-        real = (row < n)[:, None] & (token < m)[None, :]
-        if KIND != 0:
-            total = gated(total, _finish(up, scale_ptr + n, bias_ptr + n, row, n, GROUP, BIAS), KIND)
-        if ADD:
-            total += tl.load(where, mask=real, other=0.0).to(tl.float32)
-        tl.store(where, total.to(out_ptr.dtype.element_ty), mask=real)
-
-
 def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> dict[str, object]:
     """Constants of the kernels for a matrix whose products are in dtype. vectors: those of integer_vector, where codes are
     neither shifted nor scaled one by one if a chunk of them has one scale."""
@@ -318,71 +189,6 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
         "BITS": width,
         "PTX": "" if plain else conversion(width, dtype, each and scaled, each and shifted, vectors),
     }
-
-
-def integer_product(
-    x: torch.Tensor,
-    matrix: IntMatrix,
-    bias: torch.Tensor | None,
-    tile: MatrixTile,
-    stream: torch.Tensor | None = None,
-    kind: str | None = None,
-) -> torch.Tensor:
-    """x [T, d_in] with contiguous rows -> x W^T + bias [T, out] in x's dtype. Address and rows of x must be multiples of 16
-    bytes; tile.rows is 16 times its warps, tile.block a multiple of 128.
-
-    stream: contiguous [T, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [T, F].
-    """
-    tokens = x.shape[0]
-    codes = matrix.codes.view(torch.int16)
-    units = codes.shape[1]
-    per = 2 if matrix.bits == 8 else 4
-    # A gate and an up tile are as many accumulators as one tile of twice the tokens.
-    n = matrix.out // (1 if kind is None else 2)
-    batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, tile.rows)
-    most = 1 if batches * tiles > COUNTERS else triton.cdiv(units * per, tile.block)
-    splits = max(1, min(tile.splits, most))
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
-    part, arrivals = out, out
-    if splits > 1:
-        shape = (batches * tiles, splits, 1 if kind is None else 2, tile.rows, tile.batch)
-        part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
-    launch = overlap(x.device)
-    asked = tile.asked if launch["PDL"] and tile.asked <= units * 2 // splits else 0
-    integer_kernel[(batches * tiles * splits,)](
-        TensorDescriptor.from_tensor(codes, [tile.rows, tile.block // per]),
-        TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
-        codes,
-        matrix.scales,
-        matrix.scales if matrix.zeros is None else matrix.zeros,
-        matrix.scales if bias is None else bias,
-        out,
-        part,
-        arrivals,
-        tokens,
-        n,
-        units,
-        matrix.scales.shape[1],
-        batches,
-        splits,
-        **constants(matrix, x.dtype),
-        BIAS=bias is not None,
-        ADD=stream is not None,
-        KIND=KINDS[kind],
-        SPLIT=splits > 1,
-        BATCH=tile.batch,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ASKED=str(asked) if asked else "",
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        **launch,
-    )
-    return out
-
-
-# --- many tokens ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -404,7 +210,11 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS x BLOCK weights into out [n, k]; see integer_kernel."""
+    """ROWS x BLOCK weights into out [n, k]: units int16 of codes a row, `groups` scales and zero points a row.
+
+    GROUP: inputs per scale, 0: all. SHIFT: what a code is too large by (where ZEROS, apart from its zero point). PTX: see
+    conversion; "" computes it plainly.
+    """
     PER: tl.constexpr = 16 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

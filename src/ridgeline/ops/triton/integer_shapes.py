@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.ops.table import IntMatrix
-from ridgeline.ops.triton.shapes import ANY, PROCESSORS, SMALLEST_RUN, MatrixTile
+from ridgeline.ops.triton.shapes import ANY, PROCESSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,34 @@ class IntVectorTile:
     programs: int
 
 
+@dataclass(frozen=True, slots=True)
+class IntRingTile:
+    """batch, block: tokens and inputs at a time. warps: that multiply 16 rows of the weight each, of each side of a gate; 4
+    or 8. stages: blocks in the ring. registers: a thread's at launch. split: programs that share a tile's sum, a power of
+    two. programs: that share all tiles where there is no split."""
+
+    batch: int
+    block: int
+    warps: int
+    stages: int
+    registers: int = 168
+    split: int = 1
+    programs: int = PROCESSORS
+
+
 MOST_VECTORS = 4
-"""Tokens above which products of large tiles are as fast."""
+"""Tokens above which products through a ring are faster."""
 WIDEST_VECTORS = 65536
 """Inputs of all tokens, their number rounded up to a power of two, up to which a program keeps x in shared memory."""
-MOST_TOKENS = 640
-"""Tokens above which widening the whole matrix first is faster."""
+MOST_TOKENS = 1024
+"""Tokens above which widening the whole matrix first is about as fast."""
 WIDE = 16384
 """Outputs above which a matrix fills the chip with large tiles; smaller ones want many programs."""
+MOST_SPLIT = 8
+SMALLEST_PART = 512
+"""Inputs below which a further split of a sum costs more than it brings."""
+_HALF = 128
+"""Registers of a thread at launch with which, as with up to 110 KB of memory, two programs of 8 warps share a processor."""
 _WIDER = 8192
 # Bits below 8 or not -> tokens -> (inputs at most, outputs at most, tile) in order; other counts take the next.
 _FEW: dict[bool, dict[int, tuple[tuple[int, int, IntVectorTile], ...]]] = {
@@ -50,43 +70,45 @@ _FEW: dict[bool, dict[int, tuple[tuple[int, int, IntVectorTile], ...]]] = {
         MOST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
     },
 }
-# As above -> (programs for a processor that a split of sums makes at least, (outputs at most, tile) in order).
-_SOME: dict[bool, dict[int, tuple[int, tuple[tuple[int, MatrixTile], ...]]]] = {
+# Bits below 8 or not -> tokens -> (tile of gate and up, tile of others); other counts take the next. Up to 64 tokens
+# widening is as long as multiplying: two programs to a processor hide what one waits for, and the next kernel's first
+# program asks for its weights while this one's last still runs. Above, x is what is read most: large tiles.
+_RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
     True: {
-        16: (3, ((WIDE, MatrixTile(16, 64, 128, 4, 3, 512)), (ANY, MatrixTile(32, 64, 128, 4, 4, 512)))),
-        32: (3, ((ANY, MatrixTile(32, 64, 128, 4, 4, 512)),)),
-        64: (1, ((WIDE, MatrixTile(64, 64, 128, 4, 4, 512)), (ANY, MatrixTile(64, 128, 128, 8, 3, 512)))),
-        128: (1, ((WIDE, MatrixTile(128, 64, 128, 4, 3, 512)), (ANY, MatrixTile(128, 128, 128, 8, 3, 512)))),
-        256: (1, ((WIDE, MatrixTile(128, 64, 128, 4, 3)), (ANY, MatrixTile(128, 128, 128, 8, 3)))),
-        MOST_TOKENS: (0, ((4096, MatrixTile(128, 64, 128, 4, 3)), (ANY, MatrixTile(128, 128, 128, 8, 3)))),
+        16: (IntRingTile(16, 256, 4, 4, _HALF), IntRingTile(16, 256, 4, 6, _HALF)),
+        32: (IntRingTile(32, 256, 4, 3, _HALF), IntRingTile(32, 256, 4, 4, _HALF)),
+        64: (IntRingTile(64, 256, 4, 2, _HALF), IntRingTile(64, 128, 4, 5, _HALF)),
+        MOST_TOKENS: (IntRingTile(128, 128, 8, 4), IntRingTile(128, 128, 8, 5)),
     },
     False: {
-        16: (2, ((WIDE, MatrixTile(16, 64, 256, 4, 3, 512)), (ANY, MatrixTile(32, 128, 128, 8, 4, 512)))),
-        32: (2, ((WIDE, MatrixTile(32, 64, 128, 4, 4, 512)), (ANY, MatrixTile(32, 128, 128, 8, 4, 512)))),
-        64: (1, ((WIDE, MatrixTile(64, 64, 128, 4, 4, 512)), (ANY, MatrixTile(64, 128, 128, 8, 3, 512)))),
-        128: (1, ((ANY, MatrixTile(128, 64, 128, 4, 3, 512)),)),
-        256: (1, ((ANY, MatrixTile(128, 64, 128, 4, 3)),)),
-        MOST_TOKENS: (0, ((ANY, MatrixTile(128, 64, 128, 4, 3)),)),
+        16: (IntRingTile(16, 128, 4, 5, _HALF), IntRingTile(16, 128, 4, 8, _HALF)),
+        32: (IntRingTile(32, 128, 4, 4, _HALF), IntRingTile(32, 128, 4, 6, _HALF)),
+        64: (IntRingTile(64, 128, 4, 3, _HALF), IntRingTile(64, 128, 4, 4, _HALF)),
+        MOST_TOKENS: (IntRingTile(128, 128, 8, 3), IntRingTile(128, 128, 8, 4)),
     },
 }
 
 
-def tile_for(tokens: int, matrix: IntMatrix, gate: bool) -> IntVectorTile | MatrixTile | None:
+def tile_for(tokens: int, matrix: IntMatrix, gate: bool) -> IntVectorTile | IntRingTile | None:
     """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it. None:
-    the activation is faster by itself, or the matrix is better widened as a whole."""
-    few, some = _FEW[matrix.bits < 8], _SOME[matrix.bits < 8]
+    the matrix is better widened as a whole."""
+    few, rings = _FEW[matrix.bits < 8], _RINGS[matrix.bits < 8]
     columns = next((count for count in few if tokens <= count), None)
     if columns is not None and columns * matrix.d_in <= WIDEST_VECTORS:
         return next(tile for most, outputs, tile in few[columns] if matrix.d_in <= most and matrix.out <= outputs)
-    key = next((key for key in some if tokens <= key), None)
-    if gate or key is None:
+    key = next((key for key in rings if tokens <= key), None)
+    if key is None:
         return None
-    least, tiles = some[key]
-    return _split(next(tile for most, tile in tiles if matrix.out <= most), least, tokens, matrix)
+    gated, plain = rings[key]
+    return _dealt(gated, tokens, matrix.out // 2, 0) if gate else _dealt(plain, tokens, matrix.out, matrix.d_in)
 
 
-def _split(tile: MatrixTile, least: int, tokens: int, matrix: IntMatrix) -> MatrixTile:
-    """With so many programs per tile that every processor has `least`."""
-    most = max(1, matrix.d_in // (SMALLEST_RUN * tile.block))
-    tiles = -(-matrix.out // tile.rows) * -(-tokens // tile.batch)
-    return replace(tile, splits=max(1, min(most, -(-least * PROCESSORS // tiles))))
+def _dealt(tile: IntRingTile, tokens: int, n: int, k: int) -> IntRingTile:
+    """With a program for each place on the chip, and as many for each tile of n outputs as then all run at once. k: inputs
+    that may be split."""
+    places = PROCESSORS * (2 if tile.registers == _HALF else 1)
+    tiles = -(-n // (16 * tile.warps)) * -(-tokens // tile.batch)
+    split = 1
+    while 2 * split * tiles <= places and split < MOST_SPLIT and 2 * split * SMALLEST_PART <= k:
+        split *= 2
+    return replace(tile, split=split, programs=places)

@@ -246,8 +246,8 @@ def integer_vector_kernel(
     WARPS: tl.constexpr,
 ):
     """out [m, n] = x [m, k] W^T + bias for m <= TOKENS, W [n, words] int32 of codes; see gemv.resident_kernel, whose NORM,
-    ADD and KIND these are, and integer_matrix.integer_kernel for the rest. A warp of a program has 8 / TOKENS chunks of
-    each of SETS sets. Groups that end within a chunk: codes are scaled as in integer_kernel."""
+    ADD and KIND these are, and integer_matrix.dequantize_kernel for the rest. A warp of a program has 8 / TOKENS chunks of
+    each of SETS sets. Groups that end within a chunk: codes are scaled one by one."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = 8 // TOKENS
     EIGHTS: tl.constexpr = ROWS * BLOCKS // 8

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Plain, Scaled, plain
+from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Plain, Scaled, one_by_one, plain
 from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.fp8 import Small
@@ -289,6 +289,7 @@ _FLOATS = replace(
     linear=linear,
     linear_add=linear_add,
     linear_activate=linear_activate,
+    layers=one_by_one,
     fp8=FP8_INVARIANT,
 )
 INVARIANT = replace(_FLOATS, integer=widened(_FLOATS))

@@ -70,8 +70,10 @@ def plan_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut rows with at most `small` packed queries along their slots into runs of a common length, a multiple of `tile`,
-    such that all runs fit into rows + spare units; FINER: into as many of them as that allows.
+    """Cut rows with at most `small` packed queries along their slots into runs of about a common length, multiples of `tile`,
+    such that all runs fit into rows + spare units; FINER: into as many of them as that allows. The runs of a row are alike but
+    for its last. Unless FINER, a row is cut from one and a half runs on: a few slots more make no program late, and each part
+    costs a program and its share in putting them together.
 
     units: int32 [UNIT_FIELDS, units]. per_row: int32 [2, rows], first unit and number of units. arrivals: int32 [rows,
     kv_heads], set to zero.
@@ -88,7 +90,9 @@ def plan_kernel(
     own = (n > 0) & (length >= n) & (n * group <= small)
     span = tl.where(own, length - low, 0)
     run = _run(span, units, spare, smallest, tile, FINER)
-    count = (span + run - 1) // run
+    count = tl.maximum((span + (run - 1 if FINER else run // 2)) // run, 1)
+    run = ((span + count - 1) // count + tile - 1) // tile * tile
+    count = tl.where(own, (span + run - 1) // tl.maximum(run, 1), 0)
     stop = tl.cumsum(count, 0)
     if tl.program_id(0) == 0:
         tl.store(per_row_ptr + row, stop - count, mask=real)
@@ -99,7 +103,9 @@ def plan_kernel(
     before = stop[None, :] <= unit[:, None]
     owner = tl.sum(before.to(tl.int32), 1)
     first_unit = tl.sum(tl.where(before, count[None, :], 0), 1)
-    parts = tl.sum(tl.where(row[None, :] == owner[:, None], count[None, :], 0), 1)
+    mine = row[None, :] == owner[:, None]
+    parts = tl.sum(tl.where(mine, count[None, :], 0), 1)
+    run = tl.sum(tl.where(mine, run[None, :], 0), 1)
     owned = owner < rows
     at = tl.load(q_start_ptr + owner, mask=owned, other=0)
     n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - at

@@ -140,7 +140,7 @@ def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
             ACTIVATION=activation,
             BLOCKS=triton.cdiv(size, block),
             BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(32, max(1, block // 512)),
             **overlap(x.device),
         )
     return out

@@ -50,7 +50,9 @@ def _log_exponential(word, PLAIN: tl.constexpr):
     return _log(tl.where(u < 0.06, series, -_log(1.0 - u, PLAIN)), PLAIN)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "key_ptr", "position_ptr"])
+@triton.jit(
+    do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["temperature_ptr", "key_ptr", "position_ptr"]
+)
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,

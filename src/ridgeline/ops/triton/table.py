@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from ridgeline.ops.table import Normed, Ops, Plain, plain
+from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
@@ -25,6 +26,7 @@ from ridgeline.ops.triton.sample import sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 from ridgeline.ops.triton.verify import verify
+from ridgeline.ops.triton.w8a8 import W8A8_TRITON, apart
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -37,11 +39,11 @@ def _hopper(device: torch.device) -> bool:
 
 
 @cache
-def _ring(device: torch.device) -> ModuleType | None:
-    """The module of ring_product where it runs. Its language may change from version to version of Triton."""
+def _gluon(device: torch.device, name: str) -> ModuleType | None:
+    """A module of products for Hopper where it runs. Its language may change from version to version of Triton."""
     if not _hopper(device) or not triton.__version__.startswith(GLUON_VERSIONS):
         return None
-    return import_module("ridgeline.ops.triton.ring")
+    return import_module(f"ridgeline.ops.triton.{name}")
 
 
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -66,7 +68,7 @@ def _streamed(
     if not tokens or not _streams(source, weight):
         return None
     ring = None if isinstance(x, Normed) else ring_for(tokens, weight.shape[0], k, kind is not None)
-    if ring is not None and (module := _ring(source.device)) is not None:
+    if ring is not None and (module := _gluon(source.device, "ring")) is not None:
         return module.ring_product(source, weight, bias, ring, stream, kind)
     tile = tile_for(tokens, weight.shape[0], k, isinstance(x, Normed), kind is not None)
     if isinstance(tile, ResidentTile):
@@ -105,6 +107,12 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
     return activate(linear(x, packed, bias), kind)
 
 
+def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
+    """See Ops: one kernel between two attentions for one token of large layers."""
+    module = _gluon(parts[0].attention_norm.device, "one_token")
+    return run if module is None or not module.knows(parts) else module.OneToken(parts, linear, run)
+
+
 TRITON = Ops(
     name="triton",
     rms_norm=rms_norm,
@@ -120,5 +128,8 @@ TRITON = Ops(
     advance=advance,
     fp8=FP8_TRITON,
     integer=INT_TRITON,
+    w8a8=W8A8_TRITON,
+    apart=apart,
+    layers=layers,
     verify=verify,
 )

@@ -39,8 +39,10 @@ WIDE_SPLIT_TILES = {
 SNUG_SPLIT_TILES = {128: Tile(16, 64, 4, 2)}
 SNUG_PROGRAMS_PER_PROCESSOR = 4
 FEWEST_WIDE_ROWS = 4
-"""Rows below which contexts are mostly too short for that: in a step of an 8B with one row of 128 tokens it cost 1.9 us a
-layer. Attention alone gains 1.4 at one row of 32,768, a whole step nothing."""
+"""Rows below which wide tiles gain nothing: short contexts lose 1.9 us a layer, and long ones want the next."""
+LONE_PROGRAMS_PER_PROCESSOR = 2
+"""Programs with SPLIT_TILES that one or two rows of long contexts put on a processor: they leave memory for those of the
+next layer, which load before these end."""
 CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
     32: Tile(128, 64, 4, 3),
@@ -71,10 +73,10 @@ GLUON_VERSIONS: tuple[str, ...] = ("3.6.",)
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)
 
-LARGEST_SPLIT_QUERIES = 64
-"""Steps whose rows all have at most this many packed queries need no chunk kernel."""
 SPLIT_QUERIES = 16
-"""In other steps, rows with at most this many packed queries, the least that a product takes, are left to the split one."""
+"""Rows with at most this many packed queries, the least that a product takes, are left to the split kernel in any step."""
+LARGER_SPLIT_QUERIES = (32, 64)
+"""Steps whose rows all have at most the last many packed queries need no chunk kernel; the split one is compiled for each."""
 PLAN_ROWS = (64, 512)
 """Rows for which a plan kernel is compiled; beyond, the next power of two."""
 SPLIT_PROGRAMS_PER_PROCESSOR = 3
@@ -85,5 +87,6 @@ SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
 COMBINED_AT_ONCE = 16
 """Parts of a row that a program holds at a time while it puts them together."""
-COMBINED_ELEMENTS = 8192
-"""Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group."""
+COMBINED_ELEMENTS = 2048
+"""Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group. With 8,192 and 16
+packed queries the kernel took 254 registers a thread, and one program less ran on a processor."""

@@ -12,7 +12,7 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.rows import DONE, KNOWN, LENGTH, LIMIT, MIN_TOKENS, POSITION, PROMPT, STOP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wide", "packed_stride"])
 def _verify_kernel(
     rows_ptr,
     drawn_ptr,
@@ -25,7 +25,7 @@ def _verify_kernel(
     width,
     ints_stride,
     packed_stride,
-    wide: tl.constexpr,
+    wide,
     stops: tl.constexpr,
     TREE: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,7 +62,7 @@ def _verify_kernel(
     count = 0
     flag = 0
     going = 1 - done
-    for depth in range(wide):
+    for depth in range(WIDE):
         token = tl.sum(tl.where(node == here, drawn, 0), 0)
         stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
         held = known + depth + 1
@@ -109,7 +109,7 @@ def verify(
             state.tokens.stride(0),
             state.ints.stride(0),
             packed.stride(0),
-            wide=wide,
+            wide,
             stops=stops,
             TREE=parent is not None,
             WIDE=triton.next_power_of_2(wide),

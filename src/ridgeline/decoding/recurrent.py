@@ -1,0 +1,176 @@
+"""A recurrent draft: a small network that goes on from the hidden state which the target drew its last token from.
+
+z = mix(state) + embedding(token), state <- norm(z + down(act(gate z') * up z')), z' = norm(z). The next token is drawn from
+head(state), and drawn token and state lead on to the one after it. It begins with the target's final hidden state, which it
+imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent drafts: Zhang et al. 2024, "Recurrent Drafter";
+heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept from step to step: a draft reads no prompt,
+catches up on nothing and has no pages, and a draft token is four products with a few million weights, stored in 8 bits, a scale
+per output.
+
+It draws with the target's own noise, see decoding.verify.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import LayerSpec, ModelSpec
+from ridgeline.decoding.drafters import Behind, Views, draw_among
+from ridgeline.ops.reference import dequantized
+from ridgeline.ops.rows import RowState
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
+
+MATRICES = ("mix", "gate_up", "down", "head")
+"""Each stored as NAME.codes uint8 [out, in] and NAME.scales float16 [out]: weight = (code - 128) * scale; and so is
+the embedding."""
+BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """What a folder holds. codes, scales: by name of the matrix. inner_norm, norm: float32 [d_model]. ids: int32 [N], the
+    tokens that the head is for."""
+
+    codes: dict[str, torch.Tensor]
+    scales: dict[str, torch.Tensor]
+    inner_norm: torch.Tensor
+    norm: torch.Tensor
+    ids: torch.Tensor
+
+    def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A matrix in floating point, [out, in]."""
+        codes = self.codes[name]
+        return dequantized(codes, self.scales[name].unsqueeze(1), None, BITS, codes.shape[1]).to(device, dtype)
+
+    def integer(self, name: str, ops: Ops) -> IntMatrix:
+        """A matrix as the integer products of `ops` read it."""
+        assert ops.integer is not None
+        codes = self.codes[name]
+        return ops.integer.pack(codes, self.scales[name].float().unsqueeze(1), None, BITS, codes.shape[1])
+
+
+def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
+    """The draft in `folder` for the target `spec`. Raises ConfigError where files are missing, broken or fit another model."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{folder} holds no recurrent draft ({error}): config.json and model.safetensors are needed.",
+            param="speculate",
+        ) from None
+    shapes = _shapes(config, spec)
+    wanted = {f"{name}.codes": shape for name, shape in shapes.items()}
+    wanted |= {f"{name}.scales": shape[:1] for name, shape in shapes.items()}
+    wanted |= {"inner_norm": (spec.d_model,), "norm": (spec.d_model,), "ids": shapes["head"][:1]}
+    for name, shape in wanted.items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            found = list(tensors[name].shape) if name in tensors else "missing"
+            raise ConfigError(
+                f"{folder}: tensor {name} is {found}; {list(shape)} is needed for this target: the draft belongs to another "
+                "model.",
+                param="speculate",
+            )
+    if int(tensors["ids"].min()) < 0 or int(tensors["ids"].max()) >= spec.vocab_size:
+        raise ConfigError(f"{folder}: ids name tokens beyond the vocabulary of {spec.vocab_size}.", param="speculate")
+    return RecurrentWeights(
+        {name: tensors[f"{name}.codes"] for name in shapes},
+        {name: tensors[f"{name}.scales"] for name in shapes},
+        tensors["inner_norm"].float(),
+        tensors["norm"].float(),
+        tensors["ids"].int(),
+    )
+
+
+def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Of every matrix; numbers that config.json lacks are 0, which no tensor has."""
+    inner, outputs = (config.get(name) or 0 for name in ("intermediate_size", "draft_vocabulary_size"))
+    width = spec.d_model
+    return {
+        "embedding": (spec.vocab_size, width),
+        "mix": (width, width),
+        "gate_up": (2 * inner, width),
+        "down": (width, inner),
+        "head": (outputs, width),
+    }
+
+
+class Recurrent:
+    """See decoding.drafters.DeviceDrafter. spec: of the target, whose norms and activation the draft has."""
+
+    layers: tuple[LayerSpec, ...] = ()
+    parents: tuple[int, ...] = ()
+    learns = False
+
+    def __init__(
+        self, weights: RecurrentWeights, spec: ModelSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec, self._ops = spec, ops
+        self._ids = weights.ids.to(device)
+        self._embedding = weights.plain("embedding", dtype, device)
+        self._run = self._compiled(weights) if device.type == "cpu" else None
+        if self._run is not None:
+            return
+        self._matrices = {name: ops.pack(weights.plain(name, dtype, device)) for name in MATRICES}
+        self._inner_norm, self._norm = (one.to(device, dtype) for one in (weights.inner_norm, weights.norm))
+
+    def _compiled(self, weights: RecurrentWeights) -> RunRecurrent | None:
+        """What drafts a chain at once, where the operations know how."""
+        ops, spec = self._ops, self._spec
+        if ops.recurrent is None or ops.integer is None:
+            return None
+        parts = RecurrentParts(
+            self._embedding,
+            weights.integer("mix", ops),
+            weights.integer("gate_up", ops),
+            weights.integer("down", ops),
+            weights.integer("head", ops),
+            weights.inner_norm,
+            weights.norm,
+            self._ids,
+            spec.activation,
+            spec.norm_eps,
+            spec.norm_offset,
+        )
+        return ops.recurrent(parts)
+
+    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+        """It has no memory."""
+
+    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
+        """It learns nothing."""
+
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+        """One token after the other."""
+        if self._run is not None:
+            self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count)
+            return
+        state, known = behind.hidden, behind.known
+        last = behind.rows * behind.state.tokens.shape[1] + known - 1
+        token, said = behind.state.tokens.view(-1).index_select(0, last), []
+        for node in range(count):
+            state = self._next(state, token)
+            logits = self._ops.linear(state, self._matrices["head"], None)
+            token = draw_among(self._ops, behind, logits, known + node, self._ids, self._spec.vocab_size)
+            said.append(token)
+        place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
+        behind.write(place, torch.stack(said, dim=1))
+
+    def _next(self, state: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """States [S, D] and tokens int32 [S] -> the states behind them."""
+        ops, matrices, eps, offset = self._ops, self._matrices, self._spec.norm_eps, self._spec.norm_offset
+        mixed = ops.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
+        normed = Normed(mixed, self._inner_norm, eps, offset)
+        gated = ops.linear_activate(normed, matrices["gate_up"], None, self._spec.activation)
+        return ops.rms_norm(ops.linear_add(gated, matrices["down"], None, mixed), self._norm, eps, offset)

@@ -1,0 +1,397 @@
+"""W8A8 linears: 8-bit integers on both sides, products by the tensor cores' integer units, scales behind the sum.
+
+Weights lie as integer.pack laid them out, in an order of the inputs that the weight-only kernels want. A sum does not ask
+for the order of its terms, so inputs are rounded into the same order and one copy of the weights serves both. One token is
+multiplied in registers, four codes an instruction; up to LARGEST_SMALL tokens products are those of fp8, which stream weights of
+any 8-bit type; beyond it tiles are large enough to be bound by arithmetic. Sums are exact, for int32 holds 2^17 products of
+127 x 128, so a token's results depend neither on how many tokens there are nor on which kernel took them.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.ops.table import Fp8Matrix, IntMatrix, IntOps, Normed, Plain, Scaled
+from ridgeline.ops.triton.activation import activate
+from ridgeline.ops.triton.fp8 import LARGEST_SMALL, SMALL, WIDE, Small, Vector, _finish, small
+from ridgeline.ops.triton.gemm_small import _arrivals
+from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.quantize import WIDEST_ROW
+from ridgeline.ops.triton.shapes import PROCESSORS
+
+CHUNK = 64
+"""Inputs whose order integer.pack changes among themselves; rows of codes are filled up to a multiple."""
+OUTLIER = 6.0
+"""See quant.integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    """Launch of the large product: tokens, outputs and inputs of a tile. band: tiles of tokens that are neighbours in time,
+    so that they read the same weights from the cache."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    band: int = 16
+
+
+# Measured with benchmarks/products_w8a8.py --sweep.
+VECTOR = Vector(2, 4096, 4)
+LARGE = Large(128, 128, 128, 4, 3)
+"""Two programs share a processor, so that one multiplies while the other stores."""
+LONELY = Large(128, 128, 128, 8, 4)
+"""Where every program has a processor for itself."""
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _nearest(x):
+    """x, at most 2^22, rounded to an integer, halves to even: adding 1.5 * 2^23 leaves no bits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _step_of(amax):
+    """The scale of a token: 127 steps reach its largest input; never so small that it counts as 0."""
+    return tl.math.div_rn(tl.maximum(amax, 1e-30), 127.0)
+
+
+@triton.jit
+def _as_packed(x, step, BLOCK: tl.constexpr):
+    """Inputs x [BLOCK] as codes, in the order of integer.pack."""
+    codes = _nearest(tl.math.div_rn(x, step)).to(tl.int8)
+    return tl.reshape(tl.permute(tl.reshape(codes, (BLOCK // 64, 4, 2, 4, 2)), (0, 3, 1, 4, 2)), (BLOCK,))
+
+
+@triton.jit
+def _codes_kernel(
+    x_ptr,
+    gain_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    eps,
+    size: tl.constexpr,
+    room: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token of `size` inputs as codes [room], 0 behind the last, and its scale. NORM: its norm first, rounded to x's
+    dtype; BLOCKS is 1 then."""
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    out_ptr += token * room
+    at = tl.arange(0, BLOCK)
+    gain = at.to(tl.float32)
+    if NORM:
+        gain = tl.load(gain_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        if OFFSET:
+            gain += 1.0
+    await_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    if NORM:
+        rms = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+        x = (x * rms * gain).to(x_ptr.dtype.element_ty).to(tl.float32)
+    amax = tl.max(tl.abs(x), 0)
+    for block in range(1, BLOCKS):
+        here = block * BLOCK + at
+        amax = tl.maximum(amax, tl.max(tl.abs(tl.load(x_ptr + here, mask=here < size, other=0.0).to(tl.float32)), 0))
+    step = _step_of(amax)
+    tl.store(out_ptr + at, _as_packed(x, step, BLOCK), mask=at < room)
+    for block in range(1, BLOCKS):
+        here = block * BLOCK + at
+        x = tl.load(x_ptr + here, mask=here < size, other=0.0).to(tl.float32)
+        tl.store(out_ptr + here, _as_packed(x, step, BLOCK), mask=here < room)
+    tl.store(scale_ptr + token, step)
+
+
+def codes(x: Plain) -> Scaled:
+    """x [T, D], rows contiguous, its norm done first where it is still to be, as quant.integer.in_8_bits holds it: values int8
+    [T, D rounded up to chunks], in the order of integer.pack."""
+    norm = x if isinstance(x, Normed) else None
+    source = x.x if isinstance(x, Normed) else x
+    tokens, size = source.shape
+    if norm is not None and size > WIDEST_ROW:
+        return codes(rms_norm(source, norm.weight, norm.eps, norm.offset))
+    room = triton.cdiv(size, CHUNK) * CHUNK
+    block = min(WIDEST_ROW, triton.next_power_of_2(room))
+    values = torch.empty((tokens, room), dtype=torch.int8, device=source.device)
+    out = Scaled(values, torch.empty(tokens, dtype=torch.float32, device=source.device))
+    if tokens:
+        _codes_kernel[(tokens,)](
+            source,
+            source if norm is None else norm.weight,
+            values,
+            out.scales,
+            source.stride(0),
+            0.0 if norm is None else norm.eps,
+            size,
+            room,
+            NORM=norm is not None,
+            OFFSET=norm is not None and norm.offset,
+            BLOCKS=triton.cdiv(room, block),
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlap(source.device),
+        )
+    return out
+
+
+@triton.jit
+def _apart_kernel(
+    x_ptr,
+    empty_ptr,
+    out_ptr,
+    x_stride,
+    size: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token; see apart."""
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    out_ptr += token * size
+    await_inputs(PDL)
+    amax = 0.0
+    for block in range(BLOCKS):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        counts = (tl.abs(x) < LIMIT) & (tl.load(empty_ptr + at, mask=at < size, other=1) == 0)
+        amax = tl.maximum(amax, tl.max(tl.where(counts, tl.abs(x), 0.0), 0))
+    step = _step_of(amax)
+    for block in range(BLOCKS):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        near = _nearest(tl.math.div_rn(tl.where(tl.abs(x) < LIMIT, x, 0.0), step)) * step
+        kept = tl.load(empty_ptr + at, mask=at < size, other=1) == 0
+        x = tl.where(kept, tl.where(tl.abs(x) < LIMIT, near, x), 0.0)
+        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def apart(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """quant.integer.outliers_apart of x [T, D], rows contiguous, with zeros where `empty`, uint8 [D], is not 0."""
+    tokens, size = x.shape
+    out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
+    block = min(WIDEST_ROW, triton.next_power_of_2(size))
+    if tokens:
+        _apart_kernel[(tokens,)](
+            x,
+            empty,
+            out,
+            x.stride(0),
+            size,
+            LIMIT=OUTLIER,
+            BLOCKS=triton.cdiv(size, block),
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlap(x.device),
+        )
+    return out
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _four(w, x, total, PTX: tl.constexpr):
+    """total + the products of four codes in each word of w and x, int32 all."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for byte in tl.static_range(4):
+            total += (w << (24 - 8 * byte) >> 24) * (x << (24 - 8 * byte) >> 24)
+        return total
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    outputs,
+    words: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS outputs of one token, of rows of `words` times four codes. The first weights are asked for before the kernel that
+    makes x has ended."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    w_row = w_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * words
+    at = tl.arange(0, BLOCK)
+    w = tl.load(w_row + at[None, :], mask=(at < words)[None, :], other=0, eviction_policy="evict_first")
+    await_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=at < words, other=0)[None, :]
+    total = _four(w, x, tl.zeros((ROWS, BLOCK), tl.int32), PTX)
+    for block in tl.static_range(1, BLOCKS):
+        here = block * BLOCK + at
+        w = tl.load(w_row + here[None, :], mask=(here < words)[None, :], other=0, eviction_policy="evict_first")
+        total = _four(w, tl.load(x_ptr + here, mask=here < words, other=0)[None, :], total, PTX)
+    sums = tl.sum(total, 1)[:, None]
+    _finish(sums, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, tl.arange(0, 1), outputs, 1, BIAS, ADD)
+
+
+def vector(
+    x: Scaled, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Vector, add: bool = False
+) -> None:
+    """One token's outputs into out [1, outputs], or added to what is there."""
+    words = x.values.shape[1] // 4
+    block = min(launch.inputs // 4, triton.next_power_of_2(words))
+    _vector_kernel[(triton.cdiv(matrix.out, launch.rows),)](
+        x.values.view(torch.int32),
+        x.scales,
+        matrix.codes.view(torch.int32),
+        matrix.scales,
+        matrix.scales if bias is None else bias,
+        out,
+        matrix.out,
+        words,
+        BIAS=bias is not None,
+        ADD=add,
+        PTX=out.is_cuda,
+        ROWS=launch.rows,
+        BLOCKS=triton.cdiv(words, block),
+        BLOCK=block,
+        num_warps=launch.warps,
+        **overlap(out.device),
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "outputs"])
+def _large_kernel(
+    x_desc,
+    w_desc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    outputs,
+    blocks,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+    BAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile [TOKENS, OUTPUTS] of x W^T over all `blocks` of the inputs. Programs walk over bands of token tiles."""
+    token_tiles = tl.cdiv(tokens, TOKENS)
+    band = BAND * tl.cdiv(outputs, OUTPUTS)
+    first = tl.program_id(0) // band * BAND
+    size = tl.minimum(token_tiles - first, BAND)
+    token_tile = first + tl.program_id(0) % band % size
+    tile = tl.program_id(0) % band // size
+    await_inputs(PDL)
+    acc = tl.zeros((TOKENS, OUTPUTS), tl.int32)
+    for block in tl.range(blocks, num_stages=STAGES):
+        x = x_desc.load([token_tile * TOKENS, block * INPUTS])
+        w = w_desc.load([tile * OUTPUTS, block * INPUTS])
+        acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
+    row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    _finish(tl.trans(acc), x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS, ADD)
+
+
+def large(
+    x: Scaled, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Large, add: bool = False
+) -> None:
+    """Outputs of all tokens into out [T, outputs], or added to what is there."""
+    tokens, inputs = x.values.shape
+    tiles = triton.cdiv(tokens, launch.tokens) * triton.cdiv(matrix.out, launch.outputs)
+    _large_kernel[(tiles,)](
+        TensorDescriptor.from_tensor(x.values, [launch.tokens, launch.inputs]),
+        TensorDescriptor.from_tensor(matrix.codes.view(torch.int8), [launch.outputs, launch.inputs]),
+        x.scales,
+        matrix.scales,
+        matrix.scales if bias is None else bias,
+        out,
+        tokens,
+        matrix.out,
+        triton.cdiv(inputs, launch.inputs),
+        BIAS=bias is not None,
+        ADD=add,
+        BAND=launch.band,
+        TOKENS=launch.tokens,
+        OUTPUTS=launch.outputs,
+        INPUTS=launch.inputs,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        **overlap(out.device),
+    )
+
+
+def launch_for(tokens: int, outputs: int) -> Vector | Small | Large:
+    """The launch for a product of this shape."""
+    if tokens == 1:
+        return VECTOR
+    small_one = SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE] if tokens <= LARGEST_SMALL else None
+    tiles = triton.cdiv(tokens, LONELY.tokens) * triton.cdiv(outputs, LONELY.outputs)
+    return small_one or (LONELY if tiles <= PROCESSORS else LARGE)
+
+
+def _product(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias in x's dtype; with a stream, contiguous, added into its memory."""
+    dtype = x.x.dtype if isinstance(x, Normed) else x.dtype
+    given = codes(x)
+    tokens = given.values.shape[0]
+    out = torch.empty((tokens, matrix.out), dtype=dtype, device=given.values.device) if stream is None else stream
+    if not tokens:
+        return out
+    launch = launch_for(tokens, matrix.out)
+    if isinstance(launch, Vector):
+        vector(given, matrix, bias, out, launch, stream is not None)
+    elif isinstance(launch, Large):
+        large(given, matrix, bias, out, launch, stream is not None)
+    else:
+        # The small product asks a matrix for nothing but 8-bit values, scales and counters.
+        held = Fp8Matrix(matrix.codes.view(torch.int8), matrix.scales.view(-1), _arrivals(out.device))
+        small(given, held, bias, out, launch, stream is not None)
+    return out
+
+
+def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """See Ops.w8a8."""
+    return _product(x, matrix, bias, None)
+
+
+def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
+    """See Ops.w8a8; the result takes the stream's memory."""
+    return _product(x, matrix, bias, stream.contiguous())
+
+
+def linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """See Ops.w8a8."""
+    return activate(linear(x, matrix, bias), kind)
+
+
+W8A8_TRITON = IntOps(pack=pack, linear=linear, linear_add=linear_add, linear_activate=linear_activate)

@@ -1,0 +1,150 @@
+"""Compression with training behind it: nearer to the original, in the form that was asked for, interrupted or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.cli.main import main
+from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
+from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.job import Job
+from ridgeline.compress.recipes import read_recipe
+from ridgeline.compress.tuned import ROWS, STEPS, TunedJob, Tuning, usual_steps
+from ridgeline.core.errors import ConfigError
+from ridgeline.quality.texts import Window
+
+from ..cli.conftest import tiny
+from .test_compress import model, quiet, texts
+
+__all__ = ["model", "tiny"]
+FEW = 24
+CPU = torch.device("cpu")
+
+
+def job(source: Path, recipe: str, out: Path, steps: int = FEW, rate: float = 2e-3) -> TunedJob:
+    ids = torch.tensor(texts(20)).flatten()
+    return TunedJob(Checkpoint(source), read_recipe(recipe), texts(), Tuning(ids, 32, steps, 8, rate), out)
+
+
+@pytest.fixture(scope="module")
+def judge(model: Path) -> Judge:
+    return Judge(Checkpoint(model), [Window(ids, 1, place) for place, ids in enumerate(texts(6))])
+
+
+@pytest.mark.parametrize("recipe", ["sparsegpt-2:4", "magnitude-50", "rtn-int3-g32", "neurons-25", "layers-1"])
+def test_training_brings_the_answers_back(model: Path, judge: Judge, recipe: str, tmp_path: Path) -> None:
+    Job(Checkpoint(model), read_recipe(recipe), texts(), tmp_path / "plain").run(quiet)
+    tuned = job(model, recipe, tmp_path / "tuned")
+    tuned.build(quiet)
+    assert not (tmp_path / "tuned").exists()
+    tuned.publish()
+    plain, found = Checkpoint(tmp_path / "plain"), Checkpoint(tmp_path / "tuned")
+    assert found.spec.params == plain.spec.params and found.bytes <= plain.bytes
+    assert type(found.storage) is type(plain.storage)
+    assert judge.measure(found).figures["kl"].value < 0.95 * judge.measure(plain).figures["kl"].value
+    assert tuned.loss > 0
+    if "magnitude" in recipe or "sparse" in recipe:
+        weights = [found.layer(0)[f"{name}.weight"] for name in LINEAR_NAMES]
+        assert all(float((one == 0).float().mean()) == pytest.approx(0.5, abs=0.01) for one in weights)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tuned"]
+
+
+@pytest.mark.parametrize("recipe", ["wanda-2:4", "rtn-int4-g32", "heads-50"])
+def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, tmp_path: Path) -> None:
+    whole = job(model, recipe, tmp_path / "whole")
+    whole.build(quiet)
+    whole.publish()
+    seen: list[int] = []
+
+    def stopped(stage: str, done: int, total: int) -> None:
+        if stage == "training":
+            seen.append(done)
+            if done == FEW // 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job(model, recipe, tmp_path / "again").build(stopped)
+    again = job(model, recipe, tmp_path / "again")
+
+    def counted(stage: str, done: int, total: int) -> None:
+        if stage == "training":
+            seen.append(done)
+
+    again.build(counted)
+    again.publish()
+    assert seen.count(0) == 1  # it did not begin again
+    one, other = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "again")
+    for index in range(len(one.spec.layers)):
+        ours, theirs = one.stored(index), other.stored(index)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_another_run_does_not_go_on_with_old_weights(model: Path, tmp_path: Path) -> None:
+    def stopped(stage: str, done: int, total: int) -> None:
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job(model, "rtn-int4-g32", tmp_path / "out").build(stopped)
+    begun: list[int] = []
+    job(model, "rtn-int4-g32", tmp_path / "out", steps=4).build(lambda stage, done, total: begun.append(done))
+    assert begun[0] == 0
+
+
+def test_few_texts_are_read_few_times() -> None:
+    assert usual_steps(10**9, ROWS, 512) == STEPS
+    assert usual_steps(100_000, ROWS, 512) * ROWS * 512 <= 200_000
+    assert usual_steps(600, ROWS, 512) == 1
+
+
+def test_what_cannot_be_trained_is_refused(model: Path, tmp_path: Path) -> None:
+    for recipe in ("gptq-int4-g32", "awq-int4-g32", "smoothquant-w8a8", "rtn-w8a8"):
+        with pytest.raises(ConfigError, match=f"recipe {recipe} cannot be trained"):
+            job(model, recipe, tmp_path / "out")
+    with pytest.raises(ConfigError, match="at least one step"):
+        job(model, "rtn-int4-g32", tmp_path / "out", steps=0)
+    with pytest.raises(ConfigError, match="960 tokens and a row 2048: give more text"):
+        ids = torch.tensor(texts(20)).flatten()
+        TunedJob(Checkpoint(model), read_recipe("rtn-int4-g32"), [], Tuning(ids, 2048, 1, 1, 1e-3), tmp_path / "out")
+    with pytest.raises(ConfigError, match="does not converge.*give a smaller --tune-rate"):
+        job(model, "rtn-int4-g32", tmp_path / "out", rate=float("inf")).build(quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_command_from_checkpoint_to_card(
+    tiny: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out, corpus = tmp_path / "source", tmp_path / "out", tmp_path / "corpus.jsonl"
+    source.mkdir()
+    for path in (*model.iterdir(), tiny / "tokenizer.json", tiny / "tokenizer_config.json"):
+        (source / path.name).write_bytes(path.read_bytes())
+    corpus.write_text(
+        "".join(json.dumps({"text": f"The number {one} follows {one - 1}. "}) + "\n" for one in range(60))
+    )
+    words = [
+        "compress",
+        str(source),
+        "--recipe",
+        "rtn-int3-g32",
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--length",
+        "64",
+    ]
+    words += ["--judged-tokens", "200", "--speed-tokens", "0"]
+    assert main([*words, "--tune-steps", "3"]) == 2
+    assert "--tune-steps needs texts to train on: give --tune FILE" in capsys.readouterr().err
+    assert main([*words, "--tune", str(corpus), "--tune-steps", "3", "--tune-rows", "2"]) == 0
+    card = json.loads((out / "compression.json").read_text())
+    trained = card["training"]
+    assert (trained["texts"], trained["steps"], trained["tokens"]) == ("corpus.jsonl", 3, 3 * 2 * 64)
+    assert trained["unique_tokens"] > 600 and trained["loss"] > 0
+    assert card["recipe"] == "rtn-int3-g32" and card["quality"]["kl"]["value"] > 0
+    assert "Then trained on the original's distributions, 3 steps" in (out / "README.md").read_text()
+    assert (out / "tokenizer.json").is_file() and not list(tmp_path.glob(".*"))

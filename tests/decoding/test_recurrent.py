@@ -1,0 +1,172 @@
+"""Recurrent drafts: what is trained is what drafts, compiled or not, and folders that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ridgeline.compress.decoder import TrainableDecoder
+from ridgeline.compress.distill import Recipe
+from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losses, save_recurrent
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+from ridgeline.decoding.drafters import Behind
+from ridgeline.decoding.recurrent import Recurrent, load_recurrent
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import shipped_model
+from ridgeline.ops import native_cpu
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.table import Ops
+
+SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LayerSpec(4, 2, 16, 64, Rope(dim=16)),), 512, tied=True)
+CPU = torch.device("cpu")
+KNOWN = (1, 2, 40, 333)
+COUNT = 5
+
+
+def module(seed: int = 0) -> RecurrentModule:
+    torch.manual_seed(seed)
+    draft = RecurrentModule(SPEC, torch.arange(0, 60, 2))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return draft
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_recurrent(module(), tmp_path, SPEC)
+    return tmp_path
+
+
+def drafter(folder: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> Recurrent:
+    return Recurrent(load_recurrent(folder, SPEC), SPEC, ops, dtype, CPU)
+
+
+def rows(seed: int = 0) -> tuple[RowState, torch.Tensor]:
+    """A row for each of KNOWN behind the scratch row, and the hidden states they begin with."""
+    chance = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 60, (len(KNOWN) + 1, 512), generator=chance, dtype=torch.int32)
+    ints = torch.zeros(len(KNOWN) + 1, 14, dtype=torch.int32)
+    ints[1:, Int.KNOWN] = torch.tensor(KNOWN)
+    ints[:, Int.KEY] = torch.arange(len(KNOWN) + 1)
+    hidden = torch.randn(len(KNOWN), SPEC.d_model, generator=chance)
+    return RowState(tokens, ints, torch.zeros(1, len(KNOWN) + 1, 1, dtype=torch.int32), 16), hidden
+
+
+def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What it drafts for each row, int32 [rows, COUNT]; nothing else of the rows may change."""
+    state, hidden = rows()
+    before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
+    each = torch.arange(1, len(KNOWN) + 1, dtype=torch.int32)
+    temperature = torch.full((len(KNOWN),), heat)
+    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), COUNT, (), lambda slots: [])
+    found = torch.stack([state.tokens[row + 1, at : at + COUNT] for row, at in enumerate(known)])
+    for row, at in enumerate(known):
+        before[row + 1, at : at + COUNT] = found[row]
+    assert torch.equal(state.tokens, before)
+    return found
+
+
+def trained(folder: Path) -> RecurrentModule:
+    """The module with the weights that are left in 8 bits."""
+    found, weights = module(), load_recurrent(folder, SPEC)
+    gate, up = weights.plain("gate_up", torch.float32, CPU).chunk(2)
+    named = {
+        "embed_tokens.weight": "embedding",
+        "mix.weight": "mix",
+        "mlp.down_proj.weight": "down",
+        "lm_head.weight": "head",
+    }
+    state = {name: weights.plain(key, torch.float32, CPU) for name, key in named.items()}
+    state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp_norm.weight": weights.inner_norm}
+    found.load_state_dict(state | {"norm.weight": weights.norm, "ids": weights.ids.long()})
+    return found
+
+
+@torch.no_grad()
+def test_what_drafts_is_what_was_trained(folder: Path) -> None:
+    """Greedy chains of the module."""
+    draft, (state, now) = trained(folder), rows()
+    tokens = torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])
+    for wanted in drafted(drafter(folder, REFERENCE), 0.0).T:
+        now = draft(now, tokens)
+        logits = draft.lm_head(now)
+        found = logits.gather(1, wanted.long().unsqueeze(1) // 2)
+        assert bool((found >= logits.max(1, keepdim=True).values - 1e-4).all()), "the likeliest, up to rounding"
+        tokens = wanted.long()
+
+
+def test_what_it_learns_from() -> None:
+    """Its loss at each place is that of the teacher's distribution behind the tokens of the chain."""
+    torch.manual_seed(2)
+    teacher, draft = TrainableDecoder(SPEC), module()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    text = torch.randint(0, 60, (2, 20))
+    losses = recurrent_losses(draft, teacher, text, Recipe(logits=0, overlap=1, temperature=0.8), stride=2)
+    hidden = teacher.hidden(text)
+    p = (teacher.logits(hidden) / 0.8).softmax(-1)[..., draft.ids]
+    for depth in range(DEPTH):
+        refused = []
+        for start in range(0, 20 - DEPTH, 2):
+            now = hidden[:, start]
+            for place in range(depth + 1):
+                now = draft(now, text[:, start + 1 + place])
+            q = (draft.lm_head(now) / 0.8).softmax(-1)
+            refused.append(1 - torch.minimum(p[:, start + 1 + depth], q).sum(-1))
+        torch.testing.assert_close(losses[depth], torch.stack(refused).mean())
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float) -> None:
+    native, why = native_cpu.load()
+    if native is None:
+        pytest.skip(why)
+    compiled, plain = drafter(folder, native), drafter(folder, replace(native, recurrent=None))
+    assert compiled._run is not None and plain._run is None
+    found = drafted(compiled, heat)
+    assert torch.equal(found, drafted(plain, heat))
+    assert torch.equal(found, drafted(drafter(folder, REFERENCE), heat))
+    assert bool((found % 2 == 0).all()), "only tokens that it may say"
+    assert drafted(drafter(folder, native, torch.bfloat16), heat, torch.bfloat16).shape == found.shape
+
+
+def test_noise_is_the_targets(folder: Path) -> None:
+    """Rows with other keys draw other tokens at the same places, and the same row the same again."""
+    one = drafter(folder, REFERENCE)
+    warm = drafted(one, 3.0)
+    assert torch.equal(warm, drafted(one, 3.0))
+    assert not torch.equal(warm, drafted(one, 0.0))
+
+
+def test_the_shipped_draft_fits_the_shipped_model() -> None:
+    assets = shipped_model().parent
+    spec = read_model(shipped_model())[0]
+    ids = load_recurrent(assets / "recurrent", spec).ids.tolist()
+    assert ids == sorted(set(ids)), "of equal scores the lower token wins, in the draft as in the target"
+    assert 0 in ids, "a draft must be able to end"
+    assert sum(path.stat().st_size for path in assets.rglob("*") if path.is_file()) < 40 * 2**20
+
+
+def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recurrent draft"):
+        load_recurrent(tmp_path / "nowhere", SPEC)
+    with pytest.raises(ConfigError, match=r"embedding.codes is \[60, 32\]; \[61, 32\] is needed"):
+        load_recurrent(folder, replace(SPEC, vocab_size=61))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))
+    with pytest.raises(ConfigError, match="tensor gate_up.codes is"):
+        load_recurrent(folder, SPEC)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"ids": tensors["ids"] + 40}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="beyond the vocabulary of 60"):
+        load_recurrent(folder, SPEC)

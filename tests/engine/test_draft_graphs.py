@@ -1,0 +1,81 @@
+"""Steps with drafts in graphs: requests say what they say without, and nothing is captured after start-up. Everything but the
+capture itself, for which the work stands in, run again on the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ridgeline.core.draft import HostDrafter
+from ridgeline.decoding.lookahead import Lookahead
+from ridgeline.decoding.reference import Reference
+from ridgeline.engine.graphs import Graphs
+from ridgeline.engine.pace import Pace
+from ridgeline.engine.speculation import Drafts
+from tests.engine.runners import PROMPT, DeviceBench, alone
+from tests.engine.test_drafters import speculating
+
+ROWS, TOKENS = 6, 32
+
+
+class Recorder:
+    """Stands in for the capture of CUDA graphs. replayed: names of what ran again; ready: nothing may be recorded any more."""
+
+    def __init__(self) -> None:
+        self.replayed: list[str] = []
+        self.ready = False
+
+    def __call__(self, work: Callable[[], object]) -> Replayed:
+        assert not self.ready, work
+        return Replayed(work, self.replayed)
+
+
+class Replayed:
+    def __init__(self, work: Callable[[], object], replayed: list[str]) -> None:
+        self._work, self._replayed = work, replayed
+
+    def replay(self) -> None:
+        self._replayed.append(self._work.__qualname__)
+        self._work()
+
+
+def with_graphs(bench: DeviceBench, drafts: tuple[int, ...], host_drafts: int) -> Recorder:
+    recorder = Recorder()
+    with torch.inference_mode():
+        graphs = Graphs(bench.runner._step, ROWS, TOKENS, recorder, drafts, host_drafts)
+        graphs.capture(lambda stage, done, total: None)
+    bench.runner._graphs, recorder.ready = graphs, True
+    return recorder
+
+
+def check(bench: DeviceBench, recorder: Recorder) -> None:
+    options: list[dict[str, object]] = [
+        {"temperature": 0.6 * (number % 2), "seed": number, "max_tokens": 9 + 4 * number} for number in range(7)
+    ]
+    given = [(PROMPT * 2)[number:] for number in range(7)]
+    for number, one in enumerate(options):
+        bench.submit(f"r{number}", given[number], **one)  # type: ignore[arg-type]
+        bench.turn()
+    bench.run()
+    for number, one in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(given[number], **one), one
+    assert bench.scheduler.counts.drafted > 0
+    assert any("_verify_graph" in name for name in recorder.replayed)
+
+
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recycling"])
+def test_what_the_device_drafts(name: str) -> None:
+    bench = speculating("llama-gqa", name, step_tokens=TOKENS)
+    sizes = (0, max(bench.scheduler._speculation._pace.sizes))  # type: ignore[attr-defined]
+    check(bench, with_graphs(bench, sizes, 0))
+
+
+@pytest.mark.parametrize(
+    "host", [Reference(least_chance=0.0), Lookahead(columns=2, ngram=3)], ids=["quotes", "lookahead"]
+)
+def test_what_the_host_drafts(host: HostDrafter) -> None:
+    speculation = Drafts(host, None, Pace((0, 1, 2, 4, 6), fixed=True))
+    bench = DeviceBench(speculation=speculation, step_tokens=TOKENS)
+    check(bench, with_graphs(bench, (), 6))

@@ -1,0 +1,154 @@
+"""Integer weights through a ring: that the kernel compiles to products that do not wait for each other, which
+configurations are shipped, and results where there is a Hopper GPU (Gluon has no interpreter)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.table import IntMatrix
+
+pytest.importorskip("triton")
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ridgeline.ops.triton import integer_ring
+from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer_matrix import conversion, shift_of
+from ridgeline.ops.triton.integer_shapes import IntRingTile, tile_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+MEMORY = 227 * 1024
+PARTITIONS = re.compile(r"^ *(?:default|partition\d+\(.*\) num_warps\(\d+\)) \{$", re.MULTILINE)
+LOADS = re.compile(r"tt\.load.*?!tt\.ptr<(\w+)>")
+COPIES = re.compile(r"async_tma_copy_global_to_local.*")
+COUNTS = [1, 2, 5, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 640, 2000]
+SIZES = [(48, 64), (4096, 1024), (6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
+
+
+@pytest.mark.parametrize("tokens", COUNTS)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, bits: int, gate: bool) -> None:
+    """A ring fits a processor's memory; programs that wait for each other all run."""
+    none = torch.empty(0)
+    tile = tile_for(tokens, IntMatrix(none, none, None, bits, 128, n, k), gate)
+    if isinstance(tile, IntRingTile):
+        sides, together = 2 if gate else 1, 2 if tile.registers <= 128 else 1
+        stage = 16 * tile.warps * sides * tile.block * bits // 8 + tile.batch * tile.block * 2
+        assert together * (stage * tile.stages + 8192) <= MEMORY
+        assert together * 32 * tile.registers * (tile.warps + 4) <= 1 << 16
+        assert tile.warps in (4, 8) and tile.block % 128 == 0
+        assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
+        tiles = -(-n // (sides * 16 * tile.warps)) * -(-tokens // tile.batch)
+        assert tile.split == 1 or tile.split * tiles <= together * 132
+
+
+def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | None, zeros: bool) -> None:
+    """Compile the kernel as integer_ring_product would launch it; no GPU is asked. ptxas says so if it makes every product
+    wait for the one before it."""
+    kernel, dtype, rows = integer_ring.integer_ring_kernel, torch.bfloat16, 16 * tile.warps
+    types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32", "scale_ptr": "*fp16", "zero_ptr": "*u8"}
+    types["w_desc"] = f"tensordesc<i16[{rows},32],{integer_ring._layout(64)!r}>"
+    types["x_desc"] = f"tensordesc<bf16[{tile.batch},64],{integer_ring._layout(128)!r}>"
+    constants: dict[str, object] = {"SHIFT": shift_of(bits, dtype), "GROUP": group, "ZEROS": zeros, "BITS": bits}
+    constants |= {"PTX": conversion(bits, dtype, group > 0, True), "ADD": kind is None, "KIND": KINDS[kind]}
+    constants |= {"BIAS": True, "BATCH": tile.batch, "ROWS": rows, "BLOCK": tile.block, "SPLIT": tile.split}
+    constants |= {"STAGES": tile.stages, "WARPS": tile.warps, "PDL": True}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, fixed, {})
+    options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= MEMORY
+    # Before the wait for what earlier kernels write, a partition reads nothing but codes, scales and zero points.
+    partitions = PARTITIONS.split(made.asm["ttgir"])[1:]
+    assert len(partitions) == 2
+    for partition in partitions:
+        before, wait, _ = partition.partition("griddepcontrol.wait")
+        assert wait and set(LOADS.findall(before)) <= {"f16", "i8"}
+        assert all(f"tensor<{rows}x32x" in one for one in COPIES.findall(before))
+    told = subprocess.run(
+        [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
+        input=made.asm["ptx"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Used" in told.stderr and "serialized" not in told.stderr, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("tile", "rest"),
+    [
+        ("IntRingTile(64, 128, 4, 4, 128)", (4, 128, "silu", False)),
+        ("IntRingTile(16, 256, 4, 4, 128, split=4)", (8, 0, None, False)),
+        ("IntRingTile(128, 128, 8, 4)", (4, 32, None, True)),
+    ],
+)
+def test_the_kernel_compiles(tile: str, rest: tuple[object, ...]) -> None:
+    """In a process of its own: Triton's interpreter, once used, stays in the way."""
+    given = ", ".join(map(repr, rest))
+    code = f"from test_integer_ring import *; compile_for_hopper({tile}, {given})"
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def off(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float((out.double() - want).norm() / want.norm())
+
+
+FORMATS = [(4, 128, False), (8, 1 << 20, False), (4, 32, True), (8, 64, True), (4, 1 << 20, True), (3, 96, False)]
+TILES = [
+    IntRingTile(16, 256, 4, 3, 128, split=4),
+    IntRingTile(64, 128, 4, 3, 128, programs=5),
+    IntRingTile(64, 128, 8, 3, split=2),
+]
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "n", "k"), [(7, 1000, 1048), (150, 272, 2048), (64, 4096, 4096)])
+def test_products(
+    tokens: int, n: int, k: int, dtype: torch.dtype, form: tuple[int, int, bool], tile: IntRingTile
+) -> None:
+    """Alone, onto a stream, and with gate and up; with edges in every direction, and each run like the one before."""
+    torch.manual_seed(0)
+    bits, group, asymmetric = form
+    groups = -(-k // group)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
+    scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(64).half().float()
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device=DEVICE) if asymmetric else None
+    matrix = pack(codes, scales, zeros, bits, group)
+    x = torch.randn(tokens, k, dtype=dtype, device=DEVICE)
+    bias, stream = torch.randn(n, dtype=dtype, device=DEVICE), torch.randn(tokens, n, dtype=dtype, device=DEVICE)
+    want = x.double() @ dequantized(codes, scales, zeros, bits, group).double().T
+    allowed = 6e-3 if dtype == torch.bfloat16 else 1e-3
+    product = integer_ring.integer_ring_product
+    assert off(product(x, matrix, None, tile), want) < allowed
+    added = product(x, matrix, bias, tile, stream.clone())
+    assert off(added, want + bias.double() + stream.double()) < allowed
+    assert torch.equal(added, product(x, matrix, bias, tile, stream.clone()))
+    gated = product(x, matrix, bias, tile, kind="gelu_tanh")
+    assert off(gated, REFERENCE.activate(want + bias.double(), "gelu_tanh")) < allowed

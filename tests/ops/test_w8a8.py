@@ -1,0 +1,136 @@
+"""8-bit inputs times 8-bit weights: kernels equal the plain formula, on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ridgeline.core.spec import NUMBER_FORMATS
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.table import IntMatrix, Normed
+from ridgeline.ops.triton import w8a8
+from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer_matrix import dequantize
+from ridgeline.ops.triton.w8a8 import W8A8_TRITON, Large
+from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.integer import OUTLIER, IntFormat, in_8_bits, outliers_apart, round_to_nearest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+ROUNDED = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop_bounds_from_arrays() -> Iterator[None]:
+    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        yield
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def matrix_of(outputs: int, inputs: int) -> IntMatrix:
+    codes = torch.randint(0, 256, (outputs, inputs), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    scales = (noise(outputs, 1, seed=4) / 100).half().float()
+    return pack(codes.to(DEVICE), scales, None, 8, 1 << 20)
+
+
+def exact(x: torch.Tensor, matrix: IntMatrix) -> torch.Tensor:
+    """Of x as 8 bits hold it, in float64; in_8_bits of float32, because that of 16-bit numbers rounds once more."""
+    return in_8_bits(x.float()).double() @ dequantize(matrix, torch.float32).double().t()
+
+
+def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert (out.shape, out.dtype) == (want.shape, dtype)
+    assert float((out.double() - want).norm() / want.norm()) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("widest", [64, 16384])
+def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+    """Packed as weights, codes lie as the kernel leaves them; 100 inputs leave 28 places empty."""
+    monkeypatch.setattr(w8a8, "WIDEST_ROW", widest)
+    x = noise(5, 100)
+    x[2] = 0.0
+    x[3, 7] = 300.0
+    mine = w8a8.codes(x)
+    steps = x.abs().amax(-1).clamp(min=1e-30) / 127
+    torch.testing.assert_close(mine.scales, steps, rtol=1e-6, atol=0)
+    held = torch.nn.functional.pad((x / steps.unsqueeze(1)).round(), (0, 28))
+    want = pack((held + 128).to(torch.uint8), steps.unsqueeze(1), None, 8, 1 << 20).codes
+    assert torch.equal(mine.values.view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(w8a8, "LONELY", Large(32, 64, 64, 4, 2, band=2))
+    matrix, bias = matrix_of(200, 328), noise(200, seed=5).to(dtype)
+    x, gain = noise(tokens, 328, seed=6).to(dtype), noise(328, seed=7).to(dtype)
+    want = exact(x, matrix)
+    close(W8A8_TRITON.linear(x, matrix, None), want, dtype)
+    close(W8A8_TRITON.linear(x, matrix, bias), want + bias.double(), dtype)
+    stream = noise(tokens, 200, seed=8).to(dtype)
+    close(W8A8_TRITON.linear_add(x, matrix, bias, stream.clone()), want + bias.double() + stream.double(), dtype)
+    gated = REFERENCE.activate(W8A8_TRITON.linear(x, matrix, None).double(), "silu")
+    close(W8A8_TRITON.linear_activate(x, matrix, None, "silu"), gated, dtype)
+    normed = REFERENCE.rms_norm(x, gain, 1e-5, True)
+    found = W8A8_TRITON.linear(Normed(x, gain, 1e-5, True), matrix, None)
+    # An input between two steps may fall to the other side.
+    assert float((found.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
+
+
+def test_weights_that_are_served() -> None:
+    """From floats to products; operations that run whole layers must not take them for weight-only ones."""
+    form = IntFormat(W8A8_TRITON, NUMBER_FORMATS["w8a8"], torch.float16, torch.device(DEVICE))
+    weight = form.create(LinearShape(96, (Part(40, 1), Part(24, 1))), Share())
+    whole, x = noise(64, 96, seed=1), noise(3, 96, seed=2).half()
+    for part, rows in enumerate(whole.split((40, 24))):
+        weight.load(part, "weight", rows)
+    codes, scales, _ = round_to_nearest(whole, NUMBER_FORMATS["w8a8"])
+    want = in_8_bits(x.float()).double() @ ((codes.double() - 128) * scales.double()).t()
+    close(weight.apply(x), want, torch.float16)
+    assert weight.matrix() is None
+
+
+def test_a_token_s_results_do_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of few and many tokens, with and without split sums, to the last bit."""
+    monkeypatch.setattr(w8a8, "LONELY", Large(32, 64, 64, 4, 2))
+    matrix, bias, x = matrix_of(200, 1096), noise(200, seed=5).half(), noise(140, 1096, seed=6).half()
+    whole = W8A8_TRITON.linear(x, matrix, bias)
+    for tokens in (1, 17, 70):
+        assert torch.equal(W8A8_TRITON.linear(x[:tokens], matrix, bias), whole[:tokens])
+
+
+def test_nothing_is_multiplied_for_no_tokens() -> None:
+    matrix = matrix_of(64, 64)
+    assert W8A8_TRITON.linear(noise(0, 64), matrix, None).shape == (0, 64)
+
+
+@pytest.mark.parametrize("widest", [64, 16384])
+def test_outliers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+    monkeypatch.setattr(w8a8, "WIDEST_ROW", widest)
+    x = noise(4, 200, seed=9)
+    x[1, [3, 150]] = torch.tensor([OUTLIER, -40.0], device=DEVICE)
+    empty = torch.zeros(200, dtype=torch.uint8, device=DEVICE)
+    empty[10:42] = 1
+    x[:, 11] = 5.9  # left out, it must not count for the scale
+    want = outliers_apart(x.masked_fill(empty.bool(), 0.0))
+    torch.testing.assert_close(w8a8.apart(x, empty), want, rtol=1e-6, atol=1e-7)
+    assert OUTLIER == w8a8.OUTLIER
