@@ -34,7 +34,7 @@ class IntRingTile:
 
 
 MOST_VECTORS = 4
-"""Tokens above which products through a ring are faster."""
+"""Tokens above which products through a ring are faster; of 8 bits, more than one."""
 WIDEST_VECTORS = 65536
 """Inputs of all tokens, their number rounded up to a power of two, up to which a program keeps x in shared memory."""
 MOST_TOKENS = 1024
@@ -66,8 +66,6 @@ _FEW: dict[bool, dict[int, tuple[tuple[int, int, IntVectorTile], ...]]] = {
             (_WIDER, ANY, IntVectorTile(4, 4, 528)),
             (ANY, ANY, IntVectorTile(2, 8, 264)),
         ),
-        2: ((_WIDER, ANY, IntVectorTile(4, 8, 264)), (ANY, ANY, IntVectorTile(4, 16, 132))),
-        MOST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
     },
 }
 # Bits below 8 or not -> tokens -> (tile of gate and up, tile of others); other counts take the next. Up to 64 tokens
