@@ -237,7 +237,8 @@ def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
 
 
 def candidates(form: str, role: Role, tokens: int) -> list[Choice]:
-    tiles: list[Tile] = [*(vector_tiles(form, role, tokens) if tokens in FEW else ring_tiles(form, role, tokens))]
+    tiles: list[Tile] = [*vector_tiles(form, role, tokens)] if tokens in FEW else []
+    tiles += ring_tiles(form, role, tokens) if tokens > 1 else ()
     return [Choice(tile, True) for tile in tiles]
 
 
@@ -266,7 +267,8 @@ def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
     for form, role, tokens in itertools.product(forms, MODEL.roles, SWEPT):
         for choice in candidates(form, role, tokens):
             assert choice.tile is not None
-            one = (form, role, Choice(replace(choice.tile, programs=1 if tokens in FEW else 132), True), tokens)
+            tile = replace(choice.tile, programs=1 if isinstance(choice.tile, IntVectorTile) else 132)
+            one = (form, role, Choice(tile, True), tokens)
             work[form, role.name != "out" and role, one[2]] = one
     return list(work.values())
 
