@@ -26,7 +26,7 @@ from ridgeline.ops.triton import integer_ring
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import conversion, shift_of
-from ridgeline.ops.triton.integer_shapes import IntRingTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntVectorTile, tile_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -56,6 +56,16 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, bits: int, gat
         assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
         tiles = -(-n // (sides * 16 * tile.warps)) * -(-tokens // tile.batch)
         assert tile.split == 1 or tile.split * tiles <= together * 132
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_serves_where_no_ring_runs(bits: int) -> None:
+    """Few tokens are vectors on any GPU, for 8 bits too, which prefer the ring from 2 tokens on where it runs."""
+    none = torch.empty(0)
+    matrix = IntMatrix(none, none, None, bits, 128, 6144, 4096)
+    alone = [tile_for(tokens, matrix, False, rings=False) for tokens in (1, 2, 4, 5, 64)]
+    assert [type(tile) for tile in alone] == [IntVectorTile] * 3 + [type(None)] * 2
+    assert isinstance(tile_for(2, matrix, False), IntRingTile if bits == 8 else IntVectorTile)
 
 
 def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | None, zeros: bool) -> None:

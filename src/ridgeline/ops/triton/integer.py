@@ -67,13 +67,14 @@ def _fused(
     source = x.x if isinstance(x, Normed) else x
     if source.dtype not in (torch.bfloat16, torch.float16) or not source.shape[0] or not _gpu(source.device):
         return None
-    tile = tile_for(source.shape[0], matrix, kind is not None)
+    ring = _ring(source.device) if _streams(source) else None
+    tile = tile_for(source.shape[0], matrix, kind is not None, ring is not None)
     if isinstance(tile, IntVectorTile):
         # Each program would norm every token by itself.
         if source.stride(1) != 1 or (isinstance(x, Normed) and source.shape[0] > 1):
             return None
         return integer_vector_product(x, matrix, bias, tile, stream, kind)
-    if tile is None or isinstance(x, Normed) or not _streams(source) or (ring := _ring(source.device)) is None:
+    if tile is None or isinstance(x, Normed) or ring is None:
         return None
     product: torch.Tensor = ring.integer_ring_product(source, matrix, bias, tile, stream, kind)
     return product

@@ -34,7 +34,9 @@ class IntRingTile:
 
 
 MOST_VECTORS = 4
-"""Tokens above which products through a ring are faster; of 8 bits, more than one."""
+"""Tokens above which no vectors are multiplied."""
+FEWEST_RINGS = {True: MOST_VECTORS + 1, False: 2}
+"""Bits below 8 or not -> tokens from which products through a ring are faster, where it runs."""
 WIDEST_VECTORS = 65536
 """Inputs of all tokens, their number rounded up to a power of two, up to which a program keeps x in shared memory."""
 MOST_TOKENS = 1024
@@ -66,6 +68,8 @@ _FEW: dict[bool, dict[int, tuple[tuple[int, int, IntVectorTile], ...]]] = {
             (_WIDER, ANY, IntVectorTile(4, 4, 528)),
             (ANY, ANY, IntVectorTile(2, 8, 264)),
         ),
+        2: ((_WIDER, ANY, IntVectorTile(4, 8, 264)), (ANY, ANY, IntVectorTile(4, 16, 132))),
+        MOST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
     },
 }
 # Bits below 8 or not -> tokens -> (tile of gate and up, tile of others); other counts take the next. Up to 64 tokens
@@ -87,17 +91,18 @@ _RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
 }
 
 
-def tile_for(tokens: int, matrix: IntMatrix, gate: bool) -> IntVectorTile | IntRingTile | None:
-    """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it. None:
-    the matrix is better widened as a whole."""
-    few, rings = _FEW[matrix.bits < 8], _RINGS[matrix.bits < 8]
+def tile_for(tokens: int, matrix: IntMatrix, gate: bool, rings: bool = True) -> IntVectorTile | IntRingTile | None:
+    """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it; rings:
+    whether the ring runs on this device. None: the matrix is better widened as a whole."""
+    few, many = _FEW[matrix.bits < 8], _RINGS[matrix.bits < 8]
     columns = next((count for count in few if tokens <= count), None)
-    if columns is not None and columns * matrix.d_in <= WIDEST_VECTORS:
+    best = not rings or tokens < FEWEST_RINGS[matrix.bits < 8]
+    if best and columns is not None and columns * matrix.d_in <= WIDEST_VECTORS:
         return next(tile for most, outputs, tile in few[columns] if matrix.d_in <= most and matrix.out <= outputs)
-    key = next((key for key in rings if tokens <= key), None)
+    key = next((key for key in many if tokens <= key), None) if rings else None
     if key is None:
         return None
-    gated, plain = rings[key]
+    gated, plain = many[key]
     return _dealt(gated, tokens, matrix.out // 2, 0) if gate else _dealt(plain, tokens, matrix.out, matrix.d_in)
 
 
