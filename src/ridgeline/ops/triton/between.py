@@ -377,7 +377,8 @@ def stages(most: int) -> int:
 
 def between(parts: Between, attended: torch.Tensor, stream: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """attended [1, heads], stream [1, model], which is changed -> the next layer's qkv [1, rows]; no rows behind the last one.
-    counter: int64 [1], zero at first, the same for all layers: only one kernel at a time may use it."""
+    counter: int64 [1], zero at first, the same for all layers. All programs of the kernel must run at a time, since they wait
+    for each other: two of its kind may not be on two streams of a device at once, nor on a device shared through MPS."""
     weights = (parts.out, parts.gate_up, parts.down, parts.qkv or parts.gate_up)
     heads, model, features = (one.values.shape[1] for one in weights[:3])
     gated = torch.empty(features, dtype=stream.dtype, device=stream.device)
