@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, QkvShape
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, Normed, QkvShape
 
 pytest.importorskip("triton")
 
@@ -168,3 +171,79 @@ def test_between_two_attentions(heads: int, model: int, features: int, rows: int
     assert all(
         torch.equal(one, other) for other_pair in found[1:] for one, other in zip(found[0], other_pair, strict=True)
     )
+
+
+# --- all layers -------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+
+def random_layer(shape: QkvShape, dtype: torch.dtype) -> LayerParts:
+    """A layer of HEADS heads of DIM, as wide as they are, with biases for q, k and v."""
+    model = HEADS * DIM
+
+    def matrix(rows: int, k: int, bias: bool = False) -> Matrix:
+        weight = (torch.randn(rows, k, device=DEVICE) / k**0.5).to(dtype)
+        return Matrix(weight, torch.randn(rows, device=DEVICE).to(dtype) if bias else None)
+
+    norms = [(torch.rand(model, device=DEVICE) + 0.5).to(dtype) for _ in range(2)]
+    qkv = matrix((HEADS + 2 * KV_HEADS) * DIM, model, bias=True)
+    rest = matrix(model, model), norms[1], matrix(2 * 768, model), matrix(model, 768)
+    return LayerParts(norms[0], qkv, shape, *rest, "silu")
+
+
+def between_plainly(
+    parts: Between, attended: torch.Tensor, stream: torch.Tensor, counter: torch.Tensor
+) -> torch.Tensor:
+    """What the kernel does, in operations of the reference."""
+    out, gate_up, down = ((one.values, one.bias) for one in (parts.out, parts.gate_up, parts.down))
+    stream.copy_(REFERENCE.linear_add(attended.flatten(1), *out, stream))
+    normed = Normed(stream.clone(), parts.norm, parts.eps, parts.offset)
+    stream.copy_(REFERENCE.linear_add(REFERENCE.linear_activate(normed, *gate_up, parts.activation), *down, stream))
+    if parts.qkv is None:
+        return stream[:, :0]
+    return REFERENCE.linear(Normed(stream, parts.qkv_norm, parts.eps, parts.offset), parts.qkv.values, parts.qkv.bias)
+
+
+def one_after_the_other(layers: list[LayerParts], stream: torch.Tensor, views: list[Any], step: Any) -> torch.Tensor:
+    for parts, view in zip(layers, views, strict=True):
+        eps, offset = parts.shape.norm_eps, parts.shape.norm_offset
+        held: list[tuple[Any, Any]] = [
+            (one.packed, one.bias) for one in (parts.qkv, parts.out, parts.gate_up, parts.down)
+        ]
+        qkv = REFERENCE.linear(Normed(stream, parts.attention_norm, eps, offset), *held[0])
+        attended, _ = REFERENCE.attention(*REFERENCE.qkv_write(qkv, parts.shape, view, step), view, step)
+        stream = REFERENCE.linear_add(attended.flatten(1), *held[1], stream)
+        normed = Normed(stream, parts.feed_forward_norm, eps, offset)
+        stream = REFERENCE.linear_add(REFERENCE.linear_activate(normed, *held[2], parts.activation), *held[3], stream)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=[pytest.mark.gpu, hopper])], ids=["on paper", "on a card"]
+)
+def test_layers_by_one_token(
+    real: bool,
+    batch: Callable[..., Any],
+    qkv_shape: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three layers with caches of their own, as the operations one after the other; more tokens go the other way."""
+    dtype = torch.bfloat16 if real else torch.float32
+    if not real:
+        monkeypatch.setattr(one_token, "between", between_plainly)
+        monkeypatch.setattr(one_token, "attention", REFERENCE.attention)
+        monkeypatch.setattr(one_token, "qkv_write", REFERENCE.qkv_write)
+    case = batch([(150, 1)], heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, junk=1.0).to(DEVICE, dtype)
+    shape = qkv_shape(HEADS, KV_HEADS, DIM, DIM, False, DEVICE)
+    layers = [random_layer(shape, dtype) for _ in range(3)]
+    stream = torch.randn(1, HEADS * DIM, device=DEVICE).to(dtype)
+    views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in layers] for _ in range(2))
+    want = one_after_the_other(layers, stream, twins, case.step)
+    otherwise = torch.zeros(2, 3)
+    run = one_token.OneToken(layers, REFERENCE.linear, lambda stream, views, step: otherwise)
+    got = run(stream.clone(), views, case.step)
+    assert off(got, want.double()) < (2e-2 if real else 1e-5)
+    for view, twin in zip(views, twins, strict=True):
+        torch.testing.assert_close(view.kv, twin.kv, atol=0.1 if real else 1e-4, rtol=0.05 if real else 1e-4)
+    assert run(stream.expand(2, -1), views, case.step) is otherwise
