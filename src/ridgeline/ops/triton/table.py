@@ -40,7 +40,7 @@ def _hopper(device: torch.device) -> bool:
 
 @cache
 def _gluon(device: torch.device, name: str) -> ModuleType | None:
-    """A module of products for Hopper where it runs. Its language may change from version to version of Triton."""
+    """A module of Gluon kernels for Hopper where they run. Their language may change from version to version of Triton."""
     if not _hopper(device) or not triton.__version__.startswith(GLUON_VERSIONS):
         return None
     return import_module(f"ridgeline.ops.triton.{name}")
