@@ -338,4 +338,4 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         chain=ops.chain,
         recurrent=ops.recurrent,
     )
-    return table, "AVX-512 and AMX tiles" if library.tiles else "AVX-512"
+    return table, library.instructions

@@ -34,9 +34,8 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
     const index dim = c.view.dim, group = c.group();
     alignas(64) float scale[MAX_TILES][LANES];
     for (index tile = 0; tile < MAX_TILES; ++tile) {
-        const __m512 total = _mm512_load_ps(w.total[tile]);
-        const __mmask16 any = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_GT_OQ);
-        _mm512_store_ps(scale[tile], _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), total));
+        const f32x16 total = load(w.total[tile]);
+        store(scale[tile], select(greater(total, zeros()), splat(1.0f) / total, zeros()));
     }
     if (item.partial >= 0) {
         Partial& to = partials[item.partial];
@@ -48,10 +47,10 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
     for (index i = 0; i < item.count; ++i) {
         const index at = item.first + i;
         T* to = c.out + ((row.first_token + at / group) * c.heads + item.kv_head * group + at % group) * dim;
-        const __m512 factor = _mm512_set1_ps(scale[i / LANES][i % LANES]);
+        const f32x16 factor = splat(scale[i / LANES][i % LANES]);
         for (index d = 0; d < dim; d += LANES) {
-            const __mmask16 kept = first_lanes(dim - d);
-            store(to + d, _mm512_mul_ps(load(w.sums + i * dim + d, kept), factor), kept);
+            const Part kept = first_lanes(dim - d);
+            store(to + d, load(w.sums + i * dim + d, kept) * factor, kept);
         }
     }
 }
@@ -69,8 +68,8 @@ template <class T> void compute(const Call<T>& c, const Item& item, Work<T>& w, 
     for (index tile = 0; tile < MAX_TILES; ++tile) {
         const index left = std::clamp<index>(item.count - tile * LANES, 0, LANES);
         lanes[tile] = lanes_of(v, row, c.group(), item.first + tile * LANES, left);
-        _mm512_store_ps(w.top[tile], _mm512_set1_ps(-INFINITY));
-        _mm512_store_ps(w.total[tile], _mm512_setzero_ps());
+        store(w.top[tile], splat(-INFINITY));
+        store(w.total[tile], zeros());
     }
     std::memset(w.sums, 0, tiles * LANES * v.dim * sizeof(float));
     // Rows of tiles without a query: their sums are never read, but no product should run over what memory held before.
@@ -121,11 +120,11 @@ template <class T> void merge(const Call<T>& c, const Item* items, index n, cons
             total += share[part] * parts[part].total[i];
         }
         for (index d = 0; d < dim; d += LANES) {
-            const __mmask16 kept = first_lanes(dim - d);
-            __m512 sum = _mm512_setzero_ps();
+            const Part kept = first_lanes(dim - d);
+            f32x16 sum = zeros();
             for (index part = 0; part < n; ++part)
-                sum = _mm512_fmadd_ps(load(parts[part].sums + i * dim + d, kept), _mm512_set1_ps(share[part]), sum);
-            store(to + d, _mm512_mul_ps(sum, _mm512_set1_ps(total > 0.0f ? 1.0f / total : 0.0f)), kept);
+                sum = fma(load(parts[part].sums + i * dim + d, kept), splat(share[part]), sum);
+            store(to + d, sum * splat(total > 0.0f ? 1.0f / total : 0.0f), kept);
         }
     }
 }

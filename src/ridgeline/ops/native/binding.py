@@ -15,7 +15,8 @@ import torch
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden")
 # Headers of GCC 12 leave what an intrinsic overwrites uninitialized on purpose.
 QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"})
+NEEDED = frozenset({"avx2", "f16c", "fma"})
+"""What the least of the instruction sets takes; the compiler chooses the best that the CPU has (native/simd.h)."""
 GATES = {"silu": 1, "gelu_tanh": 2}
 TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -109,7 +110,7 @@ _BRIEF = frozenset({"norm", "activate", "qkv_write"})
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An opened library: kernels by element type, whether it multiplies with AMX tiles, what compiled it.
+    """An opened library: kernels by element type, the instruction set it was compiled for, what compiled it.
 
     sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
@@ -125,7 +126,7 @@ class Library:
     rows_gather: Any
     rows_advance: Any
     rows_verify: Any
-    tiles: bool
+    instructions: str
     compiler: str
 
 
@@ -179,7 +180,8 @@ def open_library(path: Path) -> Library:
             functions[name] = function
         kernels[dtype] = Kernels(**functions)
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
-    library.rl_compiler.restype = ctypes.c_char_p
+    for told in (library.rl_instructions, library.rl_compiler):
+        told.restype = ctypes.c_char_p
     library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
@@ -194,6 +196,6 @@ def open_library(path: Path) -> Library:
         brief.rl_rows_gather,
         brief.rl_rows_advance,
         brief.rl_rows_verify,
-        bool(library.rl_uses_tiles()),
+        library.rl_instructions().decode(),
         library.rl_compiler().decode(),
     )

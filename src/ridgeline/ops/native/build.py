@@ -64,7 +64,7 @@ def main() -> int:
     except (RidgelineError, OSError) as error:
         print(f"{error} Ridgeline runs without them, slower.", file=sys.stderr)
         return 1
-    print(f"native operations: {path} ({'AMX tiles' if library.tiles else 'AVX-512'}, compiled by {library.compiler})")
+    print(f"native operations: {path} ({library.instructions}, compiled by {library.compiler})")
     return 0
 
 

@@ -88,15 +88,15 @@ template <class T> void embed(const Parts<T>& p, const token* tokens, index n, T
         const T* from = p.embedding + tokens[row] * p.d_model;
         T* to = stream + row * p.d_model;
         for (index at = 0; at < p.d_model; at += LANES) {
-            const __mmask16 kept = first_lanes(p.d_model - at);
-            store(to + at, _mm512_mul_ps(load(from + at, kept), _mm512_set1_ps(p.scale)), kept);
+            const Part kept = first_lanes(p.d_model - at);
+            store(to + at, load(from + at, kept) * splat(p.scale), kept);
         }
     }
 }
 
 template <class T> void widen_all(const T* from, float* to, index n) {
     for (index at = 0; at < n; at += LANES) {
-        const __mmask16 kept = first_lanes(n - at);
+        const Part kept = first_lanes(n - at);
         store(to + at, load(from + at, kept), kept);
     }
 }

@@ -95,13 +95,13 @@ template <class T> void fetch(const Call<T>& c, const Row& row, index kv_head, i
     }
 }
 
-inline __m512 score_step(__m512 sum, const bf16* k, const bf16* q) {
+inline f32x16 score_step(f32x16 sum, const bf16* k, const bf16* q) {
     std::int32_t both;
     std::memcpy(&both, k, 4);
-    return dot_pairs(sum, _mm512_set1_epi32(both), _mm512_load_si512(q));
+    return dot_pairs(sum, splat(both), load_bits(q));
 }
-inline __m512 score_step(__m512 sum, const float* k, const float* q) {
-    return _mm512_fmadd_ps(_mm512_set1_ps(*k), _mm512_load_ps(q), sum);
+inline f32x16 score_step(f32x16 sum, const float* k, const float* q) {
+    return fma(splat(*k), load(q), sum);
 }
 
 // Scores of n keys with the 16 queries of a tile, by vectors: four keys at a time, the queries' numbers stay in order.
@@ -110,17 +110,17 @@ template <class T> void score_vectors(const View& v, index tile, index n, Work<T
     const T* q = w.q + tile * LANES * v.dim;
     for (index i = n; i % KEYS; ++i) w.keys[i] = w.keys[n - 1];
     for (index key = 0; key < n; key += KEYS) {
-        __m512 sum[KEYS] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        f32x16 sum[KEYS] = {zeros(), zeros(), zeros(), zeros()};
         for (index d = 0; d < v.dim; d += pair)
 #pragma GCC unroll 4
             for (index i = 0; i < KEYS; ++i) sum[i] = score_step(sum[i], w.keys[key + i] + d, q + d * LANES);
-        for (index i = 0; i < KEYS; ++i) _mm512_store_ps(w.scores[tile] + (key + i) * LANES, sum[i]);
+        for (index i = 0; i < KEYS; ++i) store(w.scores[tile] + (key + i) * LANES, sum[i]);
     }
 }
 
 // What weights are relative to: the maximum, or 0 where nothing was seen yet.
-inline __m512 origin(__m512 top) {
-    return _mm512_mask_mov_ps(top, _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ), _mm512_setzero_ps());
+inline f32x16 origin(f32x16 top) {
+    return select(equal(top, splat(-INFINITY)), zeros(), top);
 }
 
 // Scores to weights 2^(score - top), the running maximum and sum moved on; w.fade is what older sums shrink by.
@@ -128,27 +128,27 @@ template <class T>
 void soften(const View& v, const Row& row, const Lanes& lanes, index tile, index begin, index n, Work<T>& w) {
     float* scores = w.scores[tile];
     const bool capped = v.softcap != 0.0f, masked = !all_seen(v, row, lanes, begin, begin + n);
-    const __m512 scale = _mm512_set1_ps(capped ? v.scale / v.softcap : v.scale * LOG2E);
-    const __m512 cap = _mm512_set1_ps(v.softcap * LOG2E), never = _mm512_set1_ps(-INFINITY);
-    __m512 top = _mm512_load_ps(w.top[tile]);
+    const f32x16 scale = splat(capped ? v.scale / v.softcap : v.scale * LOG2E);
+    const f32x16 cap = splat(v.softcap * LOG2E), never = splat(-INFINITY);
+    f32x16 top = load(w.top[tile]);
     for (index key = 0; key < n; ++key) {
-        __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + key * LANES), scale);
-        if (capped) x = _mm512_mul_ps(tanh(x), cap);
-        if (masked) x = _mm512_mask_mov_ps(never, seen(v, row, lanes, begin + key), x);
-        _mm512_store_ps(scores + key * LANES, x);
-        top = _mm512_max_ps(top, x);
+        f32x16 x = load(scores + key * LANES) * scale;
+        if (capped) x = tanh(x) * cap;
+        if (masked) x = select(seen(v, row, lanes, begin + key), x, never);
+        store(scores + key * LANES, x);
+        top = max(top, x);
     }
-    const __m512 from = origin(top);
-    __m512 total = _mm512_setzero_ps();
+    const f32x16 from = origin(top);
+    f32x16 total = zeros();
     for (index key = 0; key < n; ++key) {
-        const __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scores + key * LANES), from));
-        total = _mm512_add_ps(total, weight);
-        _mm512_store_ps(scores + key * LANES, weight);
+        const f32x16 weight = exp2(load(scores + key * LANES) - from);
+        total = total + weight;
+        store(scores + key * LANES, weight);
     }
-    const __m512 fade = exp2(_mm512_sub_ps(_mm512_load_ps(w.top[tile]), from));
-    _mm512_store_ps(w.fade[tile], fade);
-    _mm512_store_ps(w.total[tile], _mm512_fmadd_ps(_mm512_load_ps(w.total[tile]), fade, total));
-    _mm512_store_ps(w.top[tile], top);
+    const f32x16 fade = exp2(load(w.top[tile]) - from);
+    store(w.fade[tile], fade);
+    store(w.total[tile], fma(load(w.total[tile]), fade, total));
+    store(w.top[tile], top);
 }
 
 template <class T> void fade_sums(index tile, index count, index dim, Work<T>& w) {
@@ -156,8 +156,8 @@ template <class T> void fade_sums(index tile, index count, index dim, Work<T>& w
         if (w.fade[tile][q] == 1.0f) continue;
         float* sums = w.sums + (tile * LANES + q) * dim;
         for (index d = 0; d < dim; d += LANES) {
-            const __mmask16 kept = first_lanes(dim - d);
-            store(sums + d, _mm512_mul_ps(load(sums + d, kept), _mm512_set1_ps(w.fade[tile][q])), kept);
+            const Part kept = first_lanes(dim - d);
+            store(sums + d, load(sums + d, kept) * splat(w.fade[tile][q]), kept);
         }
     }
 }
@@ -168,17 +168,17 @@ inline void add_values(const View& v, index tile, index count, index n, Work<flo
     for (index q = 0; q < count; ++q)
         for (index d = 0; d < v.dim; d += WIDE * LANES) {
             float* sums = w.sums + (tile * LANES + q) * v.dim + d;
-            __mmask16 kept[WIDE];
-            __m512 sum[WIDE];
+            Part kept[WIDE];
+            f32x16 sum[WIDE];
             for (index i = 0; i < WIDE; ++i) {
                 kept[i] = first_lanes(std::max<index>(0, v.dim - d - i * LANES));
                 sum[i] = load(sums + i * LANES, kept[i]);
             }
             for (index key = 0; key < n; ++key) {
-                const __m512 weight = _mm512_set1_ps(weights[key * LANES + q]);
+                const f32x16 weight = splat(weights[key * LANES + q]);
                 const float* value = w.keys[key] + v.kind_stride + d;
 #pragma GCC unroll 4
-                for (index i = 0; i < WIDE; ++i) sum[i] = _mm512_fmadd_ps(weight, load(value + i * LANES, kept[i]), sum[i]);
+                for (index i = 0; i < WIDE; ++i) sum[i] = fma(weight, load(value + i * LANES, kept[i]), sum[i]);
             }
             for (index i = 0; i < WIDE; ++i) store(sums + i * LANES, sum[i], kept[i]);
         }

@@ -14,23 +14,6 @@ constexpr index PAIR_OF_LINES = 64;  // bytes that become two lines of bfloat16
 constexpr float LARGEST = 448.0f, SMALLEST_AMAX = 1e-12f;
 constexpr index GROUP = 4;         // blocks of outputs that are widened together; a pair for tiles
 
-// The upper and lower halves of the bfloat16 numbers that the 128 magnitudes of e4m3 are; the last one is NaN.
-struct Tables {
-    alignas(64) std::uint8_t high[128], low[128];
-    Tables() {
-        for (int code = 0; code < 128; ++code) {
-            const int exponent = code >> 3, mantissa = code & 7;
-            const float value = exponent ? std::ldexp(1.0f + mantissa / 8.0f, exponent - 7) : std::ldexp(float(mantissa), -9);
-            std::uint32_t bits;
-            std::memcpy(&bits, &value, 4);
-            if (code == 127) bits = 0x7fc00000;
-            high[code] = std::uint8_t(bits >> 24);
-            low[code] = std::uint8_t(bits >> 16);
-        }
-    }
-};
-const Tables tables;
-
 // Byte `at` of the two lines that 64 bytes become, in those 64 bytes: each 16 of them hold 8 numbers of the first line and 8
 // of the second.
 index place_in_pair(index number) { return number % 32 / 8 * 16 + number / 32 * 8 + number % 8; }
@@ -49,77 +32,37 @@ void pack(const std::uint8_t* values, std::uint8_t* packed, index n, index k) {
     }
 }
 
-#ifdef __AVX512VBMI__
-struct Widener {
-    const __m512i high[2] = {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)};
-    const __m512i low[2] = {_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)};
-
-    void operator()(const std::uint8_t* from, __m512i& first, __m512i& second) const {
-        const __m512i codes = _mm512_loadu_si512(from), sign = _mm512_set1_epi8(char(0x80));
-        // The tables ignore the sign; 0xea is (a & b) | c, which puts it back.
-        const __m512i magnitude = _mm512_permutex2var_epi8(high[0], codes, high[1]);
-        const __m512i upper = _mm512_ternarylogic_epi32(codes, sign, magnitude, 0xea);
-        const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-        first = _mm512_unpacklo_epi8(lower, upper);
-        second = _mm512_unpackhi_epi8(lower, upper);
-    }
-};
-#else
-// Exponent and mantissa move into place and the exponent by the difference of the biases; numbers below the smallest normal
-// one and NaN come from a table.
-struct Widener {
-    static __m512i wide(__m512i codes) {
-        alignas(64) std::uint16_t odd[32];
-        for (int code = 0; code < 8; ++code) odd[code] = std::uint16_t(tables.high[code] << 8 | tables.low[code]);
-        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-        const __m512i moved = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-        const __mmask32 small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
-        __m512i bits = _mm512_mask_permutexvar_epi16(moved, small, magnitude, _mm512_load_si512(odd));
-        bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
-        return _mm512_or_si512(bits, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8));
-    }
-    void operator()(const std::uint8_t* from, __m512i& first, __m512i& second) const {
-        const __m512i codes = _mm512_loadu_si512(from), none = _mm512_setzero_si512();
-        first = wide(_mm512_unpacklo_epi8(codes, none));
-        second = wide(_mm512_unpackhi_epi8(codes, none));
-    }
-};
-#endif
-
 // y rounded to e4m3: three bits of mantissa, below 2^-6 multiples of 2^-9 (which is the unit of numbers next to 2^14).
-__m512 round_to_e4m3(__m512 y) {
-    const __m512i bits = _mm512_castps_si512(y);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7ffff)));
-    const __m512 normal = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(std::int32_t(0xfff00000))));
-    const __m512 far = _mm512_set1_ps(24576.0f), small = _mm512_sub_ps(_mm512_add_ps(y, far), far);
-    const __mmask16 below = _mm512_cmp_ps_mask(_mm512_abs_ps(y), _mm512_set1_ps(0x1p-6f), _CMP_LT_OQ);
-    const __mmask16 nan = _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q);
-    return _mm512_mask_mov_ps(_mm512_mask_mov_ps(normal, below, small), nan, y);
+f32x16 round_to_e4m3(f32x16 y) {
+    const i32x16 bits = bits_of(y), odd = shift_right(bits, 20) & splat(1);
+    const i32x16 up = add(bits, add(odd, splat(0x7ffff)));
+    const f32x16 normal = floats_of(up & splat(std::int32_t(0xfff00000)));
+    const f32x16 far = splat(24576.0f), small = (y + far) - far;
+    return select(is_nan(y), y, select(less(abs(y), splat(0x1p-6f)), small, normal));
 }
 
 // One row of x as e4m3 numbers, normed before where asked for: to out, padded with zeros; -> its scale. See Fp8Ops.
 template <class T> float quantize_row(const T* x, bf16* out, index k, const Norm<T>& norm) {
-    const __m512 scale = norm.weight ? norm_scale(x, k, norm.eps) : _mm512_setzero_ps();
+    const f32x16 scale = norm.weight ? norm_scale(x, k, norm.eps) : zeros();
     const auto part = [&](index at) {
-        const __mmask16 kept = first_lanes(k - at);
+        const Part kept = first_lanes(k - at);
         return norm.weight ? rounded<T>(normed(x, at, kept, scale, norm)) : load(x + at, kept);
     };
-    __m512 most = _mm512_setzero_ps();
-    for (index at = 0; at < k; at += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(part(at)));
-    const float amax = std::max(SMALLEST_AMAX, _mm512_reduce_max_ps(most));
-    const __m512 factor = _mm512_set1_ps(LARGEST / amax);
+    f32x16 most = zeros();
+    for (index at = 0; at < k; at += LANES) most = max(most, abs(part(at)));
+    const float amax = std::max(SMALLEST_AMAX, max_of(most));
+    const f32x16 factor = splat(LARGEST / amax);
     const index wide = padded_k<bf16>(k);
     for (index at = 0; at < wide; at += LANES)
-        store(out + at, at < k ? round_to_e4m3(_mm512_mul_ps(part(at), factor)) : _mm512_setzero_ps());
+        store(out + at, at < k ? round_to_e4m3(part(at) * factor) : zeros());
     return amax / LARGEST;
 }
 
 // The same row in bfloat16, not quantized.
 template <class T> float narrow_row(const T* x, bf16* out, index k, const Norm<T>& norm) {
-    const __m512 scale = norm.weight ? norm_scale(x, k, norm.eps) : _mm512_setzero_ps();
+    const f32x16 scale = norm.weight ? norm_scale(x, k, norm.eps) : zeros();
     for (index at = 0; at < padded_k<bf16>(k); at += LANES) {
-        const __mmask16 kept = first_lanes(std::max<index>(0, k - at));
+        const Part kept = first_lanes(std::max<index>(0, k - at));
         store(out + at, norm.weight ? normed(x, at, kept, scale, norm) : load(x + at, kept));
     }
     return 1.0f;
@@ -134,19 +77,20 @@ template <class T> struct Call8 {
     bool plain;
 };
 
-// Up to ROWS of x times one block, weights widened in registers; SPLIT sums along K hide the latency of the multiply-adds.
-template <int ROWS, int SPLIT, Form FORM, class T>
+// Up to ROWS of x times one block, weights widened in registers; up to MOST_SPLIT sums along K hide the latency of the multiply-adds.
+template <int ROWS, int MOST_SPLIT, Form FORM, class T>
 void stream8(const Call8<T>& c, const bf16* x, const Widener& widen, index block) {
+    constexpr int SPLIT = std::clamp(SUMS / ROWS, 1, MOST_SPLIT);
     const Problem<bf16, T>& p = c.problem;
     const index wide = padded_k<bf16>(p.k);
     const bf16* rows[ROWS];
     for (int r = 0; r < ROWS; ++r) rows[r] = x + std::min<index>(r, p.m - 1) * wide;
     const std::uint8_t* from = c.packed + block * p.panel();
-    __m512 sum[ROWS][SPLIT];
+    f32x16 sum[ROWS][SPLIT];
     for (auto& of_row : sum)
-        for (auto& one : of_row) one = _mm512_setzero_ps();
+        for (auto& one : of_row) one = zeros();
     for (index at = 0; at < wide; at += 4 * PAIR, from += 2 * PAIR_OF_LINES) {
-        __m512i line[4];
+        i32x16 line[4];
         widen(from, line[0], line[1]);
         widen(from + PAIR_OF_LINES, line[2], line[3]);
         _mm_prefetch((const char*)from + PREFETCH_BYTES, _MM_HINT_T0);
@@ -161,7 +105,7 @@ void stream8(const Call8<T>& c, const bf16* x, const Widener& widen, index block
             }
     }
     for (int r = 0; r < ROWS && r < p.m; ++r) {
-        for (int part = 1; part < SPLIT; ++part) sum[r][0] = _mm512_add_ps(sum[r][0], sum[r][part]);
+        for (int part = 1; part < SPLIT; ++part) sum[r][0] = sum[r][0] + sum[r][part];
         p.put(r, block * LANES, sum[r][0]);
     }
 }
@@ -189,10 +133,10 @@ template <class T> void multiply(const Call8<T>& c, const bf16* x, Form form, bf
         const std::uint8_t* from = c.packed + first * panel;
         for (index at = 0; at < (end - first) * panel; at += PAIR_OF_LINES) {
             _mm_prefetch((const char*)from + at + PREFETCH_BYTES, _MM_HINT_T0);
-            __m512i first_line, second_line;
+            i32x16 first_line, second_line;
             widen(from + at, first_line, second_line);
-            _mm512_store_si512(weights + at, first_line);
-            _mm512_store_si512(weights + at + PAIR_OF_LINES / 2, second_line);
+            store_bits(weights + at, first_line);
+            store_bits(weights + at + PAIR_OF_LINES / 2, second_line);
         }
         Problem<bf16, T> part = p;
         part.packed = weights;

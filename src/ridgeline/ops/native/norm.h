@@ -14,26 +14,26 @@ template <class T> struct Norm {
 };
 
 // 1 / rms of n values.
-template <class T> __m512 norm_scale(const T* x, index n, float eps) {
-    __m512 squares = _mm512_setzero_ps();
+template <class T> f32x16 norm_scale(const T* x, index n, float eps) {
+    f32x16 squares = zeros();
     for (index at = 0; at < n; at += LANES) {
-        const __m512 part = load(x + at, first_lanes(n - at));
-        squares = _mm512_fmadd_ps(part, part, squares);
+        const f32x16 part = load(x + at, first_lanes(n - at));
+        squares = fma(part, part, squares);
     }
-    return _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(n) + eps));
+    return splat(1.0f / std::sqrt(sum_of(squares) / float(n) + eps));
 }
 
 // 16 values from `at` on, normed; lanes that are not kept are 0.
-template <class T> __m512 normed(const T* x, index at, __mmask16 kept, __m512 scale, const Norm<T>& norm) {
-    const __m512 factor = _mm512_add_ps(load(norm.weight + at, kept), _mm512_set1_ps(norm.offset));
-    return _mm512_mul_ps(_mm512_mul_ps(load(x + at, kept), scale), factor);
+template <class T> f32x16 normed(const T* x, index at, Part kept, f32x16 scale, const Norm<T>& norm) {
+    const f32x16 factor = load(norm.weight + at, kept) + splat(norm.offset);
+    return load(x + at, kept) * scale * factor;
 }
 
 // out may be x.
 template <class T> void norm_row(const T* x, T* out, index n, const Norm<T>& norm) {
-    const __m512 scale = norm_scale(x, n, norm.eps);
+    const f32x16 scale = norm_scale(x, n, norm.eps);
     for (index at = 0; at < n; at += LANES) {
-        const __mmask16 kept = first_lanes(n - at);
+        const Part kept = first_lanes(n - at);
         store(out + at, normed(x, at, kept, scale, norm), kept);
     }
 }

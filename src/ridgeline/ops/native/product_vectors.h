@@ -6,41 +6,44 @@
 namespace ridgeline {
 
 constexpr index PREFETCH_BYTES = 4096;
-constexpr index FEWER_ROWS = 6;  // up to so many a register points to each
-constexpr index FEW_ROWS = 16;   // up to so many every weight is read once
+constexpr bool MANY_SUMS = SUMS >= 24;
+constexpr index FEWER_ROWS = MANY_SUMS ? 6 : 2;  // up to so many a register points to each
+constexpr index FEW_ROWS = MANY_SUMS ? 16 : 2;   // up to so many every weight is read once
 
 // What one step along K takes: two bfloat16 numbers or one float32 of x, times 64 bytes of weights.
-inline __m512 step(__m512 sum, const bf16* x, __m512i w) {
+inline f32x16 step(f32x16 sum, const bf16* x, i32x16 w) {
     std::int32_t both;
     std::memcpy(&both, x, 4);
-    return dot_pairs(sum, _mm512_set1_epi32(both), w);
+    return dot_pairs(sum, splat(both), w);
 }
-inline __m512 step(__m512 sum, const float* x, __m512i w) {
-    return _mm512_fmadd_ps(_mm512_set1_ps(*x), _mm512_castsi512_ps(w), sum);
+inline f32x16 step(f32x16 sum, const float* x, i32x16 w) {
+    return fma(splat(*x), floats_of(w), sum);
 }
 
-// ROWS of x times BLOCKS blocks of weights from `block` on; SPLIT independent sums along K hide the latency of the
-// multiply-adds. GATED: the second half of the blocks is of the second half of the outputs. Only `rows` of ROWS are there.
-template <class T, int ROWS, int BLOCKS, int SPLIT, bool GATED, Form FORM, class Out>
+// ROWS of x times BLOCKS blocks of weights from `block` on; up to MOST_SPLIT independent sums along K hide the latency of the
+// multiply-adds; blocks take turns where registers do not hold the sums of all. GATED: the second half of the blocks is of the
+// second half of the outputs. Only `rows` of ROWS are there.
+template <class T, int ROWS, int BLOCKS, int MOST_SPLIT, bool GATED, Form FORM, class Out>
 void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index block) {
     constexpr index each = sizeof(T) == 2 ? PAIR : 1;
-    constexpr int OWN = GATED ? BLOCKS / 2 : BLOCKS;
+    constexpr int OWN = GATED ? BLOCKS / 2 : BLOCKS, SPLIT = std::clamp(SUMS / (ROWS * BLOCKS), 1, MOST_SPLIT);
+    constexpr int TOGETHER = ROWS * BLOCKS * SPLIT <= SUMS ? BLOCKS : 1;
     const index wide = padded_k<T>(p.k);
     const T* w[BLOCKS];
     for (int b = 0; b < BLOCKS; ++b) w[b] = p.panel_of(block + b % OWN + b / OWN * p.half());
     const T* from[ROWS];
     for (int r = 0; r < ROWS; ++r) from[r] = x + (row + std::min<index>(r, rows - 1)) * wide;
     const T* mixed = x + row * each;
-    __m512 sum[ROWS][BLOCKS][SPLIT];
+    f32x16 sum[ROWS][BLOCKS][SPLIT];
     for (auto& of_row : sum)
         for (auto& of_block : of_row)
-            for (auto& one : of_block) one = _mm512_setzero_ps();
-    const auto go = [&](index at, int part) __attribute__((always_inline)) {
+            for (auto& one : of_block) one = zeros();
+    const auto go = [&](index at, int part, int first) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; ++b) {
+        for (int b = first; b < first + TOGETHER; ++b) {
             const T* weights = w[b] + at * LANES;
-            if (BLOCKS < 4) _mm_prefetch((const char*)weights + PREFETCH_BYTES, _MM_HINT_T0);
-            const __m512i line = _mm512_loadu_si512(weights);
+            if (TOGETHER < 4) _mm_prefetch((const char*)weights + PREFETCH_BYTES, _MM_HINT_T0);
+            const i32x16 line = load_bits(weights);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) {
                 const T* numbers = FORM == Form::MIXED ? mixed + at * LANES + r * each : from[r] + at;
@@ -48,14 +51,17 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
             }
         }
     };
-    index at = 0;
-    for (; at + SPLIT * each <= wide; at += SPLIT * each)
+#pragma GCC unroll 4
+    for (int first = 0; first < BLOCKS; first += TOGETHER) {
+        index at = 0;
+        for (; at + SPLIT * each <= wide; at += SPLIT * each)
 #pragma GCC unroll 8
-        for (int part = 0; part < SPLIT; ++part) go(at + part * each, part);
-    for (; at < wide; at += each) go(at, 0);
+            for (int part = 0; part < SPLIT; ++part) go(at + part * each, part, first);
+        for (; at < wide; at += each) go(at, 0, first);
+    }
     for (int r = 0; r < ROWS && r < rows; ++r) {
         for (int b = 0; b < BLOCKS; ++b)
-            for (int part = 1; part < SPLIT; ++part) sum[r][b][0] = _mm512_add_ps(sum[r][b][0], sum[r][b][part]);
+            for (int part = 1; part < SPLIT; ++part) sum[r][b][0] = sum[r][b][0] + sum[r][b][part];
         for (int b = 0; b < OWN; ++b)
             if constexpr (GATED)
                 p.put_gated(row + r, (block + b) * LANES, sum[r][b][0], sum[r][b + OWN][0]);
@@ -87,9 +93,11 @@ template <class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x
     return stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
 }
 
-// Many rows: 6 rows times 4 blocks at a time, x and a few blocks of weights staying in the cache.
+// Many rows: as many times so many blocks as there are registers for, x and a few blocks of weights staying in the cache.
 template <class T, bool GATED, class Out> void many_rows(const Problem<T, Out>& p, const T* x, Range own) {
-    constexpr index ROWS = 6, BLOCKS = 4, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
+    // Widening a line of bfloat16 takes registers too.
+    constexpr index ROWS = MANY_SUMS || sizeof(T) == 4 ? 6 : 4, BLOCKS = MANY_SUMS ? 4 : GATED ? 2 : 1;
+    constexpr index UNITS = GATED ? BLOCKS / 2 : BLOCKS;
     index block = own.begin;
     for (; block + UNITS <= own.end; block += UNITS)
         for (index row = 0; row < p.m; row += ROWS)
@@ -99,24 +107,25 @@ template <class T, bool GATED, class Out> void many_rows(const Problem<T, Out>& 
             stream<T, ROWS, GATED ? 2 : 1, 2, GATED, Form::ROWS>(p, x, row, std::min(ROWS, p.m - row), block);
 }
 
-// Any number of rows with one sum along K for each output: up to 6 rows times BLOCKS blocks from `block` on.
+// Any number of rows with one sum along K for each output: a few rows times BLOCKS blocks from `block` on.
 template <class T, int BLOCKS, bool GATED, class Out> void rows_in_order(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form ROWS = Form::ROWS;
-    for (index row = 0; row < p.m; row += FEWER_ROWS) {
-        const index rows = std::min(FEWER_ROWS, p.m - row);
+    constexpr index MOST = std::min(6, SUMS / BLOCKS);
+    for (index row = 0; row < p.m; row += MOST) {
+        const index rows = std::min(MOST, p.m - row);
         if (rows == 1) {
             stream<T, 1, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
-        } else if (rows <= 3) {
-            stream<T, 3, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
+        } else if (rows <= MOST / 2) {
+            stream<T, MOST / 2, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
         } else {
-            stream<T, 6, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
+            stream<T, MOST, BLOCKS, 1, GATED, ROWS>(p, x, row, rows, block);
         }
     }
 }
 
-// Four blocks side by side hide the latency of the multiply-adds, as no second sum along K may.
+// Blocks side by side hide the latency of the multiply-adds, as no second sum along K may.
 template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p, const T* x, Range own) {
-    constexpr index BLOCKS = 4, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
+    constexpr index BLOCKS = MANY_SUMS ? 4 : 2, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
     index block = own.begin;
     for (; block + UNITS <= own.end; block += UNITS) rows_in_order<T, BLOCKS, GATED>(p, x, block);
     for (; block < own.end; ++block) rows_in_order<T, GATED ? 2 : 1, GATED>(p, x, block);

@@ -24,11 +24,11 @@ template <class T> struct Qkv {
 // The first 2 half of n numbers turn, halves paired; the rest stays. from may be to.
 template <class T> void turn(const T* from, T* to, const float* cos_sin, index n, index half) {
     for (index at = 0; at < half; at += LANES) {
-        const __mmask16 lanes = first_lanes(half - at);
-        const __m512 cos = load(cos_sin + at, lanes), sin = load(cos_sin + half + at, lanes);
-        const __m512 first = load(from + at, lanes), second = load(from + half + at, lanes);
-        store(to + at, _mm512_fmsub_ps(first, cos, _mm512_mul_ps(second, sin)), lanes);
-        store(to + half + at, _mm512_fmadd_ps(second, cos, _mm512_mul_ps(first, sin)), lanes);
+        const Part lanes = first_lanes(half - at);
+        const f32x16 cos = load(cos_sin + at, lanes), sin = load(cos_sin + half + at, lanes);
+        const f32x16 first = load(from + at, lanes), second = load(from + half + at, lanes);
+        store(to + at, fms(first, cos, second * sin), lanes);
+        store(to + half + at, fma(second, cos, first * sin), lanes);
     }
     if (from != to && n > 2 * half) std::memcpy(to + 2 * half, from + 2 * half, (n - 2 * half) * sizeof(T));
 }

@@ -47,7 +47,7 @@ struct Room {
 
 template <class T> void widen_row(const T* from, float* to, index n) {
     for (index at = 0; at < n; at += LANES) {
-        const __mmask16 kept = first_lanes(n - at);
+        const Part kept = first_lanes(n - at);
         store(to + at, load(from + at, kept), kept);
     }
 }

@@ -26,8 +26,8 @@ template <class T> void activate(const T* gate_up, T* out, index rows, index n, 
     for (index row = 0; row < rows; ++row) {
         const T* from = gate_up + row * 2 * n;
         for (index at = 0; at < n; at += LANES) {
-            const __mmask16 lanes = first_lanes(n - at);
-            store(out + row * n + at, _mm512_mul_ps(act(gate, load(from + at, lanes)), load(from + n + at, lanes)), lanes);
+            const Part lanes = first_lanes(n - at);
+            store(out + row * n + at, act(gate, load(from + at, lanes)) * load(from + n + at, lanes), lanes);
         }
     }
 }
@@ -42,7 +42,9 @@ template <class T> void qkv_write(const Qkv<T>& s) {
 
 // Ask for pages of 2 MiB; memory must not have been touched yet.
 RIDGELINE_API int rl_huge_pages(void* memory, index bytes) { return madvise(memory, bytes, MADV_HUGEPAGE); }
-RIDGELINE_API int rl_uses_tiles() { return tiles_allowed; }
+RIDGELINE_API const char* rl_instructions() {
+    return tiles_allowed ? RIDGELINE_INSTRUCTIONS " and AMX tiles" : RIDGELINE_INSTRUCTIONS;
+}
 RIDGELINE_API int rl_threads() { return omp_get_max_threads(); }
 RIDGELINE_API const char* rl_compiler() { return __VERSION__; }
 

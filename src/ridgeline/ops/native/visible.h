@@ -23,17 +23,16 @@ struct Row {
 
 // The packed queries of one tile, a lane each.
 struct Lanes {
-    __m512i limit;          // slot of the query's own token, -1 in idle lanes
-    __m512i behind;         // keys said at or before this position lie behind the window
-    __m512i place;          // of the query token in its row
-    __m512i bits[2];        // ancestors of lanes 0-7 and 8-15
+    i32x16 limit;          // slot of the query's own token, -1 in idle lanes
+    i32x16 behind;         // keys said at or before this position lie behind the window
+    i32x16 place;          // of the query token in its row
+    i32x16 above[2];        // ancestors 0-31 and 32-63
     index lowest, highest;  // limits of the used lanes
     std::int32_t furthest;  // largest `behind`
 };
 
 inline Lanes lanes_of(const View& v, const Row& row, index group, index first, index count) {
-    alignas(64) std::int32_t limit[LANES], behind[LANES], place[LANES];
-    alignas(64) std::int64_t bits[LANES];
+    alignas(64) std::int32_t limit[LANES], behind[LANES], place[LANES], above[2][LANES];
     Lanes lanes{};
     lanes.furthest = INT_MIN;
     for (index lane = 0; lane < LANES; ++lane) {
@@ -42,21 +41,22 @@ inline Lanes lanes_of(const View& v, const Row& row, index group, index first, i
         limit[lane] = used ? std::int32_t(row.start + at) : -1;
         place[lane] = std::int32_t(at);
         behind[lane] = v.window < 0 ? INT_MIN : std::int32_t(v.position[token] - v.window);
-        bits[lane] = v.ancestors ? v.ancestors[token] : -1;
+        const std::int64_t ancestors = v.ancestors ? v.ancestors[token] : -1;
+        above[0][lane] = std::int32_t(ancestors);
+        above[1][lane] = std::int32_t(ancestors >> 32);
         if (used) lanes.furthest = std::max(lanes.furthest, behind[lane]);
     }
     lanes.lowest = count ? limit[0] : 0;
     lanes.highest = count ? limit[count - 1] : 0;
-    lanes.limit = _mm512_load_si512(limit);
-    lanes.behind = _mm512_load_si512(behind);
-    lanes.place = _mm512_load_si512(place);
-    lanes.bits[0] = _mm512_load_si512(bits);
-    lanes.bits[1] = _mm512_load_si512(bits + 8);
+    lanes.limit = load_bits(limit);
+    lanes.behind = load_bits(behind);
+    lanes.place = load_bits(place);
+    for (int i = 0; i < 2; ++i) lanes.above[i] = load_bits(above[i]);
     return lanes;
 }
 
-inline __mmask16 seen(const View& v, const Row& row, const Lanes& lanes, index slot) {
-    __mmask16 mask = _mm512_cmpge_epi32_mask(lanes.limit, _mm512_set1_epi32(std::int32_t(slot)));
+inline mask16 seen(const View& v, const Row& row, const Lanes& lanes, index slot) {
+    mask16 mask = greater(lanes.limit, splat(std::int32_t(slot - 1)));
     const index among = slot - row.start;
     if (v.window >= 0) {
         std::int32_t said = std::int32_t(slot);
@@ -65,13 +65,11 @@ inline __mmask16 seen(const View& v, const Row& row, const Lanes& lanes, index s
         } else if (v.key_positions) {
             said = v.key_positions[row.device_row * v.key_positions_stride + slot];
         }
-        mask &= _mm512_cmplt_epi32_mask(lanes.behind, _mm512_set1_epi32(said));
+        mask = mask & greater(splat(said), lanes.behind);
     }
     if (v.ancestors && among >= 0 && among < TREE_BITS) {
-        const __m512i bit = _mm512_set1_epi64(std::int64_t(std::uint64_t(1) << among));
-        const unsigned low = _mm512_test_epi64_mask(lanes.bits[0], bit), high = _mm512_test_epi64_mask(lanes.bits[1], bit);
-        const __mmask16 self = _mm512_cmpeq_epi32_mask(lanes.place, _mm512_set1_epi32(std::int32_t(among)));
-        mask &= __mmask16(low | high << 8) | self;
+        const i32x16 bit = splat(std::int32_t(1u << among % 32));
+        mask = mask & (has_bits(lanes.above[among / 32], bit) | equal(lanes.place, splat(std::int32_t(among))));
     }
     return mask;
 }
