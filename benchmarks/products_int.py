@@ -4,7 +4,8 @@
 
 Every kernel is first compared with float64. A step is what a decoder does for one token of each row, all in a CUDA graph:
 norms, products, rotary embedding, attention over 128 slots, head in bf16; only embedding and sampling are missing. Steps
-of bf16, int8 (a scale per channel) and int4 (a scale per 128 inputs) differ in the layers' weights alone. --sweep tries
+of bf16, int8 (a scale per channel) and int4 (a scale per 128 inputs) differ in the layers' weights alone. One token goes
+through the layers as a decoder's does, in one kernel where there is one; `-apart`: kernel by kernel. --sweep tries
 other configurations than the shipped ones within whole steps, and names the best; it changes nothing.
 """
 
@@ -14,7 +15,7 @@ import argparse
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,8 @@ from kernels import DIM, HEADS, KV_HEADS, Batch, make
 from products import EPS, MODELS, PROCESSES, Role, off, replayed
 
 from ridgeline.ops.reference import REFERENCE, dequantized
-from ridgeline.ops.table import IntMatrix, Normed, QkvShape, plain
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, plain
 from ridgeline.ops.triton import integer_shapes
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer import INT_TRITON, pack
@@ -178,11 +180,29 @@ class Step:
             stream = self.linear(out, layer, x, stream, choices.get("out"))
             x = self.linear(gate_up, layer, stream, self.gain, choices.get("gate_up"))
             stream = self.linear(down, layer, x, stream, choices.get("down"))
+        return self.logits(stream)
+
+    def logits(self, stream: torch.Tensor) -> torch.Tensor:
         return TRITON.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
 
     def us(self, batch: Batch, choices: dict[str, Choice], repeats: int = 5) -> float:
         stream = torch.randn(batch.q.shape[0], self.head.shape[1], dtype=DTYPE, device="cuda")
         return replayed(lambda: self(stream.clone(), batch, choices), repeats)
+
+    def shipped_us(self, batch: Batch, repeats: int = 5) -> float:
+        """The same of one token as a decoder runs its layers."""
+        stream = torch.randn(1, self.head.shape[1], dtype=DTYPE, device="cuda")
+        matrices = ([Matrix(one, None) for one in self.weights[role.name]] for role in MODEL.roles)
+        layers = [
+            LayerParts(self.gain, qkv, self.shape, out, self.gain, gate_up, down, "silu")
+            for qkv, out, gate_up, down in zip(*matrices, strict=True)
+        ]
+
+        def apart(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+            raise LookupError("no kernel of ours takes these layers")
+
+        run = TRITON.layers(layers, apart)
+        return replayed(lambda: self.logits(run(stream.clone(), batch.views, batch.step)), repeats)
 
 
 def choices_of(step: Step, tokens: int) -> dict[str, Choice]:
@@ -302,9 +322,13 @@ def sweep(form: str, step: Step, tokens: int, until: float) -> Iterator[dict[str
 
 def steps(form: str, step: Step) -> Iterator[dict[str, Any]]:
     for tokens in STEPS:
-        spent = step.us(make([(SLOTS, 1)] * tokens, "page"), choices_of(step, tokens), 7)
-        print(f"STEP {form:5} M={tokens:<4} {spent:9.1f} us", flush=True)
-        yield {"row": f"int-step-{form}-m{tokens}-us", "value": round(spent, 1), "unit": "us"}
+        batch = make([(SLOTS, 1)] * tokens, "page")
+        spent = {"": step.us(batch, choices_of(step, tokens), 7)}
+        if tokens == 1 and form in BITS:
+            spent = {"-apart": spent[""], "": step.shipped_us(batch, 7)}
+        for how, us in spent.items():
+            print(f"STEP {form:5} M={tokens:<4} {us:9.1f} us {how}", flush=True)
+            yield {"row": f"int-step-{form}-m{tokens}-us{how}", "value": round(us, 1), "unit": "us"}
 
 
 def prompts(form: str, step: Step) -> Iterator[dict[str, Any]]:

@@ -287,7 +287,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         AHEAD=call.ahead,
         FUSED=call.fused,
         PACKED=packed,
-        PARTS=max(1, min(tuning.COMBINED_AT_ONCE, tuning.COMBINED_ELEMENTS // (packed * call.width))),
+        PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * call.width)),
         **_shared(call, split=True),
     )
     if not call.fused:
@@ -303,7 +303,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             kv_heads=kv_heads,
             group=call.group,
             head_dim=dim,
-            PARTS=tuning.COMBINED_AT_ONCE,
+            PARTS=tuning.COMBINED_ALONE // call.width,
             WIDTH=call.width,
             num_warps=2,
             **overlap(out.device),

@@ -1,71 +1,86 @@
-"""The layers of a decoder for one token on Hopper: attention, and all that lies between two of them in one kernel."""
+"""Which decoders run one token through all layers in one kernel on Hopper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Fp8Matrix, LayerParts, Matrix, Normed, Plain, RunLayers
-from ridgeline.ops.triton.attention import attention
-from ridgeline.ops.triton.between import Between, Weights, between, lines, stages
-from ridgeline.ops.triton.fp8 import FP8_TRITON
-from ridgeline.ops.triton.qkv import qkv_write
+from ridgeline.ops.step import SHORT, KvView, StepInputs
+from ridgeline.ops.table import Fp8Matrix, LayerParts, Matrix, RunLayers
+from ridgeline.ops.triton.layers import Layers
+from ridgeline.ops.triton.layers_table import Layer, Weights, held, reachable, stages
 
-Linear = Callable[[Plain, torch.Tensor, torch.Tensor | None], torch.Tensor]
-ALIGNED = 16
-"""Bytes of which the copy engine wants rows to be multiples."""
 FEWEST_STAGES = 6
 """Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
-LEAST_BYTES = 160 << 20
-"""Of a layer's weights. Below, waiting for all programs between products costs more than it saves: 31 MB (Qwen3-0.6B) take 0.9
-times as long in single kernels, 218 MB (Llama-3.1-8B in fp8) 1.08 times."""
+LEAST_BYTES: dict[type, int] = {Fp8Matrix: 160 << 20}
+"""Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves; 16 bits take as
+long in single kernels whatever their size."""
+HEAD_DIMS = (64, 128, 256)
+LARGEST_GROUP = 8
+"""Query heads of a KV head: each of a program's threads holds numbers of all of them."""
 
 
 def knows(parts: Sequence[LayerParts]) -> bool:
     """Whether the kernel takes these layers, and is faster."""
-    dtype, form = parts[0].attention_norm.dtype, type(parts[0].qkv.packed)
+    first = parts[0]
+    dtype, form, shape = first.attention_norm.dtype, type(first.qkv.packed), first.shape
     return (
         dtype in (torch.bfloat16, torch.float16)
-        and form in (torch.Tensor, Fp8Matrix)
-        and all(type(one.packed) is form and _streams(one) for layer in parts for one in _matrices(layer))
-        and all(sum(_bytes(one) for one in _matrices(layer)) >= LEAST_BYTES for layer in parts)
+        and form in LEAST_BYTES
+        and all(type(one.packed) is form for layer in parts for one in _matrices(layer))
+        and all(one.dtype == dtype for layer in parts for one in _norms(layer))
+        and shape.head_dim in HEAD_DIMS
+        and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
+        and len({_form(layer) for layer in parts}) == 1
+        and sum(_bytes(one) for one in _matrices(first)) >= LEAST_BYTES[form]
+        and stages(max(held(_layer(first)))) >= FEWEST_STAGES
+        and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
 
 
 class OneToken:
-    """Runs a stream [1, d_model] through `parts`; one of more tokens goes `otherwise`. linear: see Ops."""
+    """Runs a stream [1, d_model] through `parts`; one of more tokens, of a long context, in which attention alone fills the device,
+    or over another cache goes `otherwise`."""
 
-    __slots__ = ("_betweens", "_counter", "_linear", "_otherwise", "_parts")
+    __slots__ = ("_dtype", "_layers", "_otherwise")
 
-    def __init__(self, parts: Sequence[LayerParts], linear: Linear, otherwise: RunLayers) -> None:
-        self._parts, self._linear, self._otherwise = tuple(parts), linear, otherwise
-        self._counter = torch.zeros(1, dtype=torch.int64, device=parts[0].attention_norm.device)
-        self._betweens = tuple(_between(here, there) for here, there in zip(parts, (*parts[1:], None), strict=True))
+    def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
+        self._otherwise, self._dtype = otherwise, parts[0].attention_norm.dtype
+        self._layers = Layers([_layer(one) for one in parts])
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        if stream.shape[0] != 1:
-            return self._otherwise(stream, views, step)
-        qkv = self._first(stream)
-        for parts, behind, view in zip(self._parts, self._betweens, views, strict=True):
-            attended, _ = attention(*qkv_write(qkv, parts.shape, view, step), view, step)
-            qkv = between(behind, attended, stream, self._counter)
-        return stream
+        short = stream.shape[0] == 1 and step.max_length <= SHORT
+        taken = short and step.key_positions is None and self._attends(views)
+        return (self._layers if taken else self._otherwise)(stream, views, step)
 
-    def _first(self, stream: torch.Tensor) -> torch.Tensor:
-        """The first layer's qkv."""
-        parts = self._parts[0]
-        x = Normed(stream, parts.attention_norm, parts.shape.norm_eps, parts.shape.norm_offset)
-        packed, bias = parts.qkv.packed, parts.qkv.bias
-        if isinstance(packed, Fp8Matrix):
-            return FP8_TRITON.linear(x, packed, bias, stream.dtype)
-        assert isinstance(packed, torch.Tensor)
-        return self._linear(x, packed, bias)
+    def _attends(self, views: Sequence[KvView]) -> bool:
+        first = views[0]
+        return all(
+            view.kv.dtype == self._dtype
+            and view.softcap is None
+            and (view.scale, view.page_tokens, view.kv.stride(), view.table.stride())
+            == (first.scale, first.page_tokens, first.kv.stride(), first.table.stride())
+            for view in views
+        )
 
 
 def _matrices(parts: LayerParts) -> tuple[Matrix, ...]:
     return parts.qkv, parts.out, parts.gate_up, parts.down
+
+
+def _norms(parts: LayerParts) -> list[torch.Tensor]:
+    own = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
+    return [one for one in own if one is not None]
+
+
+def _form(parts: LayerParts) -> tuple[object, ...]:
+    """What layers of one kernel share."""
+    matrices = [(_weights(one).values.shape, one.bias is None) for one in _matrices(parts)]
+    shape = parts.shape
+    heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.cos_sin.shape[2])
+    norms = (shape.q_norm is None, shape.k_norm is None, shape.norm_eps, shape.norm_offset)
+    return (*matrices, heads, norms, parts.activation)
 
 
 def _weights(matrix: Matrix) -> Weights:
@@ -77,27 +92,22 @@ def _weights(matrix: Matrix) -> Weights:
 
 
 def _bytes(matrix: Matrix) -> int:
-    values = _weights(matrix).values
-    return values.numel() * values.element_size()
+    return _weights(matrix).values.nbytes
 
 
-def _streams(matrix: Matrix) -> bool:
-    """Whether the copy engine can address the rows, and an input and the ring have room."""
-    values = _weights(matrix).values
-    row = values.shape[1] * values.element_size()
-    aligned = values.is_contiguous() and (row | values.data_ptr()) % ALIGNED == 0
-    return aligned and stages(lines(values.shape[1], values)) >= FEWEST_STAGES
+def _streams(kind: Sequence[Matrix]) -> bool:
+    """Whether the copy engine can address the rows."""
+    values = [_weights(one).values for one in kind]
+    return all(one.is_contiguous() for one in values) and reachable(values)
 
 
-def _between(here: LayerParts, there: LayerParts | None) -> Between:
-    return Between(
-        out=_weights(here.out),
-        norm=here.feed_forward_norm,
-        gate_up=_weights(here.gate_up),
-        down=_weights(here.down),
-        qkv_norm=here.feed_forward_norm if there is None else there.attention_norm,
-        qkv=None if there is None else _weights(there.qkv),
-        eps=here.shape.norm_eps,
-        offset=here.shape.norm_offset,
-        activation=here.activation,
+def _layer(parts: LayerParts) -> Layer:
+    return Layer(
+        norms=(parts.attention_norm, parts.feed_forward_norm),
+        qkv=_weights(parts.qkv),
+        shape=parts.shape,
+        out=_weights(parts.out),
+        gate_up=_weights(parts.gate_up),
+        down=_weights(parts.down),
+        activation=parts.activation,
     )

@@ -108,9 +108,9 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """See Ops: one kernel between two attentions for one token of large layers."""
+    """See Ops: one kernel for one token of large layers."""
     module = _gluon(parts[0].attention_norm.device, "one_token")
-    return run if module is None or not module.knows(parts) else module.OneToken(parts, linear, run)
+    return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 
 
 TRITON = Ops(

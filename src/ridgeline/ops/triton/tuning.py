@@ -85,8 +85,8 @@ SPLIT_WAVES = 4
 """With more rows than fill one wave, keys are split so finely that this many waves even out the tail."""
 SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
-COMBINED_AT_ONCE = 16
-"""Parts of a row that a program holds at a time while it puts them together."""
+COMBINED_ALONE = 4096
+"""Numbers that a program of combine_kernel holds at a time while it puts the parts of a head together: 32 parts in one turn."""
 COMBINED_ELEMENTS = 2048
 """Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group. With 8,192 and 16
 packed queries the kernel took 254 registers a thread, and one program less ran on a processor."""

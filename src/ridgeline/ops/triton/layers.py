@@ -1,0 +1,453 @@
+"""All layers of a decoder for one token, in one kernel, on Hopper.
+
+One token makes a decoder read every weight once, and nothing bounds it but that. Between two kernels the reading stops:
+the next may ask for weights only when it has room, and its first answers take a microsecond. Here one program per
+processor runs every layer. One of its warps streams the program's share of all weights through a ring in shared memory,
+without a stop, since no weight depends on a token; the others multiply what is there, and attend. Before each part of a
+layer all programs wait for each other, and the ring holds as much as memory brings in six microseconds.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.layers_attention import asked_ahead, attention
+from ridgeline.ops.triton.layers_products import TICKETS, elements, fetch_product, input_held, product
+from ridgeline.ops.triton.layers_table import (
+    FIELDS,
+    LINES_OF_STAGE,
+    NORM,
+    PLACE,
+    Layer,
+    blocks,
+    fields,
+    held,
+    places,
+    pointer,
+    rows_at_a_time,
+    stages,
+)
+
+REGISTERS = 168
+"""Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
+
+
+@jit
+def _fetch(descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES: gl.constexpr):
+    """Stream a program's share of all weights."""
+    done = (gl.to_tensor(0), gl.to_tensor(0))
+    for layer in range(layers):
+        place_ptr, draw_ptr = table_ptr + layer * FIELDS + PLACE, draws_ptr + layer * 4
+        done = fetch_product(descs[0], place_ptr, draw_ptr, ring, tickets, done, works[0], 1, STAGES)
+        done = fetch_product(descs[1], place_ptr + 1, draw_ptr + 1, ring, tickets, done, works[1], 1, STAGES)
+        done = fetch_product(descs[2], place_ptr + 2, draw_ptr + 2, ring, tickets, done, works[2], 2, STAGES)
+        done = fetch_product(descs[3], place_ptr + 3, draw_ptr + 3, ring, tickets, done, works[3], 1, STAGES)
+
+
+@jit
+def _arrive(counter_ptr):
+    """All that this program wrote is there for whoever awaits it."""
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@jit
+def _await(counter_ptr, goal):
+    """Wait until `goal` programs have arrived, in all that have ever run."""
+    while gl.atomic_add(counter_ptr, 0, sem="acquire") < goal:
+        pass
+
+
+@jit
+def _gain(field_ptr, k, dtype: gl.constexpr, LINES: gl.constexpr, PIECE: gl.constexpr, OFFSET: gl.constexpr):
+    SHIFT: gl.constexpr = 1.0 if OFFSET else 0.0
+    return elements(pointer(field_ptr, dtype), k, LINES, PIECE) + SHIFT
+
+
+@jit
+def _normed(x, gain, k, eps):
+    return x * gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / k + eps) * gain
+
+
+@jit
+def _multiply(
+    table_ptr,
+    layers,
+    ring,
+    tickets,
+    works,
+    vectors,
+    sizes,
+    token,
+    strides,
+    buffers,
+    eps,
+    scale,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    LINES: gl.constexpr,
+    KIND: gl.constexpr,
+    OFFSET: gl.constexpr,
+    FP8: gl.constexpr,
+    BIASES: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    HALF: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    NORMS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The parts of each layer one after the other, each from what the one before has written."""
+    stream_ptr, qkv_ptr, attended_ptr, gated_ptr = vectors
+    heads, model, features, qkv = sizes
+    rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride = token
+    counter_ptr = buffers[3]
+    held = ring[3]
+    programs = gl.num_programs(0).to(gl.int64)
+    PIECE: gl.constexpr = held.shape[2]
+    dtype: gl.constexpr = stream_ptr.dtype.element_ty
+    if PDL:
+        gdc_wait()
+    token = (gl.load(rows_ptr), gl.load(length_ptr), gl.load(position_ptr), slot_ptr, table_stride)
+    # All programs arrive as often in every launch.
+    ever = programs * (5 * layers - 1)
+    goal = gl.atomic_add(counter_ptr, 0, sem="relaxed") // ever * ever
+    done = (gl.to_tensor(0), gl.to_tensor(0))
+    for layer in range(layers):
+        layer_ptr = table_ptr + layer * FIELDS
+        # What does not depend on other programs is asked for before they are awaited.
+        gain = _gain(layer_ptr + NORM, model, dtype, LINES[1], PIECE, OFFSET)
+        ahead = asked_ahead(layer_ptr, token, strides, HEADS, KV_HEADS, DIM, HALF, PAGE_TOKENS, dtype)
+        if layer > 0:
+            goal += programs
+            _await(counter_ptr, goal)
+        x = _normed(elements(stream_ptr, model, LINES[1], PIECE), gain, model, eps)
+        scaled = input_held(x, held, dtype, FP8)
+        done = product(
+            qkv_ptr, layer_ptr, qkv, ring, tickets, done, works[0], scaled, ROWS[0], STAGES, 0, False, 0, FP8, BIASES
+        )
+        _arrive(counter_ptr)
+        goal += programs
+        _await(counter_ptr, goal)
+        attention(
+            ahead,
+            qkv_ptr,
+            attended_ptr,
+            buffers,
+            held,
+            eps,
+            scale,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            HALF,
+            PAGE_TOKENS,
+            NORMS,
+            OFFSET,
+        )
+        _arrive(counter_ptr)
+        goal += programs
+        _await(counter_ptr, goal)
+        scaled = input_held(elements(attended_ptr, heads, LINES[0], PIECE), held, dtype, FP8)
+        done = product(
+            stream_ptr,
+            layer_ptr,
+            model,
+            ring,
+            tickets,
+            done,
+            works[1],
+            scaled,
+            ROWS[1],
+            STAGES,
+            1,
+            True,
+            0,
+            FP8,
+            BIASES,
+        )
+        _arrive(counter_ptr)
+        gain = _gain(layer_ptr + NORM + 1, model, dtype, LINES[1], PIECE, OFFSET)
+        goal += programs
+        _await(counter_ptr, goal)
+        x = _normed(elements(stream_ptr, model, LINES[1], PIECE), gain, model, eps)
+        scaled = input_held(x, held, dtype, FP8)
+        done = product(
+            gated_ptr,
+            layer_ptr,
+            2 * features,
+            ring,
+            tickets,
+            done,
+            works[2],
+            scaled,
+            ROWS[2],
+            STAGES,
+            2,
+            False,
+            KIND,
+            FP8,
+            BIASES,
+        )
+        _arrive(counter_ptr)
+        goal += programs
+        _await(counter_ptr, goal)
+        scaled = input_held(elements(gated_ptr, features, LINES[2], PIECE), held, dtype, FP8)
+        done = product(
+            stream_ptr,
+            layer_ptr,
+            model,
+            ring,
+            tickets,
+            done,
+            works[3],
+            scaled,
+            ROWS[3],
+            STAGES,
+            3,
+            True,
+            0,
+            FP8,
+            BIASES,
+        )
+        if layer + 1 < layers:
+            _arrive(counter_ptr)
+
+
+@jit(do_not_specialize=["layers"])
+def layers_kernel(
+    qkv_desc,
+    out_desc,
+    gate_up_desc,
+    down_desc,
+    table_ptr,
+    stream_ptr,
+    qkv_ptr,
+    attended_ptr,
+    gated_ptr,
+    rows_ptr,
+    length_ptr,
+    position_ptr,
+    slot_ptr,
+    part_ptr,
+    part_sums_ptr,
+    arrivals_ptr,
+    counter_ptr,
+    draws_ptr,
+    layers,
+    heads,
+    model,
+    features,
+    qkv,
+    table_stride,
+    page_stride,
+    kind_stride,
+    head_stride,
+    eps,
+    scale,
+    ROWS: gl.constexpr,
+    LINES: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    OFFSET: gl.constexpr,
+    FP8: gl.constexpr,
+    BIASES: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    HALF: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    NORMS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """For each of `layers`: qkv = norm(stream) qkv'; attended = attention(qkv); stream += attended out'; gated = act(norm(stream)
+    gate_up'); stream += gated down'.
+
+    The descriptors cut weights [place, rows, k] into stages of ROWS rows, all lines of 128 bytes. table int64 [layers, FIELDS].
+    stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, as the cache. rows, length, position int32
+    [1]: see StepInputs; slot int64 [groups]. part float32 [programs, padded, DIM] and part_sums [programs, padded, 2]: of a
+    program's keys, for each head of a group, padded to a power of two. arrivals: int32 [KV_HEADS], zero between attentions.
+    counter: int64, counts arrivals; draws: int64 [layers, 4], tickets for groups of rows; both for launches with as many programs,
+    layers and groups, zero at first. LINES: of 128 bytes that hold `heads`, `model` and `features` inputs and what warps exchange
+    of attention, powers of two. FP8: weights are of e4m3 with a scale per row, and inputs are rounded to it. Bit i of BIASES:
+    whether weight i has a bias; of NORMS: whether queries, and keys, are normed. scale: of scores, times log2(e).
+    """
+    if PDL:
+        gdc_launch_dependents()
+    number: gl.constexpr = out_desc.dtype
+    PIECE: gl.constexpr = out_desc.block_shape[3]
+    MOST: gl.constexpr = max(LINES[0], LINES[1], LINES[2], LINES[3])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=number.primitive_bitwidth, rank=2
+    )
+    weights = gl.allocate_shared_memory(number, [STAGES, LINES_OF_STAGE, PIECE], BLOCK)
+    held = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    slots = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots_full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
+    slots_free = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    for slot in gl.static_range(TICKETS):
+        mbarrier.init(slots_full.index(slot), count=1)
+        mbarrier.init(slots_free.index(slot), count=1)
+    fence_async_shared()
+    ring = (weights, full, free, held)
+    tickets = (slots, slots_full, slots_free)
+    works = (
+        (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * PIECE), 0),
+        (gl.cdiv(model, ROWS[1]), gl.cdiv(heads, LINES_OF_STAGE // ROWS[1] * PIECE), 0),
+        (gl.cdiv(features, ROWS[2]), gl.cdiv(model, LINES_OF_STAGE // ROWS[2] * PIECE), features),
+        (gl.cdiv(model, ROWS[3]), gl.cdiv(features, LINES_OF_STAGE // ROWS[3] * PIECE), 0),
+    )
+    descs = (qkv_desc, out_desc, gate_up_desc, down_desc)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    table_ptr,
+                    layers,
+                    ring,
+                    tickets,
+                    works,
+                    (stream_ptr, qkv_ptr, attended_ptr, gated_ptr),
+                    (heads, model, features, qkv),
+                    (rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride),
+                    (page_stride, kind_stride, head_stride),
+                    (part_ptr, part_sums_ptr, arrivals_ptr, counter_ptr),
+                    eps,
+                    scale,
+                    STAGES,
+                    ROWS,
+                    LINES,
+                    KIND,
+                    OFFSET,
+                    FP8,
+                    BIASES,
+                    HEADS,
+                    KV_HEADS,
+                    DIM,
+                    HALF,
+                    PAGE_TOKENS,
+                    NORMS,
+                    PDL,
+                ),
+            ),
+            (_fetch, (descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES)),
+        ],
+        [1],
+        [40],
+    )
+
+
+class Layers:
+    """Runs a stream [1, model] through `layers`, alike but for their numbers. All programs of the kernel must run at a time, since
+    they wait for each other: two of its kind may not be on two streams of a device at once, nor on a device shared through MPS."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = tuple(layers)
+        device = layers[0].norms[0].device
+        self._programs = processors(device)
+        kinds = [
+            places([one.values for one in kind]) for kind in zip(*(layer.weights for layer in layers), strict=True)
+        ]
+        self._rows = tuple(rows_at_a_time(one.lowest, 1 + (kind == 2)) for kind, one in enumerate(kinds))
+        self._blocks = tuple(blocks(one, rows) for one, rows in zip(kinds, self._rows, strict=True))
+        self._fields = [
+            [*places, *fields(layer)]
+            for layer, places in zip(layers, zip(*(one.places for one in kinds), strict=True), strict=True)
+        ]
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
+        self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
+        self._tables: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+
+    def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+        """stream, which is changed, behind the last layer."""
+        one, view = self._layers[0], views[0]
+        shape, dim = one.shape, one.shape.head_dim
+        heads, model, features = (each.values.shape[1] for each in (one.out, one.qkv, one.down))
+        rows = one.qkv.values.shape[0]
+        padded = triton.next_power_of_2(shape.n_heads // shape.n_kv_heads)
+        layers_kernel[(self._programs,)](
+            *self._blocks,
+            self._table(views),
+            stream,
+            *(stream.new_empty(size) for size in (rows, heads, features)),
+            step.rows,
+            step.length,
+            step.position,
+            view.slots,
+            stream.new_empty(self._programs * padded * dim, dtype=torch.float32),
+            stream.new_empty(self._programs * padded * 2, dtype=torch.float32),
+            self._arrivals,
+            self._counter,
+            self._draws,
+            len(self._layers),
+            heads,
+            model,
+            features,
+            rows,
+            view.table.stride(0),
+            *view.kv.stride()[:3],
+            shape.norm_eps,
+            view.scale * math.log2(math.e),
+            ROWS=self._rows,
+            LINES=held(one),
+            STAGES=stages(max(held(one))),
+            KIND=KINDS[one.activation],
+            OFFSET=shape.norm_offset,
+            FP8=one.qkv.scales is not None,
+            BIASES=sum(1 << index for index, each in enumerate(one.weights) if each.bias is not None),
+            HEADS=shape.n_heads,
+            KV_HEADS=shape.n_kv_heads,
+            DIM=dim,
+            HALF=shape.cos_sin.shape[2],
+            PAGE_TOKENS=view.page_tokens,
+            NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
+            num_warps=8,
+            maxnreg=REGISTERS,
+            **overlap(stream.device),
+        )
+        return stream
+
+    def _table(self, views: Sequence[KvView]) -> torch.Tensor:
+        """What the kernel must know of each layer; made where these caches are first used, before a graph is captured."""
+        slots = views[0].slots
+        own = tuple(
+            (
+                view.kv.data_ptr(),
+                view.table.data_ptr(),
+                (view.slots.data_ptr() - slots.data_ptr()) // 8,
+                view.window or 0,
+            )
+            for view in views
+        )
+        if own not in self._tables:
+            rows = [[*fields, *one] for fields, one in zip(self._fields, own, strict=True)]
+            self._tables[own] = torch.tensor(rows, dtype=torch.int64, device=slots.device)
+        return self._tables[own]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Programs of the kernel: they wait for each other, so each has a processor for itself."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

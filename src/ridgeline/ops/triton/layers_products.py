@@ -1,0 +1,223 @@
+"""Products of one token with weights that stream through a ring in shared memory: the weights' way there, and the products.
+
+A program draws groups of rows, since processors read at different speeds: those that share their way to memory with fewer
+others take a quarter more.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, pointer
+
+TICKETS = gl.constexpr(16)
+"""Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
+
+
+@jit
+def _hand_on(tickets, drawn, group):
+    """Tell those who multiply which group of rows comes next."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots, full, free = tickets
+    slot = drawn % TICKETS
+    mbarrier.wait(free.index(slot), (drawn // TICKETS & 1) ^ 1)
+    slots.index(slot).store(gl.full([1], group, gl.int32, LAYOUT))
+    mbarrier.arrive(full.index(slot), count=1)
+    return drawn + 1
+
+
+@jit
+def _handed_on(tickets, drawn):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    slots, full, free = tickets
+    slot = drawn % TICKETS
+    mbarrier.wait(full.index(slot), drawn // TICKETS & 1)
+    group = gl.max(slots.index(slot).load(LAYOUT), 0)
+    mbarrier.arrive(free.index(slot), count=1)
+    return group, drawn + 1
+
+
+@jit
+def _drawn(draw_ptr, every):
+    return (gl.atomic_add(draw_ptr, 1, sem="relaxed") % every).to(gl.int32)
+
+
+@jit
+def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """Draw groups of rows of one weight and stream them. done: stages and tickets since the kernel began. HALVES: 2 for gate and
+    up, whose rows come in turns. Each program draws one ticket too many, so that all launches draw as many."""
+    weights, full, free = ring[0], ring[1], ring[2]
+    groups, chunks, apart = work
+    at, drawn = done
+    ROWS: gl.constexpr = w_desc.block_shape[1]
+    PIECES: gl.constexpr = w_desc.block_shape[2]
+    matrix = gl.load(place_ptr).to(gl.int32)
+    every = (groups + gl.num_programs(0)).to(gl.int64)
+    group = _drawn(draw_ptr, every)
+    drawn = _hand_on(tickets, drawn, group)
+    while group < groups:
+        for half in gl.static_range(HALVES):
+            for chunk in range(chunks):
+                stage = at % STAGES
+                mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(stage), LINES_OF_STAGE * 128)
+                place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
+                tma.async_copy_global_to_shared(w_desc, place, full.index(stage), weights.index(stage))
+                at += 1
+        group = _drawn(draw_ptr, every)
+        drawn = _hand_on(tickets, drawn, group)
+    return at, drawn
+
+
+@jit
+def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
+    """A vector [k] as [LINES, PIECE] in float32, past the processor's own cache: other programs write while this one runs."""
+    THREADS: gl.constexpr = PIECE // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [8, 1], [1, 0])
+    line = gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
+    at = line[:, None] * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(ptr + at, mask=at < k, other=0.0, cache_modifier=".cg").to(gl.float32)
+
+
+@jit
+def input_held(x, held, dtype: gl.constexpr, FP8: gl.constexpr):
+    """Put a product's input into shared memory, rounded as the weights want it; returns its scale."""
+    scale = 1.0
+    x = x.to(dtype)
+    if FP8:
+        wide = x.to(gl.float32)
+        largest = gl.maximum(gl.max(gl.max(gl.abs(wide), 1), 0), 1e-12)
+        scale = largest / 448.0
+        x = wide * (448.0 / largest)
+    # Whoever still reads the input before this one must be done.
+    gl.thread_barrier()
+    held._reinterpret(held.dtype, x.shape, held.layout).store(x.to(held.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    return scale
+
+
+@jit
+def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """Products of the next ROWS rows of a weight with the input, [ROWS]; `at` afterwards.
+
+    Line r * PIECES + p of a stage is piece p of row r, and column j of the other side piece j of the input: what counts are
+    the sums where p is j.
+    """
+    weights, full, free, held = ring
+    NUMBER: gl.constexpr = weights.dtype.primitive_bitwidth // 8
+    PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
+    PIECE: gl.constexpr = weights.shape[2]
+    SUMS: gl.constexpr = _sums(ROWS, NUMBER)
+    input = held._reinterpret(held.dtype, [held.shape[0] // PIECES, PIECES, PIECE], held.layout)
+    sums = gl.zeros([LINES_OF_STAGE, PIECES], gl.float32, SUMS)
+    for chunk in range(chunks):
+        stage = at % STAGES
+        mbarrier.wait(full.index(stage), at // STAGES & 1)
+        sums = warpgroup_mma(weights.index(stage), input.index(chunk).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=[sums])
+        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=chunk > 0)
+        at += 1
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+    piece = gl.arange(0, LINES_OF_STAGE, gl.SliceLayout(1, SUMS)) % PIECES
+    column = gl.arange(0, PIECES, gl.SliceLayout(0, SUMS))
+    own = gl.sum(gl.where(piece[:, None] == column[None, :], sums, 0.0), 1)
+    return gl.sum(gl.reshape(own, (ROWS, PIECES)), 1), at
+
+
+@triton.constexpr_function
+def _sums(ROWS, NUMBER):
+    """Layout of a stage's products, [lines, pieces]."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, LINES_OF_STAGE.value // ROWS, 32 // NUMBER])
+
+
+@jit
+def _own_rows(ROWS: gl.constexpr, NUMBER: gl.constexpr):
+    """0 .. ROWS - 1 as _rows_of lays its results out."""
+    PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
+    line = gl.arange(0, LINES_OF_STAGE, gl.SliceLayout(1, _sums(ROWS, NUMBER)))
+    return gl.max(gl.reshape(line // PIECES, (ROWS, PIECES)), 1)
+
+
+@jit
+def _facts(ptr, scale_ptr, bias_ptr, row, rows, ADD: gl.constexpr, FP8: gl.constexpr, BIAS: gl.constexpr):
+    """What joins a product's rows: what stands there, their scales and biases; loads that nothing waits for yet."""
+    before, scales, biases = gl.zeros_like(row), gl.zeros_like(row), gl.zeros_like(row)
+    if ADD:
+        before = gl.load(ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")
+    if FP8:
+        scales = gl.load(scale_ptr + row, mask=row < rows, other=0.0)
+    if BIAS:
+        biases = gl.load(bias_ptr + row, mask=row < rows, other=0.0)
+    return before, scales, biases
+
+
+@jit
+def _finished(value, facts, scale, ADD: gl.constexpr, FP8: gl.constexpr, BIAS: gl.constexpr):
+    before, scales, biases = facts
+    if FP8:
+        value *= scales * scale
+    if BIAS:
+        value += biases.to(gl.float32)
+    if ADD:
+        value += before.to(gl.float32)
+    return value
+
+
+@jit
+def product(
+    out_ptr,
+    layer_ptr,
+    rows,
+    ring,
+    tickets,
+    done,
+    work,
+    scale,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHICH: gl.constexpr,
+    ADD: gl.constexpr,
+    KIND: gl.constexpr,
+    FP8: gl.constexpr,
+    BIASES: gl.constexpr,
+):
+    """Multiply a program's share of weight WHICH of a layer with the input, and write. rows: of the weight."""
+    groups, chunks, apart = work
+    at, drawn = done
+    BIAS: gl.constexpr = (BIASES >> WHICH) & 1
+    GATED: gl.constexpr = KIND != 0
+    scale_ptr = pointer(layer_ptr + SCALE + WHICH, gl.float32)
+    bias_ptr = pointer(layer_ptr + BIAS_AT + WHICH, out_ptr.dtype.element_ty)
+    own = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
+    group, drawn = _handed_on(tickets, drawn)
+    while group < groups:
+        row = group * ROWS + own
+        facts = _facts(out_ptr, scale_ptr, bias_ptr, row, rows, ADD, FP8, BIAS)
+        others = _facts(out_ptr, scale_ptr, bias_ptr, row + apart, rows, False, FP8 & GATED, BIAS & GATED)
+        value, at = _rows_of(ring, at, chunks, ROWS, STAGES)
+        value = _finished(value, facts, scale, ADD, FP8, BIAS)
+        real = row < rows
+        if GATED:
+            up, at = _rows_of(ring, at, chunks, ROWS, STAGES)
+            up = _finished(up, others, scale, False, FP8, BIAS)
+            # See activation.gated.
+            inner = value
+            if KIND == 2:
+                inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+            value = value / (1.0 + gl.exp(-inner)) * up
+            real = row < apart
+        gl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=real)
+        group, drawn = _handed_on(tickets, drawn)
+    return at, drawn

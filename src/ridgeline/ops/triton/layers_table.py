@@ -1,0 +1,131 @@
+"""What the kernel of all layers knows of each: its row in a table on the device, and its weights for the copy engine."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ridgeline.ops.table import QkvShape
+
+LINES_OF_STAGE = gl.constexpr(128)
+"""Parts of rows in a stage, of 128 bytes each."""
+STAGE = 16384
+"""Bytes of a stage."""
+MEMORY = 225 << 10
+"""Bytes of shared memory for the ring and what a program holds: a product's input, or what its warps exchange of attention."""
+LEAST_STAGES = 4
+"""Of a group of rows."""
+ALIGNED = 16
+"""Bytes of which the copy engine wants addresses to be multiples."""
+
+# What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
+# scales and biases, to the norms before attention and feed-forward, of queries and keys, the rotary table, the cache and the page
+# table; the place of its slot; its window, 0: none.
+PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
+NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(one) for one in (12, 14, 16, 17, 18, 19, 20))
+FIELDS = gl.constexpr(21)
+
+
+@jit
+def pointer(field_ptr, dtype: gl.constexpr):
+    """A pointer in the table, of ALIGNED bytes."""
+    return gl.multiple_of(gl.load(field_ptr).to(gl.pointer_type(dtype)), 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A weight for the kernel: values [rows, k], of 16 bits or e4m3 with scales float32 [rows]; bias [rows]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer, all of its weights in one number format; norms [model]: before attention and before feed-forward."""
+
+    norms: tuple[torch.Tensor, torch.Tensor]
+    qkv: Weights
+    shape: QkvShape
+    out: Weights
+    gate_up: Weights
+    down: Weights
+    activation: str
+
+    @property
+    def weights(self) -> tuple[Weights, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Matrices alike wherever they lie, for one descriptor: the lowest of them, bytes from one place to the next, and the place of
+    each."""
+
+    lowest: torch.Tensor
+    step: int
+    places: tuple[int, ...]
+
+
+def places(matrices: Sequence[torch.Tensor]) -> Places:
+    start = min(one.data_ptr() for one in matrices)
+    offsets = [one.data_ptr() - start for one in matrices]
+    step = math.gcd(*offsets) or matrices[0].nbytes
+    lowest = next(one for one in matrices if one.data_ptr() == start)
+    return Places(lowest, step, tuple(offset // step for offset in offsets))
+
+
+def rows_at_a_time(values: torch.Tensor, halves: int) -> int:
+    """Rows of a weight in a group: few, so that all programs end a product together, but of LEAST_STAGES."""
+    row = halves * values.shape[1] * values.element_size()
+    return next((rows for rows in (4, 8) if rows * row >= LEAST_STAGES * STAGE), 16)
+
+
+def blocks(where: Places, rows: int) -> TensorDescriptor:
+    """Matrices [rows, k] for the copy engine, as [place, rows, pieces of 128 bytes, piece]: places overlap."""
+    values, size = where.lowest, where.lowest.element_size()
+    piece = 128 // size
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4)
+    shape = [max(where.places) + 1, values.shape[0], values.shape[1] // piece, piece]
+    strides = [where.step // size, values.stride(0), piece, 1]
+    return TensorDescriptor(values, shape, strides, [1, rows, LINES_OF_STAGE.value // rows, piece], layout)
+
+
+def reachable(matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether one descriptor can address them: rows of whole pieces, places in multiples of ALIGNED bytes and in 31 bits."""
+    where = places(matrices)
+    row = where.lowest.shape[1] * where.lowest.element_size()
+    return row % 128 == 0 == (where.step | where.lowest.data_ptr()) % ALIGNED and max(where.places) < 1 << 31
+
+
+def lines(k: int, values: torch.Tensor) -> int:
+    """Lines of 128 bytes that hold k inputs, of the type of `values`, in shared memory: a power of two."""
+    return max(32, triton.next_power_of_2(triton.cdiv(k * values.element_size(), 128)))
+
+
+def held(layer: Layer) -> tuple[int, ...]:
+    """LINES of the kernel."""
+    heads, model, features = (lines(one.values.shape[1], one.values) for one in (layer.out, layer.qkv, layer.down))
+    group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
+    return heads, model, features, group * layer.shape.head_dim // 4
+
+
+def stages(most: int) -> int:
+    """Stages of the ring beside `most` lines."""
+    return (MEMORY - most * 128) // STAGE
+
+
+def fields(layer: Layer) -> list[int]:
+    """Scales, biases, norms and rotary table of a layer, as in the table; 0: none."""
+    tensors = [one.scales for one in layer.weights] + [one.bias for one in layer.weights]
+    tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
+    return [0 if one is None else one.data_ptr() for one in tensors]
