@@ -27,8 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import layers as kernels
+from ridgeline.ops.triton import layers_forms as forms
+from ridgeline.ops.triton import layers_integers as integers
 from ridgeline.ops.triton import layers_table as tables
 from ridgeline.ops.triton import one_token
+from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer_matrix import dequantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -43,8 +48,12 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
         packed = torch.empty(rows, k, dtype=E4M3 if form == "fp8" else torch.bfloat16, device="meta")
         if form == "fp8":
             return Matrix(Fp8Matrix(packed, torch.empty(rows), torch.empty(0)), None)
-        if form == "integers":
-            return Matrix(IntMatrix(packed, packed, None, 4, 128, rows, k), None)
+        if form.startswith("int"):
+            bits, group = int(form[3]), k if form.endswith("rows") else 128
+            codes = torch.empty(rows, -(-k // 32) * 4 * bits, dtype=torch.uint8, device="meta")
+            scales = torch.empty(rows, -(-k // group), dtype=torch.float16, device="meta")
+            zeros = scales if form.endswith("zeros") else None
+            return Matrix(IntMatrix(codes, scales, zeros, bits, group, rows, k), None)
         return Matrix(packed, None)
 
     norm = torch.empty(model, dtype=torch.bfloat16)
@@ -60,7 +69,13 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
     [
         ((4096, 4096, 14336), "bf16", False),
         ((4096, 4096, 14336), "fp8", True),
-        ((4096, 4096, 14336), "integers", False),
+        ((4096, 4096, 14336), "int4", True),
+        ((4096, 4096, 14336), "int8 rows", True),
+        ((4096, 4096, 14336), "int4 zeros", False),
+        ((4096, 4096, 14464), "int8", False),
+        ((8192, 8192, 28672), "int4", True),
+        ((1024, 2048, 3072), "int8", True),
+        ((256, 256, 1024), "int8", False),
         ((1024, 2048, 3072), "fp8", False),
         ((8192, 8192, 28672), "fp8", True),
         ((8192, 8192, 262144), "fp8", False),
@@ -68,23 +83,24 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
     ],
 )
 def test_which_layers_are_taken(sizes: tuple[int, int, int], form: str, taken: bool) -> None:
-    """Large ones in 8 bits, all alike, whose rows the copy engine can address and whose inputs leave room for a ring."""
+    """Large ones in 8 bits or fewer, all alike, whose rows the copy engine can address and whose inputs leave room for a ring."""
     parts = layer(*sizes, form)
     assert one_token.knows([parts, parts]) is taken
     assert not one_token.knows([parts, layer(4096, 4096, 14336, "fp8" if form == "bf16" else "bf16")])
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 1536), (4096, 4096, 14336), (8192, 8192, 28672)])
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "int8 rows"])
 def test_inputs_and_ring_fit(sizes: tuple[int, int, int], form: str) -> None:
     """And what warps exchange of attention: a value of each warp for the heads of a group."""
     parts = layer(*sizes, form)
-    held = tables.held(one_token._layer(parts))
+    held, digits = tables.held(one_token._layer(parts)), 2 if form.startswith("int") else 1
     for lines, (_, k) in zip(held, ((0, sizes[1]), (0, sizes[0]), (0, sizes[2])), strict=False):
-        assert lines * 128 >= k * (1 if form == "fp8" else 2) and lines & (lines - 1) == 0
+        assert lines * 128 >= k * (2 if form == "bf16" else 1) and lines & (lines - 1) == 0
     group, dim = max(1, parts.shape.n_heads // parts.shape.n_kv_heads), parts.shape.head_dim
-    assert held[3] * 128 >= 4 * 8 * group * dim
-    assert max(held) * 128 + tables.stages(max(held)) * tables.STAGE <= tables.MEMORY
+    assert held[3] * 128 * digits >= 4 * 8 * group * dim
+    stages = forms.stages_of(one_token._layer(parts))
+    assert max(held) * 128 * digits + stages * tables.STAGE <= tables.MEMORY
 
 
 def test_one_descriptor_for_matrices_anywhere() -> None:
@@ -100,28 +116,44 @@ def test_one_descriptor_for_matrices_anywhere() -> None:
     assert alone.places == (0,) and alone.step > 0
 
 
-def compile_for_hopper(fp8: bool, activation: str, heads: tuple[int, int, int]) -> int:
+def described(number: str, blocks: Any) -> str:
+    """A descriptor's type in a kernel's signature."""
+    return f"tensordesc<{number}[{','.join(map(str, blocks.block_shape))}],{blocks.layout!r}>"
+
+
+def compile_for_hopper(
+    fp8: bool, activation: str, heads: tuple[int, int, int], bits: int = 0, grouped: bool = False
+) -> int:
     """Compile the kernel as it would be launched, no GPU asked -> bytes of shared memory."""
     kernel = kernels.layers_kernel
-    values = torch.zeros(16, 256, dtype=E4M3 if fp8 else torch.bfloat16)
-    number, rows = "fp8e4nv" if fp8 else "bf16", (16, 8, 8, 4)
-    group = triton.next_power_of_2(heads[0] // heads[1])
-    held = (*(tables.lines(k, values) for k in (4096, 4096, 14336)), group * heads[2] // 4)
+    parts = layer(4096, 4096, 14336, f"int{bits}{'' if grouped else ' rows'}" if bits else "fp8" if fp8 else "bf16")
+    shape = replace(parts.shape, n_heads=heads[0], n_kv_heads=heads[1], head_dim=heads[2])
+    of = one_token._layer(replace(parts, shape=shape))
+    rows = (16, 16, 16, 16) if bits else (16, 8, 8, 4)
     numbers = {"part_ptr": "*fp32", "part_sums_ptr": "*fp32", "eps": "fp32", "scale": "fp32"}
     numbers |= dict.fromkeys(("table_ptr", "slot_ptr", "counter_ptr", "draws_ptr"), "*i64")
     numbers |= dict.fromkeys(("rows_ptr", "length_ptr", "position_ptr", "arrivals_ptr"), "*i32")
     types: dict[str, Any] = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     types |= numbers | {"page_stride": "i64", "kind_stride": "i64"}
-    for name, one in zip(("qkv_desc", "out_desc", "gate_up_desc", "down_desc"), rows, strict=True):
-        blocks = tables.blocks(tables.places([values]), one)
-        types[name] = f"tensordesc<{number}[{','.join(map(str, blocks.block_shape))}],{blocks.layout!r}>"
     constants: dict[str, Any] = {
-        "LINES": held,
+        "LINES": tables.held(of),
         "ROWS": rows,
-        "STAGES": tables.stages(max(held)),
-        "KIND": kernels.KINDS[activation],
+        "STAGES": forms.stages_of(of),
+        "GROUPS": integers.groups_of(of, 132),
+        "KIND": KINDS[activation],
+        "FORM": (bits, grouped),
     }
-    constants |= {"OFFSET": True, "FP8": fp8, "BIASES": 9, "PDL": True, "PAGE_TOKENS": 16, "NORMS": 3 if fp8 else 0}
+    memory = torch.zeros(16, 256, dtype=torch.int8 if bits else E4M3 if fp8 else torch.bfloat16)
+    number = "i8" if bits else "fp8e4nv" if fp8 else "bf16"
+    scales = tables.places([memory.view(torch.float16)]) if grouped else None
+    for name, one in zip(("qkv", "out", "gate_up", "down"), rows, strict=True):
+        where = tables.places([memory])
+        types[f"{name}_desc"] = described(number, integers.code_blocks(where) if bits else tables.blocks(where, one))
+        if scales is None:
+            constants[f"{name}_scale_desc"] = None
+        else:
+            types[f"{name}_scale_desc"] = described("fp16", integers.scale_blocks(scales, bits))
+    constants |= {"OFFSET": True, "BIASES": 9, "PDL": True, "PAGE_TOKENS": 16, "NORMS": 3 if fp8 else 0}
     constants |= {"HEADS": heads[0], "KV_HEADS": heads[1], "DIM": heads[2], "HALF": heads[2] // 2}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -132,17 +164,37 @@ def compile_for_hopper(fp8: bool, activation: str, heads: tuple[int, int, int]) 
 
 
 @pytest.mark.parametrize(
-    ("fp8", "activation", "heads"),
-    [(False, "gelu_tanh", (32, 8, 128)), (True, "silu", (28, 4, 128)), (False, "silu", (8, 1, 256))],
+    ("fp8", "activation", "heads", "form"),
+    [
+        (False, "gelu_tanh", (32, 8, 128), (0, False)),
+        (True, "silu", (28, 4, 128), (0, False)),
+        (False, "silu", (8, 1, 256), (0, False)),
+        (False, "gelu_tanh", (32, 8, 128), (4, True)),
+        (False, "silu", (28, 4, 128), (8, True)),
+        (False, "silu", (14, 2, 64), (4, False)),
+        (False, "silu", (8, 1, 256), (8, False)),
+    ],
 )
-def test_the_kernel_compiles(fp8: bool, activation: str, heads: tuple[int, int, int]) -> None:
+def test_the_kernel_compiles(fp8: bool, activation: str, heads: tuple[int, int, int], form: tuple[int, bool]) -> None:
     """In a process of its own: Triton's interpreter, once used, stays in the way."""
-    code = f"import test_one_token as t; assert t.compile_for_hopper({fp8}, {activation!r}, {heads}) <= 227 << 10"
+    code = (
+        f"import test_one_token as t; assert t.compile_for_hopper({fp8}, {activation!r}, {heads}, *{form}) <= 227 << 10"
+    )
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# heads, KV heads, their size, what of it turns, model, features, whether with norms of heads and biases.
+SIZES = (
+    (32, 8, 128, 128, 4096, 14336, False),
+    (16, 8, 128, 128, 1024, 3072, True),
+    (14, 2, 64, 64, 896, 4864, False),
+    (8, 1, 256, 128, 640, 1536, False),
+    (10, 2, 64, 32, 640, 1152, True),
+)
 
 
 def off(out: torch.Tensor, want: torch.Tensor) -> float:
@@ -165,12 +217,17 @@ def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).mean() + 1e-6) * gain.double()
 
 
-def random_layer(model: int, features: int, shape: QkvShape, fp8: bool, bias: bool) -> LayerParts:
+def random_layer(model: int, features: int, shape: QkvShape, form: str, bias: bool) -> LayerParts:
     def matrix(rows: int, k: int) -> Matrix:
         drawn = torch.randn(rows, k, device=DEVICE) / k**0.5
         added = torch.randn(rows, device=DEVICE).to(torch.bfloat16) if bias else None
-        if not fp8:
+        if form == "bf16":
             return Matrix(drawn.to(torch.bfloat16), added)
+        if form.startswith("int"):
+            bits, group = int(form[3]), k if form.endswith("rows") else 128
+            codes = torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8, device=DEVICE)
+            scales = (torch.rand(rows, k // group, device=DEVICE) + 0.5) * 4 / (1 << bits) / k**0.5
+            return Matrix(pack(codes, scales, None, bits, group), added)
         scales = drawn.abs().amax(1) / 448
         return Matrix(Fp8Matrix((drawn / scales[:, None]).to(E4M3), scales, torch.empty(0)), added)
 
@@ -183,8 +240,9 @@ def random_layer(model: int, features: int, shape: QkvShape, fp8: bool, bias: bo
 def times(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
     """matrix x in float64, with what is rounded on the way."""
     packed = matrix.packed
-    assert not isinstance(packed, IntMatrix)
-    if isinstance(packed, Fp8Matrix):
+    if isinstance(packed, IntMatrix):
+        out = dequantize(packed, torch.float32).double() @ rounded(x, fp8=False)
+    elif isinstance(packed, Fp8Matrix):
         out = (packed.values.double() * packed.scales[:, None].double()) @ rounded(x, fp8=True)
     else:
         out = packed.double() @ rounded(x, fp8=False)
@@ -204,15 +262,13 @@ def one_after_the_other(layers: list[LayerParts], x: torch.Tensor, views: list[A
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rope", "model", "features", "norms"),
+    ("form", "heads", "kv_heads", "dim", "rope", "model", "features", "norms"),
     [
-        (32, 8, 128, 128, 4096, 14336, False),
-        (16, 8, 128, 128, 1024, 3072, True),
-        (14, 2, 64, 64, 896, 4864, False),
-        (8, 1, 256, 128, 640, 1536, False),
-        (10, 2, 64, 32, 640, 1152, True),
+        *((form, *sizes) for form in ("bf16", "fp8") for sizes in SIZES),
+        *((form, *SIZES[0]) for form in ("int4", "int8 rows")),
+        *((form, *SIZES[1]) for form in ("int4", "int4 rows", "int8", "int8 rows")),
+        ("int8 rows", *SIZES[2]),
     ],
 )
 @pytest.mark.parametrize(
@@ -226,9 +282,9 @@ def test_layers_of_one_token(
     model: int,
     features: int,
     norms: bool,
+    form: str,
     length: int,
     window: int | None,
-    fp8: bool,
     batch: Callable[..., Any],
     qkv_shape: Callable[..., Any],
 ) -> None:
@@ -241,18 +297,37 @@ def test_layers_of_one_token(
         shape = replace(shape, q_norm=shape.q_norm.to(torch.bfloat16), k_norm=shape.k_norm.to(torch.bfloat16))
     # Rotary tables of tests are short.
     shape = replace(shape, norm_offset=False, cos_sin=shape.cos_sin.repeat(26, 1, 1))
-    layers = [random_layer(model, features, shape, fp8, bias=norms) for _ in range(3)]
+    layers = [random_layer(model, features, shape, form, bias=norms) for _ in range(3)]
     views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in layers] for _ in range(2))
     stream = torch.randn(1, model, device=DEVICE).to(torch.bfloat16)
     want = one_after_the_other(layers, stream[0].double(), twins, case.step)
     run, found = kernels.Layers([one_token._layer(one) for one in layers]), []
     for _ in range(3):
         got = run(stream.clone(), views, case.step)
-        assert off(got[0], want) < (6e-2 if fp8 else 1e-2)
+        assert off(got[0], want) < (6e-2 if form == "fp8" else 1e-2)
         found.append(got)
     for view, twin in zip(views, twins, strict=True):
-        assert off(view.kv, twin.kv.double()) < (6e-2 if fp8 else 1e-2)
+        assert off(view.kv, twin.kv.double()) < (6e-2 if form == "fp8" else 1e-2)
     assert all(torch.equal(found[0], one) for one in found[1:])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "int8 rows"])
+@pytest.mark.parametrize("length", [1, 190])
+def test_every_launch_gives_the_same(
+    form: str, length: int, batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    """Of so small layers that the ring holds more than one: memory of barriers that was used again once made one of a hundred
+    launches differ."""
+    heads, kv_heads, dim, rope, model, features, _norms = SIZES[1]
+    case = batch([(length, 1)], heads=heads, kv_heads=kv_heads, head_dim=dim, junk=1.0).to(DEVICE, torch.bfloat16)
+    shape = replace(qkv_shape(heads, kv_heads, dim, rope, False, DEVICE), norm_offset=False)
+    layers = [random_layer(model, features, shape, form, bias=False) for _ in range(3)]
+    views = [replace(case.view, kv=case.view.kv.clone()) for _ in layers]
+    run, stream = kernels.Layers([one_token._layer(one) for one in layers]), torch.randn(1, model, device=DEVICE)
+    found = torch.cat([run(stream.to(torch.bfloat16), views, case.step) for _ in range(1000)])
+    assert (found == found[0]).all()
 
 
 @pytest.mark.gpu
@@ -260,7 +335,7 @@ def test_layers_of_one_token(
 def test_what_goes_the_other_way(batch: Callable[..., Any], qkv_shape: Callable[..., Any]) -> None:
     """More tokens than one, and attention that the kernel does not know."""
     case = batch([(150, 1)], heads=8, kv_heads=2, head_dim=64).to(DEVICE, torch.bfloat16)
-    layers = [random_layer(512, 768, qkv_shape(8, 2, 64, 64, False, DEVICE), False, False) for _ in range(2)]
+    layers = [random_layer(512, 768, qkv_shape(8, 2, 64, 64, False, DEVICE), "bf16", False) for _ in range(2)]
     otherwise, stream = torch.zeros(2, 3), torch.randn(1, 512, device=DEVICE).to(torch.bfloat16)
     run = one_token.OneToken(layers, lambda *_: otherwise)
     assert run(stream, [case.view] * 2, case.step).shape == (1, 512)

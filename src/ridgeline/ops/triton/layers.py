@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -25,36 +24,34 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.layers_attention import asked_ahead, attention
-from ridgeline.ops.triton.layers_products import TICKETS, elements, fetch_product, input_held, product
-from ridgeline.ops.triton.layers_table import (
-    FIELDS,
-    LINES_OF_STAGE,
-    NORM,
-    PLACE,
-    Layer,
-    blocks,
-    fields,
-    held,
-    places,
-    pointer,
-    rows_at_a_time,
-    stages,
+from ridgeline.ops.triton.layers_forms import (
+    cut,
+    fetched,
+    gain_of,
+    multiplied,
+    normed_taken,
+    processors,
+    stages_of,
+    taken,
 )
+from ridgeline.ops.triton.layers_integers import groups_of, room
+from ridgeline.ops.triton.layers_products import ticket_slots
+from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
 
 REGISTERS = 168
 """Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
 
 
 @jit
-def _fetch(descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES: gl.constexpr):
+def _fetch(descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES: gl.constexpr, FORM: gl.constexpr):
     """Stream a program's share of all weights."""
     done = (gl.to_tensor(0), gl.to_tensor(0))
     for layer in range(layers):
-        place_ptr, draw_ptr = table_ptr + layer * FIELDS + PLACE, draws_ptr + layer * 4
-        done = fetch_product(descs[0], place_ptr, draw_ptr, ring, tickets, done, works[0], 1, STAGES)
-        done = fetch_product(descs[1], place_ptr + 1, draw_ptr + 1, ring, tickets, done, works[1], 1, STAGES)
-        done = fetch_product(descs[2], place_ptr + 2, draw_ptr + 2, ring, tickets, done, works[2], 2, STAGES)
-        done = fetch_product(descs[3], place_ptr + 3, draw_ptr + 3, ring, tickets, done, works[3], 1, STAGES)
+        layer_ptr, draw_ptr = table_ptr + layer * FIELDS, draws_ptr + layer * 4
+        done = fetched(descs[0], layer_ptr, draw_ptr, ring, tickets, done, works[0], 0, STAGES, FORM)
+        done = fetched(descs[1], layer_ptr, draw_ptr, ring, tickets, done, works[1], 1, STAGES, FORM)
+        done = fetched(descs[2], layer_ptr, draw_ptr, ring, tickets, done, works[2], 2, STAGES, FORM)
+        done = fetched(descs[3], layer_ptr, draw_ptr, ring, tickets, done, works[3], 3, STAGES, FORM)
 
 
 @jit
@@ -69,17 +66,6 @@ def _await(counter_ptr, goal):
     """Wait until `goal` programs have arrived, in all that have ever run."""
     while gl.atomic_add(counter_ptr, 0, sem="acquire") < goal:
         pass
-
-
-@jit
-def _gain(field_ptr, k, dtype: gl.constexpr, LINES: gl.constexpr, PIECE: gl.constexpr, OFFSET: gl.constexpr):
-    SHIFT: gl.constexpr = 1.0 if OFFSET else 0.0
-    return elements(pointer(field_ptr, dtype), k, LINES, PIECE) + SHIFT
-
-
-@jit
-def _normed(x, gain, k, eps):
-    return x * gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / k + eps) * gain
 
 
 @jit
@@ -101,7 +87,7 @@ def _multiply(
     LINES: gl.constexpr,
     KIND: gl.constexpr,
     OFFSET: gl.constexpr,
-    FP8: gl.constexpr,
+    FORM: gl.constexpr,
     BIASES: gl.constexpr,
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -116,9 +102,7 @@ def _multiply(
     heads, model, features, qkv = sizes
     rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride = token
     counter_ptr = buffers[3]
-    held = ring[3]
     programs = gl.num_programs(0).to(gl.int64)
-    PIECE: gl.constexpr = held.shape[2]
     dtype: gl.constexpr = stream_ptr.dtype.element_ty
     if PDL:
         gdc_wait()
@@ -130,16 +114,13 @@ def _multiply(
     for layer in range(layers):
         layer_ptr = table_ptr + layer * FIELDS
         # What does not depend on other programs is asked for before they are awaited.
-        gain = _gain(layer_ptr + NORM, model, dtype, LINES[1], PIECE, OFFSET)
+        gain = gain_of(layer_ptr + NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
         ahead = asked_ahead(layer_ptr, token, strides, HEADS, KV_HEADS, DIM, HALF, PAGE_TOKENS, dtype)
         if layer > 0:
             goal += programs
             _await(counter_ptr, goal)
-        x = _normed(elements(stream_ptr, model, LINES[1], PIECE), gain, model, eps)
-        scaled = input_held(x, held, dtype, FP8)
-        done = product(
-            qkv_ptr, layer_ptr, qkv, ring, tickets, done, works[0], scaled, ROWS[0], STAGES, 0, False, 0, FP8, BIASES
-        )
+        by = normed_taken(stream_ptr, gain, model, ring, eps, LINES[1], FORM)
+        done = multiplied(0, qkv_ptr, layer_ptr, qkv, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES)
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
@@ -148,7 +129,7 @@ def _multiply(
             qkv_ptr,
             attended_ptr,
             buffers,
-            held,
+            ring[3],
             eps,
             scale,
             HEADS,
@@ -162,67 +143,24 @@ def _multiply(
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
-        scaled = input_held(elements(attended_ptr, heads, LINES[0], PIECE), held, dtype, FP8)
-        done = product(
-            stream_ptr,
-            layer_ptr,
-            model,
-            ring,
-            tickets,
-            done,
-            works[1],
-            scaled,
-            ROWS[1],
-            STAGES,
-            1,
-            True,
-            0,
-            FP8,
-            BIASES,
+        by = taken(attended_ptr, heads, ring, LINES[0], FORM)
+        done = multiplied(
+            1, stream_ptr, layer_ptr, model, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
         )
         _arrive(counter_ptr)
-        gain = _gain(layer_ptr + NORM + 1, model, dtype, LINES[1], PIECE, OFFSET)
+        gain = gain_of(layer_ptr + NORM + 1, model, ring, dtype, LINES[1], OFFSET, FORM)
         goal += programs
         _await(counter_ptr, goal)
-        x = _normed(elements(stream_ptr, model, LINES[1], PIECE), gain, model, eps)
-        scaled = input_held(x, held, dtype, FP8)
-        done = product(
-            gated_ptr,
-            layer_ptr,
-            2 * features,
-            ring,
-            tickets,
-            done,
-            works[2],
-            scaled,
-            ROWS[2],
-            STAGES,
-            2,
-            False,
-            KIND,
-            FP8,
-            BIASES,
+        by = normed_taken(stream_ptr, gain, model, ring, eps, LINES[1], FORM)
+        done = multiplied(
+            2, gated_ptr, layer_ptr, 2 * features, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
         )
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
-        scaled = input_held(elements(gated_ptr, features, LINES[2], PIECE), held, dtype, FP8)
-        done = product(
-            stream_ptr,
-            layer_ptr,
-            model,
-            ring,
-            tickets,
-            done,
-            works[3],
-            scaled,
-            ROWS[3],
-            STAGES,
-            3,
-            True,
-            0,
-            FP8,
-            BIASES,
+        by = taken(gated_ptr, features, ring, LINES[2], FORM)
+        done = multiplied(
+            3, stream_ptr, layer_ptr, model, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
         )
         if layer + 1 < layers:
             _arrive(counter_ptr)
@@ -234,6 +172,10 @@ def layers_kernel(
     out_desc,
     gate_up_desc,
     down_desc,
+    qkv_scale_desc,
+    out_scale_desc,
+    gate_up_scale_desc,
+    down_scale_desc,
     table_ptr,
     stream_ptr,
     qkv_ptr,
@@ -262,9 +204,10 @@ def layers_kernel(
     ROWS: gl.constexpr,
     LINES: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
     KIND: gl.constexpr,
     OFFSET: gl.constexpr,
-    FP8: gl.constexpr,
+    FORM: gl.constexpr,
     BIASES: gl.constexpr,
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -282,9 +225,11 @@ def layers_kernel(
     [1]: see StepInputs; slot int64 [groups]. part float32 [programs, padded, DIM] and part_sums [programs, padded, 2]: of a
     program's keys, for each head of a group, padded to a power of two. arrivals: int32 [KV_HEADS], zero between attentions.
     counter: int64, counts arrivals; draws: int64 [layers, 4], tickets for groups of rows; both for launches with as many programs,
-    layers and groups, zero at first. LINES: of 128 bytes that hold `heads`, `model` and `features` inputs and what warps exchange
-    of attention, powers of two. FP8: weights are of e4m3 with a scale per row, and inputs are rounded to it. Bit i of BIASES:
-    whether weight i has a bias; of NORMS: whether queries, and keys, are normed. scale: of scores, times log2(e).
+    layers and groups, zero at first. LINES: of 128 inputs or bytes that hold `heads`, `model` and `features` inputs and what warps
+    exchange of attention, powers of two. Weights of e4m3 have a scale per row, and inputs are rounded to it. FORM: bits of codes,
+    0: weights are floats; whether groups of codes have scales, then cut by descriptors too. GROUPS: of rows of codes that a
+    program has at most. Bit i of BIASES: whether weight i has a bias; of NORMS: whether queries, and keys, are normed. scale: of
+    scores, times log2(e).
     """
     if PDL:
         gdc_launch_dependents()
@@ -296,28 +241,36 @@ def layers_kernel(
         swizzle_byte_width=128, element_bitwidth=number.primitive_bitwidth, rank=2
     )
     weights = gl.allocate_shared_memory(number, [STAGES, LINES_OF_STAGE, PIECE], BLOCK)
-    held = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    slots = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    slots_full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
-    slots_free = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
-    for slot in gl.static_range(TICKETS):
-        mbarrier.init(slots_full.index(slot), count=1)
-        mbarrier.init(slots_free.index(slot), count=1)
+    # What one form does not need, it may not have: memory of barriers that nobody uses goes to others, and wrongs them.
+    tickets = ()
+    if FORM[0]:
+        DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        held = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
+        ring = (weights, full, free, held) + room(STAGES, MOST, GROUPS, FORM)
+    else:
+        held = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
+        ring = (weights, full, free, held)
+        tickets = ticket_slots()
     fence_async_shared()
-    ring = (weights, full, free, held)
-    tickets = (slots, slots_full, slots_free)
+    # Inputs of a line.
+    EACH: gl.constexpr = PIECE * 8 // FORM[0] if FORM[0] else PIECE
     works = (
-        (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * PIECE), 0),
-        (gl.cdiv(model, ROWS[1]), gl.cdiv(heads, LINES_OF_STAGE // ROWS[1] * PIECE), 0),
-        (gl.cdiv(features, ROWS[2]), gl.cdiv(model, LINES_OF_STAGE // ROWS[2] * PIECE), features),
-        (gl.cdiv(model, ROWS[3]), gl.cdiv(features, LINES_OF_STAGE // ROWS[3] * PIECE), 0),
+        (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * EACH), 0),
+        (gl.cdiv(model, ROWS[1]), gl.cdiv(heads, LINES_OF_STAGE // ROWS[1] * EACH), 0),
+        (gl.cdiv(features, ROWS[2]), gl.cdiv(model, LINES_OF_STAGE // ROWS[2] * EACH), features),
+        (gl.cdiv(model, ROWS[3]), gl.cdiv(features, LINES_OF_STAGE // ROWS[3] * EACH), 0),
     )
-    descs = (qkv_desc, out_desc, gate_up_desc, down_desc)
+    descs = (
+        (qkv_desc, qkv_scale_desc),
+        (out_desc, out_scale_desc),
+        (gate_up_desc, gate_up_scale_desc),
+        (down_desc, down_scale_desc),
+    )
     gl.warp_specialize(
         [
             (
@@ -340,7 +293,7 @@ def layers_kernel(
                     LINES,
                     KIND,
                     OFFSET,
-                    FP8,
+                    FORM,
                     BIASES,
                     HEADS,
                     KV_HEADS,
@@ -351,7 +304,7 @@ def layers_kernel(
                     PDL,
                 ),
             ),
-            (_fetch, (descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES)),
+            (_fetch, (descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES, FORM)),
         ],
         [1],
         [40],
@@ -366,15 +319,8 @@ class Layers:
         self._layers = tuple(layers)
         device = layers[0].norms[0].device
         self._programs = processors(device)
-        kinds = [
-            places([one.values for one in kind]) for kind in zip(*(layer.weights for layer in layers), strict=True)
-        ]
-        self._rows = tuple(rows_at_a_time(one.lowest, 1 + (kind == 2)) for kind, one in enumerate(kinds))
-        self._blocks = tuple(blocks(one, rows) for one, rows in zip(kinds, self._rows, strict=True))
-        self._fields = [
-            [*places, *fields(layer)]
-            for layer, places in zip(layers, zip(*(one.places for one in kinds), strict=True), strict=True)
-        ]
+        self._cut = cut(layers)
+        self._fields = [[*own, *fields(layer)] for layer, own in zip(layers, self._cut.columns, strict=True)]
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
@@ -384,11 +330,12 @@ class Layers:
         """stream, which is changed, behind the last layer."""
         one, view = self._layers[0], views[0]
         shape, dim = one.shape, one.shape.head_dim
-        heads, model, features = (each.values.shape[1] for each in (one.out, one.qkv, one.down))
+        heads, model, features = (each.inputs for each in (one.out, one.qkv, one.down))
         rows = one.qkv.values.shape[0]
         padded = triton.next_power_of_2(shape.n_heads // shape.n_kv_heads)
         layers_kernel[(self._programs,)](
-            *self._blocks,
+            *self._cut.blocks,
+            *self._cut.scale_blocks,
             self._table(views),
             stream,
             *(stream.new_empty(size) for size in (rows, heads, features)),
@@ -410,12 +357,13 @@ class Layers:
             *view.kv.stride()[:3],
             shape.norm_eps,
             view.scale * math.log2(math.e),
-            ROWS=self._rows,
+            ROWS=self._cut.rows,
             LINES=held(one),
-            STAGES=stages(max(held(one))),
+            STAGES=stages_of(one),
+            GROUPS=groups_of(one, self._programs),
             KIND=KINDS[one.activation],
             OFFSET=shape.norm_offset,
-            FP8=one.qkv.scales is not None,
+            FORM=(one.qkv.bits, one.qkv.grouped),
             BIASES=sum(1 << index for index, each in enumerate(one.weights) if each.bias is not None),
             HEADS=shape.n_heads,
             KV_HEADS=shape.n_kv_heads,
@@ -445,9 +393,3 @@ class Layers:
             rows = [[*fields, *one] for fields, one in zip(self._fields, own, strict=True)]
             self._tables[own] = torch.tensor(rows, dtype=torch.int64, device=slots.device)
         return self._tables[own]
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Programs of the kernel: they wait for each other, so each has a processor for itself."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

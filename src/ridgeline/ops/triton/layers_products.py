@@ -25,6 +25,19 @@ TICKETS = gl.constexpr(16)
 
 
 @jit
+def ticket_slots():
+    """Memory for the tickets that a program has drawn: groups of rows, and whether a slot is full, or free."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    slots = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
+    for slot in gl.static_range(TICKETS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    return slots, full, free
+
+
+@jit
 def _hand_on(tickets, drawn, group):
     """Tell those who multiply which group of rows comes next."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -27,8 +27,8 @@ ALIGNED = 16
 """Bytes of which the copy engine wants addresses to be multiples."""
 
 # What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
-# scales and biases, to the norms before attention and feed-forward, of queries and keys, the rotary table, the cache and the page
-# table; the place of its slot; its window, 0: none.
+# scales, or places of these where groups have some; pointers to biases, to the norms before attention and feed-forward, of queries
+# and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
 NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(one) for one in (12, 14, 16, 17, 18, 19, 20))
 FIELDS = gl.constexpr(21)
@@ -42,11 +42,22 @@ def pointer(field_ptr, dtype: gl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A weight for the kernel: values [rows, k], of 16 bits or e4m3 with scales float32 [rows]; bias [rows]."""
+    """A weight for the kernel: values [rows, k], of 16 bits or e4m3 with scales float32 [rows], or codes of `bits` bits, int8
+    [rows, k * bits / 8], with scales float16 [rows, groups]; bias [rows]."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    bits: int = 0
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[1] * 8 // self.bits if self.bits else self.values.shape[1]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of inputs have scales."""
+        return self.bits > 0 and self.scales is not None and self.scales.shape[1] > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +111,14 @@ def blocks(where: Places, rows: int) -> TensorDescriptor:
     return TensorDescriptor(values, shape, strides, [1, rows, LINES_OF_STAGE.value // rows, piece], layout)
 
 
-def reachable(matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether one descriptor can address them: rows of whole pieces, places in multiples of ALIGNED bytes and in 31 bits."""
+def reachable(matrices: Sequence[torch.Tensor], piece: int = 128) -> bool:
+    """Whether one descriptor can address them: rows of whole pieces of bytes, one behind the other, places in multiples of ALIGNED
+    bytes and in 31 bits."""
+    if not all(one.is_contiguous() for one in matrices):
+        return False
     where = places(matrices)
     row = where.lowest.shape[1] * where.lowest.element_size()
-    return row % 128 == 0 == (where.step | where.lowest.data_ptr()) % ALIGNED and max(where.places) < 1 << 31
+    return row % piece == 0 == (where.step | where.lowest.data_ptr()) % ALIGNED and max(where.places) < 1 << 31
 
 
 def lines(k: int, values: torch.Tensor) -> int:
@@ -114,9 +128,10 @@ def lines(k: int, values: torch.Tensor) -> int:
 
 def held(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
-    heads, model, features = (lines(one.values.shape[1], one.values) for one in (layer.out, layer.qkv, layer.down))
+    heads, model, features = (lines(one.inputs, one.values) for one in (layer.out, layer.qkv, layer.down))
     group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
-    return heads, model, features, group * layer.shape.head_dim // 4
+    # A line of integers has two digits of each input.
+    return heads, model, features, group * layer.shape.head_dim // (8 if layer.qkv.bits else 4)
 
 
 def stages(most: int) -> int:
@@ -125,7 +140,7 @@ def stages(most: int) -> int:
 
 
 def fields(layer: Layer) -> list[int]:
-    """Scales, biases, norms and rotary table of a layer, as in the table; 0: none."""
-    tensors = [one.scales for one in layer.weights] + [one.bias for one in layer.weights]
+    """Biases, norms and rotary table of a layer, as in the table; 0: none."""
+    tensors = [one.bias for one in layer.weights]
     tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
     return [0 if one is None else one.data_ptr() for one in tensors]

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from ridgeline.ops.step import SHORT, KvView, StepInputs
-from ridgeline.ops.table import Fp8Matrix, LayerParts, Matrix, RunLayers
+from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, RunLayers
 from ridgeline.ops.triton.layers import Layers
-from ridgeline.ops.triton.layers_table import Layer, Weights, held, reachable, stages
+from ridgeline.ops.triton.layers_forms import stages_of
+from ridgeline.ops.triton.layers_integers import LINE
+from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
 """Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
-LEAST_BYTES: dict[type, int] = {Fp8Matrix: 160 << 20}
-"""Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves; 16 bits take as
-long in single kernels whatever their size."""
+LEAST_BYTES: dict[type, int] = {Fp8Matrix: 160 << 20, IntMatrix: 4 << 20}
+"""Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
+measured; 16 bits take as long in single kernels whatever their size."""
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 8
 """Query heads of a KV head: each of a program's threads holds numbers of all of them."""
@@ -28,13 +30,14 @@ def knows(parts: Sequence[LayerParts]) -> bool:
     return (
         dtype in (torch.bfloat16, torch.float16)
         and form in LEAST_BYTES
-        and all(type(one.packed) is form for layer in parts for one in _matrices(layer))
+        and all(_known(one) for layer in parts for one in _matrices(layer))
         and all(one.dtype == dtype for layer in parts for one in _norms(layer))
         and shape.head_dim in HEAD_DIMS
         and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
         and len({_form(layer) for layer in parts}) == 1
+        and len({_number(one) for one in _matrices(first)}) == 1
         and sum(_bytes(one) for one in _matrices(first)) >= LEAST_BYTES[form]
-        and stages(max(held(_layer(first)))) >= FEWEST_STAGES
+        and stages_of(_layer(first)) >= FEWEST_STAGES
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
 
@@ -74,9 +77,29 @@ def _norms(parts: LayerParts) -> list[torch.Tensor]:
     return [one for one in own if one is not None]
 
 
+def _known(matrix: Matrix) -> bool:
+    """Of integers, those of one symmetric form: a scale per row or per LINE inputs, and rows of whole lines."""
+    packed = matrix.packed
+    if not isinstance(packed, IntMatrix):
+        return isinstance(packed, torch.Tensor | Fp8Matrix)
+    inputs = packed.codes.shape[1] * 8 // packed.bits if packed.bits in (4, 8) else 0
+    return (
+        packed.zeros is None
+        and packed.codes.shape[0] == packed.out
+        and inputs == packed.d_in
+        and (packed.group == LINE.value or packed.group >= packed.d_in)
+    )
+
+
+def _number(matrix: Matrix) -> tuple[object, ...]:
+    """The number format of its weights."""
+    weights = _weights(matrix)
+    return type(matrix.packed), weights.bits, weights.grouped
+
+
 def _form(parts: LayerParts) -> tuple[object, ...]:
     """What layers of one kernel share."""
-    matrices = [(_weights(one).values.shape, one.bias is None) for one in _matrices(parts)]
+    matrices = [(_weights(one).values.shape, *_number(one), one.bias is None) for one in _matrices(parts)]
     shape = parts.shape
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.cos_sin.shape[2])
     norms = (shape.q_norm is None, shape.k_norm is None, shape.norm_eps, shape.norm_offset)
@@ -87,6 +110,8 @@ def _weights(matrix: Matrix) -> Weights:
     packed = matrix.packed
     if isinstance(packed, Fp8Matrix):
         return Weights(packed.values, packed.scales, matrix.bias)
+    if isinstance(packed, IntMatrix):
+        return Weights(packed.codes.view(torch.int8), packed.scales, matrix.bias, packed.bits)
     assert isinstance(packed, torch.Tensor)
     return Weights(packed, None, matrix.bias)
 
@@ -96,9 +121,11 @@ def _bytes(matrix: Matrix) -> int:
 
 
 def _streams(kind: Sequence[Matrix]) -> bool:
-    """Whether the copy engine can address the rows."""
-    values = [_weights(one).values for one in kind]
-    return all(one.is_contiguous() for one in values) and reachable(values)
+    """Whether the copy engine can address the rows, and scales of groups."""
+    weights = [_weights(one) for one in kind]
+    values = [one.values for one in weights]
+    scales = [one.scales for one in weights if one.scales is not None and one.grouped]
+    return reachable(values) and (not scales or reachable(scales, ALIGNED))
 
 
 def _layer(parts: LayerParts) -> Layer:

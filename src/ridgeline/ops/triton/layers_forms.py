@@ -1,0 +1,153 @@
+"""What weights of integers and of floats have in common for the kernel of all layers: one name for either's way."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ridgeline.ops.triton import layers_integers
+from ridgeline.ops.triton.layers_integers import (
+    code_blocks,
+    digits_held,
+    fetch_integers,
+    integer_elements,
+    integer_product,
+    integer_stages,
+    normed_digits_held,
+    scale_blocks,
+)
+from ridgeline.ops.triton.layers_products import elements, fetch_product, input_held, product
+from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, held, places, pointer, rows_at_a_time, stages
+from ridgeline.ops.triton.shapes import PROCESSORS
+
+
+@jit
+def fetched(
+    descs, layer_ptr, draw_ptr, ring, tickets, done, work, WHICH: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr
+):
+    """Stream a program's share of weight WHICH of a layer. done: stages and tickets since the kernel began."""
+    HALVES: gl.constexpr = 2 if WHICH == 2 else 1
+    if FORM[0]:
+        return fetch_integers(descs, layer_ptr, ring, done[0], work, WHICH, HALVES, STAGES, FORM), done[1]
+    else:
+        place_ptr = layer_ptr + PLACE + WHICH
+        return fetch_product(descs[0], place_ptr, draw_ptr + WHICH, ring, tickets, done, work, HALVES, STAGES)
+
+
+@jit
+def _elements(ptr, k, ring, LINES: gl.constexpr, FORM: gl.constexpr):
+    if FORM[0]:
+        return integer_elements(ptr, k, LINES, FORM[0])
+    else:
+        return elements(ptr, k, LINES, ring[0].shape[2])
+
+
+@jit
+def gain_of(field_ptr, k, ring, dtype: gl.constexpr, LINES: gl.constexpr, OFFSET: gl.constexpr, FORM: gl.constexpr):
+    """A norm's gain [k], as `normed_taken` wants it."""
+    SHIFT: gl.constexpr = 1.0 if OFFSET else 0.0
+    return _elements(pointer(field_ptr, dtype), k, ring, LINES, FORM) + SHIFT
+
+
+@jit
+def taken(ptr, k, ring, LINES: gl.constexpr, FORM: gl.constexpr):
+    """Put a product's input [k] into shared memory; returns its scale."""
+    x = _elements(ptr, k, ring, LINES, FORM)
+    if FORM[0]:
+        return digits_held(x, ring, FORM)
+    else:
+        return input_held(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
+
+
+@jit
+def normed_taken(ptr, gain, k, ring, eps, LINES: gl.constexpr, FORM: gl.constexpr):
+    """`taken` of the norm of an input."""
+    x = _elements(ptr, k, ring, LINES, FORM)
+    if FORM[0]:
+        return normed_digits_held(x, gain, ring, k, eps, FORM)
+    else:
+        x = x * gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / k + eps) * gain
+        return input_held(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
+
+
+@jit
+def multiplied(
+    WHICH: gl.constexpr,
+    out_ptr,
+    layer_ptr,
+    rows,
+    ring,
+    tickets,
+    done,
+    works,
+    scale,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    FORM: gl.constexpr,
+    BIASES: gl.constexpr,
+):
+    """Multiply a program's share of weight WHICH of a layer with the input taken, and write. rows: of the weight."""
+    FP8: gl.constexpr = ring[0].dtype == gl.float8e4nv
+    ADD: gl.constexpr = WHICH == 1 or WHICH == 3
+    KIND: gl.constexpr = ACTIVATION if WHICH == 2 else 0
+    EACH: gl.constexpr = ROWS[WHICH]
+    work = works[WHICH]
+    if FORM[0]:
+        at = integer_product(
+            out_ptr, layer_ptr, rows, ring, done[0], work, scale, STAGES, WHICH, ADD, KIND, FORM, BIASES
+        )
+        return at, done[1]
+    else:
+        return product(
+            out_ptr, layer_ptr, rows, ring, tickets, done, work, scale, EACH, STAGES, WHICH, ADD, KIND, FP8, BIASES
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Weights of layers for the copy engine. rows: of each kind at a time. columns: of each layer, where its weights are, and
+    their scales: see layers_table."""
+
+    rows: tuple[int, ...]
+    blocks: tuple[TensorDescriptor, ...]
+    scale_blocks: tuple[TensorDescriptor | None, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+
+def cut(layers: Sequence[Layer]) -> Cut:
+    first = layers[0].qkv
+    kinds = list(zip(*(layer.weights for layer in layers), strict=True))
+    values = [places([one.values for one in kind]) for kind in kinds]
+    if first.bits:
+        rows = (layers_integers.ROWS.value,) * len(kinds)
+        cuts = tuple(code_blocks(one) for one in values)
+    else:
+        rows = tuple(rows_at_a_time(one.lowest, 1 + (kind == 2)) for kind, one in enumerate(values))
+        cuts = tuple(blocks(one, each) for one, each in zip(values, rows, strict=True))
+    scale_cuts: tuple[TensorDescriptor | None, ...] = (None,) * len(kinds)
+    columns = [[0 if one.scales is None else one.scales.data_ptr() for one in kind] for kind in kinds]
+    if first.grouped:
+        scales = [places([one.scales for one in kind if one.scales is not None]) for kind in kinds]
+        scale_cuts = tuple(scale_blocks(one, first.bits) for one in scales)
+        columns = [list(one.places) for one in scales]
+    return Cut(rows, cuts, scale_cuts, tuple(zip(*(one.places for one in values), *columns, strict=True)))
+
+
+def stages_of(layer: Layer) -> int:
+    """STAGES of the kernel."""
+    most = max(held(layer))
+    return integer_stages(layer, most, processors(layer.norms[0].device)) if layer.qkv.bits else stages(most)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Programs of the kernel: they wait for each other, so each has a processor for itself."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
