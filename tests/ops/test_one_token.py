@@ -166,13 +166,10 @@ def compile_for_hopper(
 @pytest.mark.parametrize(
     ("fp8", "activation", "heads", "form"),
     [
-        (False, "gelu_tanh", (32, 8, 128), (0, False)),
         (True, "silu", (28, 4, 128), (0, False)),
-        (False, "silu", (8, 1, 256), (0, False)),
-        (False, "gelu_tanh", (32, 8, 128), (4, True)),
-        (False, "silu", (28, 4, 128), (8, True)),
-        (False, "silu", (14, 2, 64), (4, False)),
-        (False, "silu", (8, 1, 256), (8, False)),
+        (False, "gelu_tanh", (8, 1, 256), (0, False)),
+        (False, "silu", (32, 8, 128), (4, True)),
+        (False, "silu", (14, 2, 64), (8, False)),
     ],
 )
 def test_the_kernel_compiles(fp8: bool, activation: str, heads: tuple[int, int, int], form: tuple[int, bool]) -> None:
