@@ -89,6 +89,13 @@ def test_which_layers_are_taken(sizes: tuple[int, int, int], form: str, taken: b
     assert not one_token.knows([parts, layer(4096, 4096, 14336, "fp8" if form == "bf16" else "bf16")])
 
 
+def test_vectors_at_odd_places_are_not_taken() -> None:
+    parts = layer(4096, 4096, 14336, "fp8")
+    memory = torch.empty(4104, dtype=torch.bfloat16)
+    odd = memory[(-memory.data_ptr() % 16) // 2 + 1 :][:4096]
+    assert one_token.knows([parts, parts]) and not one_token.knows([parts, replace(parts, feed_forward_norm=odd)])
+
+
 @pytest.mark.parametrize("sizes", [(64, 64, 1536), (4096, 4096, 14336), (8192, 8192, 28672)])
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "int8 rows"])
 def test_inputs_and_ring_fit(sizes: tuple[int, int, int], form: str) -> None:

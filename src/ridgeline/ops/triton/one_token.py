@@ -32,6 +32,7 @@ def knows(parts: Sequence[LayerParts]) -> bool:
         and form in LEAST_BYTES
         and all(_known(one) for layer in parts for one in _matrices(layer))
         and all(one.dtype == dtype for layer in parts for one in _norms(layer))
+        and all(one.data_ptr() % ALIGNED == 0 for layer in parts for one in _vectors(layer))
         and shape.head_dim in HEAD_DIMS
         and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
         and len({_form(layer) for layer in parts}) == 1
@@ -95,6 +96,13 @@ def _number(matrix: Matrix) -> tuple[object, ...]:
     """The number format of its weights."""
     weights = _weights(matrix)
     return type(matrix.packed), weights.bits, weights.grouped
+
+
+def _vectors(parts: LayerParts) -> list[torch.Tensor]:
+    """What the kernel reads several numbers at a time, beside weights."""
+    weights = [_weights(one) for one in _matrices(parts)]
+    beside = [one for each in weights for one in (each.scales, each.bias) if one is not None]
+    return [*_norms(parts), *beside, parts.shape.cos_sin]
 
 
 def _form(parts: LayerParts) -> tuple[object, ...]:
