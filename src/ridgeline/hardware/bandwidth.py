@@ -18,8 +18,8 @@ def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 10) -> float:
-    """FLOP/s of a square product of `size` (a multiply-add is 2), the best of `repeats`; of numbers in `dtype`, or in float32,
-    to which kernels widen them, where a small product is faster so: CPUs without instructions for 16 bits take a hundred
+    """FLOP/s of a square product of `size` (a multiply-add is 2), the best of `repeats`; of numbers in `dtype`, or, on a CPU, in
+    float32, to which kernels widen them, if a small product is faster so: without instructions for 16 bits torch takes forty
     times as long. Of random numbers: ones toggle fewer transistors, so a chip at its power limit multiplies them faster than
     anything real."""
 
@@ -27,7 +27,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repe
         left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
         return 2 * size**3 / _best(lambda: left @ right, device, repeats)
 
-    return rate(max((dtype, torch.float32), key=lambda kind: rate(kind, 256, 3)), size, repeats)
+    if device.type == "cpu":
+        dtype = max((dtype, torch.float32), key=lambda kind: rate(kind, 256, 3))
+    return rate(dtype, size, repeats)
 
 
 def _best(work: Callable[[], torch.Tensor], device: torch.device, repeats: int) -> float:

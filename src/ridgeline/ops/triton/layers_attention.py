@@ -217,7 +217,7 @@ def asked_ahead(
     PAGE_TOKENS: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """This program's share of attention in a layer, and what it needs of it that no program computes now: see _attention."""
+    """This program's share of attention in a layer, and what it needs of it that no program computes now: see attention."""
     row, length, position, slot_ptr, table_stride = token
     page_stride, kind_stride, head_stride = strides
     GROUP: gl.constexpr = HEADS // KV_HEADS

@@ -28,6 +28,7 @@ from ridgeline.ops.triton.layers_table import (
     STAGE,
     Layer,
     Places,
+    gated,
     pointer,
 )
 
@@ -366,11 +367,7 @@ def integer_product(
     value = gl.sum(ended.slice(0, GROUPS, 0).load(WHOLE), 1) * (scales * scale) + before
     if GATED:
         up = gl.sum(ended.slice(GROUPS, GROUPS, 0).load(WHOLE), 1) * (up_scales * scale) + up_biases
-        # See activation.gated.
-        inner = value
-        if KIND == 2:
-            inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-        value = value / (1.0 + gl.exp(-inner)) * up
+        value = gated(value, up, KIND)
     gl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=real)
     return at
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, pointer
+from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, pointer
 
 TICKETS = gl.constexpr(16)
 """Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
@@ -225,11 +225,7 @@ def product(
         if GATED:
             up, at = _rows_of(ring, at, chunks, ROWS, STAGES)
             up = _finished(up, others, scale, False, FP8, BIAS)
-            # See activation.gated.
-            inner = value
-            if KIND == 2:
-                inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-            value = value / (1.0 + gl.exp(-inner)) * up
+            value = gated(value, up, KIND)
             real = row < apart
         gl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=real)
         group, drawn = _handed_on(tickets, drawn)

@@ -1,4 +1,5 @@
-"""What the kernel of all layers knows of each: its row in a table on the device, and its weights for the copy engine."""
+"""What the kernel of all layers knows of each, its row in a table on the device and its weights for the copy engine, and what all
+forms of weights share."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -38,6 +39,15 @@ FIELDS = gl.constexpr(21)
 def pointer(field_ptr, dtype: gl.constexpr):
     """A pointer in the table, of ALIGNED bytes."""
     return gl.multiple_of(gl.load(field_ptr).to(gl.pointer_type(dtype)), 16)
+
+
+@jit
+def gated(gate, up, KIND: gl.constexpr):
+    """act(gate) * up: activation.gated, which this language cannot call."""
+    inner = gate
+    if KIND == 2:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + gl.exp(-inner)) * up
 
 
 @dataclass(frozen=True, slots=True)
