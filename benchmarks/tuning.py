@@ -40,6 +40,7 @@ from ridgeline.compress.texts import calibration_rows, default_calibration, judg
 from ridgeline.compress.tickets import find_tickets, random_like, rewound
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.tune import Masks, keep_masks, keep_on_grid, keep_zeros, linears, release, trainable
+from ridgeline.compress.tuned import GRID_RATE
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import RidgelineError
 from ridgeline.models.hub import resolve_model
@@ -53,6 +54,7 @@ SPARSITIES = (42, 66, 80)
 EARLY = 0.05
 """Share of a training after which tickets' weights are put back."""
 TUNING = Training(Schedule(1), matrix_lr=3e-3, vector_lr=1.5e-3, matrix_decay=0.0, log_every=20)
+ON_GRID = replace(TUNING, matrix_lr=GRID_RATE, vector_lr=GRID_RATE / 2)
 SCRATCH = Training(Schedule(1), matrix_lr=5e-3, vector_lr=3e-3, matrix_decay=0.1, log_every=20)
 COSTLY = 1.2
 """A step's time over that of its gradients."""
@@ -181,10 +183,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def tuned(bench: Bench, student: TrainableDecoder, seconds: float) -> int:
+def tuned(bench: Bench, student: TrainableDecoder, seconds: float, training: Training = TUNING) -> int:
     """Train on the teacher's distributions; the tokens that took."""
     loss = bench.students_loss(student)
-    return bench.train(student, loss, scheduled(TUNING, steps_in(seconds, bench, student, loss)))
+    return bench.train(student, loss, scheduled(training, steps_in(seconds, bench, student, loss)))
 
 
 def sparse(pattern: str) -> Experiment:
@@ -206,7 +208,7 @@ def on_grid(recipe: str) -> Experiment:
     def experiment(bench: Bench, seconds: float) -> None:
         student = trainable(bench.source, bench.batches.tokens).to(bench.device)
         keep_on_grid(student, read_recipe(recipe).grid)
-        tokens = tuned(bench, faster(student), seconds)
+        tokens = tuned(bench, faster(student), seconds, ON_GRID)
         packed = bench.made(recipe, bench.kept(student, bench.source.config))
         bench.tell(f"{recipe}+tuned", recipe, packed, tokens)
 

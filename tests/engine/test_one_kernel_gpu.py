@@ -1,0 +1,107 @@
+"""On a GPU: an engine whose layers are large enough for the kernel that runs one token through all of them answers by it, and
+thinks of its own answers what its other kernels think of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.ops.step import SHORT
+from ridgeline.ops.triton.layers import Layers
+from ridgeline.wire.messages import Submit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SAID = 48
+APART = {"fp8": 0.2, "int8": 0.04, "int4": 0.04}
+"""Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
+FROM = {"short": 60, "across the limit": SHORT - SAID // 2, "long": SHORT + 300}
+"""Tokens of a prompt. Behind SHORT slots steps run kernel by kernel."""
+
+
+@pytest.fixture(scope="module", params=["fp8", "int8", "int4"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LocalEngine]]:
+    folder: Path = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(LARGE))
+    model = ModelConfig(model=str(folder), load_format="dummy", max_model_len=4096, quantization=request.param)
+    config = EngineConfig(max_num_seqs=4, kv_cache_memory=256 << 20, enable_prefix_caching=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layers, "__call__", counted(Layers.__call__))
+        local = LocalEngine.start(model, config)
+    yield request.param, local
+    local.close()
+
+
+calls: list[int] = []
+
+
+def counted(call):  # type: ignore[no-untyped-def]
+    def counting(self, stream, views, step):  # type: ignore[no-untyped-def]
+        calls.append(stream.shape[0])
+        return call(self, stream, views, step)
+
+    return counting
+
+
+def ask(
+    local: LocalEngine, name: str, prompt: list[int], **sampling: object
+) -> tuple[list[int], list[float], list[float]]:
+    """Tokens of an answer, their log-probabilities, and those of the prompt's tokens from its second on."""
+    said, told, prompted = [], [], []
+    params = SamplingParams(temperature=0.0, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+    request = Submit(name, prompt, params, time.time())
+    for delta in local.run([request]):
+        assert delta.finish in ("", "length"), delta.error
+        said += delta.tokens
+        told += [one.logprob for one in delta.logprobs or []]
+        prompted += [one.logprob for one in delta.prompt_logprobs or []]
+    return said, told, prompted
+
+
+@pytest.mark.parametrize("place", FROM)
+def test_answers_are_what_other_kernels_would_say(engine: tuple[str, LocalEngine], place: str) -> None:
+    """A prompt of many tokens runs through the products of many tokens: scored as one, an answer must be as likely as it was when
+    it was said, but for what 16 bits round."""
+    form, local = engine
+    assert calls == [1] * len(calls) != []  # it was captured, or ran
+    prompt = [(7 * number + 3) % 4000 for number in range(FROM[place])]
+    said, told, _ = ask(local, f"say {place}", prompt, max_tokens=SAID, logprobs=0)
+    _, _, scored = ask(local, f"score {place}", prompt + said, max_tokens=1, prompt_logprobs=0)
+    assert len(said) == len(told) == SAID
+    apart = torch.tensor(told) - torch.tensor(scored[-SAID:])
+    assert apart.abs().mean() < APART[form] and apart.abs().max() < 5 * APART[form], apart
+
+
+def test_one_request_after_the_other_gives_the_same(engine: tuple[str, LocalEngine]) -> None:
+    _, local = engine
+    prompt = list(range(100, 190))
+    first, told, _ = ask(local, "first", prompt, max_tokens=SAID, logprobs=0)
+    ask(local, "between", list(range(900, 1400)), max_tokens=9)
+    assert ask(local, "again", prompt, max_tokens=SAID, logprobs=0)[:2] == (first, told)
