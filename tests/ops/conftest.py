@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -172,34 +173,49 @@ def qkv_shape() -> Callable[..., QkvShape]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def folder(shared: Path) -> Path:
     """Where a library for this CPU lies: the user's cache if it was built, else made for these tests."""
     if library_path().exists():
         return library_path().parent
-    if (reason := why_not()) is not None:
-        pytest.skip(f"native operations: {reason}")
-    return build_library(tmp_path_factory.mktemp("native")).parent
+    return _built(shared / "native")
 
 
 LEFT_OUT = {"this-cpu": "", "plain": "-mno-amx-bf16 -mno-avx512bf16", "avx2": "-mno-avx512f"}
 """What the same sources are compiled without: nothing; AMX and bfloat16 instructions; all of AVX-512."""
+HAVING = {"plain": {"amx_bf16", "avx512_bf16"}, "avx2": {"avx512f"}}
+"""Flags of a CPU, one of which it must have for these to leave out anything."""
 
 
 @pytest.fixture(scope="session")
-def plainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a library lies that leaves instructions out, made once: plainer(name in LEFT_OUT)."""
+def plainer(shared: Path) -> Callable[[str], Path]:
+    """Where a library lies that leaves instructions out, made once: plainer(name in HAVING)."""
 
     @cache
     def made(name: str) -> Path:
-        if (reason := why_not()) is not None:
-            pytest.skip(f"native operations: {reason}")
-        if "avx512f" not in cpu_flags():
+        if not HAVING[name] & cpu_flags():
             pytest.skip("this CPU has nothing to leave out")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} {LEFT_OUT[name]}")
-            return build_library(tmp_path_factory.mktemp(name)).parent
+            return _built(shared / name)
 
     return made
+
+
+def _built(folder: Path) -> Path:
+    """The folder with a library in it, which one process compiles while others wait for it."""
+    if (reason := why_not()) is not None:
+        pytest.skip(f"native operations: {reason}")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_library(folder).parent
 
 
 @pytest.fixture(scope="module", params=list(LEFT_OUT))
