@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ridgeline.core.errors import RidgelineError
@@ -46,14 +47,19 @@ def build(folder: Path | None = None) -> Path:
     # Beside its place, so that the last step is one rename and nobody ever opens half a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        units = [str(one) for one in sources() if one.suffix == ".cpp"]
-        done = subprocess.run(
-            [*command, *FLAGS, *QUIET, *units, "-o", str(made)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RidgelineError(f"The native operations did not compile:\n{done.stderr[-4000:]}")
+        units = [one for one in sources() if one.suffix == ".cpp"]
+        objects = [str(Path(scratch) / f"{one.stem}.o") for one in units]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda unit, made: _compile(command, "-c", str(unit), "-o", made), units, objects))
+        _compile(command, *objects, "-o", str(made))
         made.replace(path)
     return path
+
+
+def _compile(command: list[str], *words: str) -> None:
+    done = subprocess.run([*command, *FLAGS, *QUIET, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RidgelineError(f"The native operations did not compile:\n{done.stderr[-4000:]}")
 
 
 def main() -> int:
