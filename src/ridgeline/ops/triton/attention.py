@@ -104,9 +104,16 @@ class _Call:
         return self.step.rows.shape[0] * self.view.kv.shape[2]
 
     @property
+    def sparse(self) -> bool:
+        """Whether rows and heads alone leave processors idle; with many queries each, whether they do not fill one wave. Then a row
+        has many parts, as many as run at a time, and a kernel of its own, ready when the last part is, puts them together in half
+        the time; else the last program of a row does."""
+        return self.programs < (_processors(self.q.device) if self.small <= tuning.SPLIT_QUERIES else self.wave)
+
+    @property
     def few(self) -> bool:
         """Whether each of them may have a processor for itself."""
-        return self.programs < _processors(self.q.device) and self.small <= tuning.SPLIT_QUERIES
+        return self.small <= tuning.SPLIT_QUERIES and self.sparse
 
     @property
     def wide(self) -> bool:
@@ -137,15 +144,12 @@ class _Call:
         return _processors(self.q.device) * each
 
     @property
-    def one_wave(self) -> bool:
-        """Whether rows and heads do not fill the device even once: then all programs end together, and little is split."""
-        return self.programs < self.wave
-
-    @property
-    def fused(self) -> bool:
-        """Whether the last program of a row puts its parts together, instead of a kernel of its own."""
-        small = self.small <= tuning.SPLIT_QUERIES
-        return not self.one_wave or (small and self.programs >= _processors(self.q.device))
+    def spare(self) -> int:
+        """Parts that there may be beyond one of each row. Where all rows would run at a time, the longest of them would end long
+        after the others: so there is a wave of parts more."""
+        waves = 1 if self.programs < self.wave else tuning.SPLIT_WAVES
+        units = self.wave * waves // self.view.kv.shape[2]
+        return max(1, units - self.step.rows.shape[0] if self.sparse else units)
 
     @property
     def ahead(self) -> int:
@@ -183,12 +187,8 @@ def _once(call: _Call, name: str, make: Callable[[], Plan]) -> Plan:
 
 def _plan(call: _Call) -> _Work:
     """Write the units of the split kernel: runs of slots of a row."""
-    step, device, tile = call.step, call.q.device, call.tile(split=True)
+    step, device, tile, spare = call.step, call.q.device, call.tile(split=True), call.spare
     rows, kv_heads = step.rows.shape[0], call.view.kv.shape[2]
-    if call.one_wave:
-        spare = max(1, call.wave // kv_heads - rows)
-    else:
-        spare = max(1, call.wave * tuning.SPLIT_WAVES // kv_heads)
     count = rows + spare
     units = torch.empty((UNIT_FIELDS, count), dtype=torch.int32, device=device)
     per_row = torch.empty((2, rows), dtype=torch.int32, device=device)
@@ -210,7 +210,7 @@ def _plan(call: _Call) -> _Work:
         window=0 if call.compacted else call.view.window or 0,
         tile=tile.keys,
         smallest=tuning.SMALLEST_SPLIT if call.q.is_cuda else tile.keys,
-        FINER=call.one_wave,
+        FINER=call.sparse,
         ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,
         **overlap(device),
@@ -261,11 +261,7 @@ def _shared(call: _Call, split: bool) -> dict[str, object]:
 
 
 def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Rows with few query tokens: parts of their keys in parallel, then the parts of a row together.
-
-    Many rows have few parts each, so the last program of a row puts them together; few rows have many, and there a kernel of
-    its own, ready when the last part is, takes half the time.
-    """
+    """Rows with few query tokens: parts of their keys in parallel, then the parts of a row together."""
     planned = _key(call, "split") in call.step.derived
     work = _once(call, "split", lambda: _plan(call))
     rows, kv_heads, dim = call.step.rows.shape[0], call.view.kv.shape[2], call.q.shape[2]
@@ -285,12 +281,12 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         part_queries=queries,
         QUERIES=max(16, packed),
         AHEAD=call.ahead,
-        FUSED=call.fused,
+        FUSED=not call.sparse,
         PACKED=packed,
         PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * call.width)),
         **_shared(call, split=True),
     )
-    if not call.fused:
+    if call.sparse:
         combine_kernel[(rows, call.q.shape[1])](
             work.rows,
             call.step.q_start,
