@@ -210,6 +210,23 @@ def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
     assert len(set(want.tolist())) > rows // 2
 
 
+@pytest.mark.parametrize("wide", [1, 3])
+@pytest.mark.parametrize("deep", [False, True])
+def test_draw_finds_what_sample_is_given(wide: int, deep: bool) -> None:
+    """Chains count places themselves, trees bring depths; rows of any temperature side by side."""
+    ints = torch.randint(1, 50, (9, Int.STOP + 3), dtype=torch.int32).to(DEVICE)
+    tokens, tables = ints.new_zeros(9, 90), ints.new_zeros(1, 9, 4)
+    heat = (torch.arange(27.0).view(9, 3) / 9).to(DEVICE)[:, 1] * (torch.arange(9, device=DEVICE) % 4 > 0)
+    rows = torch.tensor([5, 1, 3, 4, 8, 0, 0], dtype=torch.int32, device=DEVICE)
+    logits, each = torch.randn(7 * wide, 5000).to(DEVICE), rows.repeat_interleave(wide)
+    node = torch.arange(wide, dtype=torch.int32, device=DEVICE).repeat(7)
+    depth = node.clamp(max=1) if deep else None
+    place = ints[each, Int.KNOWN] + (node if depth is None else depth)
+    want = TRITON.sample(logits, heat[each], ints[each, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
+    assert TRITON.draw is not None
+    assert torch.equal(TRITON.draw(RowState(tokens, ints, tables, 16), heat, rows, logits, depth), want)
+
+
 def row_state(rows: int = 9, width: int = 90) -> RowState:
     """Rows in the middle of their requests, some done, some about to end; row 0 as the engine has it."""
     generator = torch.Generator().manual_seed(2)

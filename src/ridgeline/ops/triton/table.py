@@ -22,7 +22,7 @@ from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.ring_shapes import ring_for
 from ridgeline.ops.triton.rows import advance, gather
-from ridgeline.ops.triton.sample import sample
+from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 from ridgeline.ops.triton.verify import verify
@@ -132,4 +132,5 @@ TRITON = Ops(
     apart=apart,
     layers=layers,
     verify=verify,
+    draw=draw,
 )
