@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import ring
 from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.ring_shapes import RingTile, ring_for
+from ridgeline.ops.triton.ring_shapes import SMALL, RingTile, ring_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -48,7 +48,7 @@ def test_every_block_is_computed_once(
     assert sorted(found) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
 @pytest.mark.parametrize(
     ("n", "k"), [(48, 64), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
 )
@@ -61,8 +61,9 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool) ->
     else:
         assert (tile.rows + tile.batch) * tile.block * 2 * tile.stages + 8192 <= 227 * 1024
         assert tile.registers * 32 * (tile.warps + 4) <= 1 << 16
-        assert tile.batch >= tokens and tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
-        assert tile.split == 1 or tile.split * -(-n // tile.rows) <= 132
+        assert tile.batch >= tokens or n * k <= SMALL
+        assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
+        assert tile.split == 1 or tile.split * -(-n // tile.rows) * -(-tokens // tile.batch) <= 132
         assert tile.rows >= (128 if gate else 64)
 
 

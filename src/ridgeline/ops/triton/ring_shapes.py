@@ -10,6 +10,10 @@ SHORTEST_SPLIT = 2048
 """Inputs below which no sum is split: most of a row of the weight is in the ring by the time x is there."""
 SMALLEST_PART = 512
 """Inputs below which a further split of a sum costs more than it brings."""
+MOST_SPLIT_TOKENS = 192
+"""Tokens above which any split does."""
+SMALL = 1 << 23
+"""Numbers of a weight that counts as small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +34,17 @@ class RingTile:
 
 @dataclass(frozen=True, slots=True)
 class _For:
-    """tile serves weights of up to `most` outputs; None: not so fast as the kernels of shapes."""
+    """tile serves weights of up to `most` outputs and `numbers` numbers; None: not so fast as the kernels of shapes."""
 
     most: int
     tile: RingTile | None
+    numbers: int = ANY
 
 
 # Tokens -> rows in order, as in shapes. A ring fills a processor's memory: with half of it, two programs come to one
 # processor while others have none. Up to 16 tokens nothing is gained. Above 64, x is as large as the weights that it
-# meets, and a program's share of either comes through L2: a step of an 8B gained 0.5 % at 128 tokens and 0.7 % at 256.
+# meets, and a program's share of either comes through L2: a step of an 8B gained 0.5 % at 128 tokens and 0.7 % at 256. Small
+# weights still gain there, as what they wait for is the kernel before.
 _PLAIN: dict[int, tuple[_For, ...]] = {
     16: (),
     32: (
@@ -48,6 +54,11 @@ _PLAIN: dict[int, tuple[_For, ...]] = {
     64: (
         _For(16384, RingTile(64, 64, 128, 4, 6, 128)),
         _For(ANY, RingTile(64, 128, 128, 4, 4, 168, programs=PROCESSORS)),
+    ),
+    192: (_For(16384, RingTile(64, 64, 128, 4, 6, 128, programs=PROCESSORS), SMALL),),
+    256: (
+        _For(4095, RingTile(64, 64, 128, 4, 6, 128, programs=PROCESSORS), SMALL),
+        _For(16384, RingTile(128, 64, 128, 4, 4, 168, programs=PROCESSORS), SMALL),
     ),
 }
 # The activation of a merged gate and up as part of it.
@@ -61,6 +72,8 @@ _GATE: dict[int, tuple[_For, ...]] = {
         _For(16384, None),
         _For(ANY, RingTile(64, 128, 128, 4, 4, 168, programs=PROCESSORS)),
     ),
+    128: (),
+    256: (_For(16384, RingTile(128, 128, 64, 8, 6, 128, programs=PROCESSORS), SMALL),),
 }
 
 
@@ -69,7 +82,7 @@ def ring_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None
     None: other kernels are faster."""
     table = _GATE if gate else _PLAIN
     rows = table[key] if (key := next((key for key in table if tokens <= key), None)) else ()
-    tile = next((row.tile for row in rows if n <= row.most), None)
+    tile = next((row.tile for row in rows if n <= row.most and n * k <= row.numbers), None)
     return None if tile is None else _split(tile, tokens, n, k)
 
 
@@ -77,6 +90,7 @@ def _split(tile: RingTile, tokens: int, n: int, k: int) -> RingTile:
     """With so many programs per tile that one wave is about full."""
     tiles = -(-n // tile.rows) * -(-tokens // tile.batch)
     split = 1
-    while k >= SHORTEST_SPLIT and 2 * split * tiles <= PROCESSORS and 2 * split * SMALLEST_PART <= k:
-        split *= 2
+    if tokens <= MOST_SPLIT_TOKENS and k >= SHORTEST_SPLIT:
+        while 2 * split * tiles <= PROCESSORS and 2 * split * SMALLEST_PART <= k:
+            split *= 2
     return replace(tile, split=split)
