@@ -11,9 +11,10 @@ import torch
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine import graphs as graphs_module
 from ridgeline.engine.batch import Batch, Room, Shape
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import Graphs, buckets, decode_step, draft_rooms
+from ridgeline.engine.graphs import Graphs, buckets, decode_step, draft_rooms, mixed_rooms
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
@@ -297,8 +298,12 @@ class Again:
         self.replay = work
 
 
-def test_buckets_and_padding() -> None:
-    """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them."""
+@pytest.mark.parametrize("few", [32, 2])
+def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them. few: rows of
+    small mixed steps, the others take the graphs of any number of rows."""
+    monkeypatch.setattr(graphs_module, "MIXED_ROWS", few)
+    monkeypatch.setattr(graphs_module, "CROWDED_TOKENS", (16, 40))
     bench = DeviceBench(rows=7)
     with torch.inference_mode():
         graphs = Graphs(bench.runner._step, 7, 64, Again)
@@ -347,6 +352,19 @@ def test_which_steps_have_a_graph() -> None:
     assert graphs.room(shape(65, 1)) is None
     assert graphs.room(shape(20, 7)) is None, "no row would be left for padding"
     assert graphs.room(shape(20, 4, wide=3)) is None
+
+
+def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_runner(pair("llama-gqa")[1])._step.spec
+
+    def rooms(tokens: int) -> list[Room]:
+        return [room for room in mixed_rooms(64, tokens, spec) if room.tokens > 128]
+
+    assert rooms(255) == [Room(33, 33, 192)], "few tokens"
+    found = [(room.tokens, room.rows) for room in rooms(400)]
+    assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
+    monkeypatch.setattr(graphs_module, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
+    assert [room.tokens for room in rooms(400) if room.rows == 65] == [256], "the device takes longer than Python"
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:

@@ -1,10 +1,11 @@
 """CUDA graphs of steps, keyed by how many query tokens they hold and nothing else.
 
-Two kinds of forward graphs: of steps in which each row has one query token and draws, and of small mixed steps, whose
-rows, query lengths and places are device data. A graph reads its step from a static buffer; positions, lengths and page
-tables are device data already. Finish is a graph of its own, by how many rows draw, and serves every step, also those
-that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. A step that verifies drafts is one graph,
-by rows and nodes; drafting ahead is another. All are captures of DeviceStep, the same code that runs eagerly.
+Two kinds of forward graphs: of steps in which each row has one query token and draws, and of mixed steps that the device
+computes faster than Python launches them, whose rows, query lengths and places are device data. A graph reads its step from
+a static buffer; positions, lengths and page tables are device data already. Finish is a graph of its own, by how many rows
+draw, and serves every step, also those that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. A
+step that verifies drafts is one graph, by rows and nodes; drafting ahead is another. All are captures of DeviceStep, the
+same code that runs eagerly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
@@ -25,9 +27,14 @@ from ridgeline.ops.step import SHORT
 Progress = Callable[[str, int, int], None]
 
 MIXED_ROWS = 32
-"""Rows that a graph of a mixed step holds: every row costs its attention an idle program per layer and head."""
+"""Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Query tokens of mixed steps that have a graph; above, the device takes longer than Python needs to launch a step."""
+"""Query tokens of those that have a graph."""
+CROWDED_TOKENS = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+"""Query tokens of mixed steps of any number of rows that have one, beside the most that a step takes."""
+CROWDED_WORK = 1 << 35
+"""Query tokens times numbers of a feed-forward matrix above which they have none: the device takes longer than Python needs to
+launch such a step. An 8B gets there with 585 tokens, a 0.6B with 10,922."""
 LONE_ROWS = 2
 """Rows up to which steps that decode have a graph for short contexts and one for others."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
@@ -43,9 +50,21 @@ def buckets(rows: int) -> list[int]:
     return [*fitting, rows]
 
 
-def mixed_step(span: int, room: Room) -> Shape:
-    """A step of up to `span` query tokens, however they are spread over its rows; all draws are plain."""
-    return Shape(span, room.rows, room.draws, span, 1, False, False, True, None, chunked=True)
+def mixed_rooms(rows: int, tokens: int, spec: ModelSpec) -> list[Room]:
+    """Mixed steps that have a graph, of up to `rows` rows and `tokens` query tokens, in the order in which they are looked at.
+    Each has one row more than a step may bring, so that its padding tokens have a row of their own."""
+    few, most = min(rows, MIXED_ROWS) + 1, CROWDED_WORK // (spec.d_model * max(layer.d_ff for layer in spec.layers))
+    rooms = {Room(few, few, span) for span in MIXED_TOKENS if span <= tokens}
+    for span in (*CROWDED_TOKENS, tokens):
+        if CROWDED_TOKENS[0] <= span <= min(tokens, most):
+            many = min(rows, span) + 1
+            rooms.add(Room(many, many, span))
+    return sorted(rooms, key=lambda room: (room.tokens, room.rows))
+
+
+def mixed_step(room: Room) -> Shape:
+    """A step of up to so many query tokens, however they are spread over its rows; all draws are plain."""
+    return Shape(room.tokens, room.rows, room.draws, room.tokens, 1, False, False, True, None, chunked=True)
 
 
 def decode_step(rows: int) -> Shape:
@@ -104,23 +123,21 @@ class Graphs:
     ) -> None:
         self._step, self._record = step, record
         self._sizes = buckets(rows)
-        self._spans = [span for span in MIXED_TOKENS if span <= tokens]
-        # One row more than a mixed step may bring, so that its padding tokens have a row of their own.
-        self._some = min(rows, MIXED_ROWS) + 1
+        self._mixes = mixed_rooms(rows, tokens, step.spec)
         device, embedding = step.rows.ints.device, step.decoder.embedding
         self._ahead = [nodes for nodes in drafts if nodes]
         self._draft_rooms = draft_rooms(rows, self._ahead, bool(step.drafter.parents), host_drafts)
         every = list(chain.from_iterable(self._draft_rooms.values()))
-        rooms = [self._mixed(span) for span in self._spans] + every
+        rooms = self._mixes + every
         longest = max((packed_size(room, tree=True) for room in rooms), default=0)
         self._input = torch.zeros(longest, dtype=torch.int32, device=device)
-        most = max([rows, self._some, *(room.rows for room in every)])
+        most = max([rows, *(room.rows for room in rooms)])
         self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
-        self._hidden = embedding.new_zeros(max(self._spans, default=0), step.spec.d_model)
+        self._hidden = embedding.new_zeros(max((room.tokens for room in self._mixes), default=0), step.spec.d_model)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
         self._decode: dict[tuple[int, bool], Replay] = {}
-        self._mix: dict[int, Replay] = {}
+        self._mix: dict[Room, Replay] = {}
         self._finish: dict[int, Replay] = {}
         widest = max((room.wide for room in every), default=0)
         self._verified = torch.zeros(most, 2 + 3 * widest, dtype=torch.int32, device=device)
@@ -136,10 +153,8 @@ class Graphs:
             return Room(size, size, size) if size else None
         if shape.wide > 1:
             return self._draft_room(shape)
-        if shape.n_rows >= self._some:
-            return None
-        span = next((span for span in self._spans if span >= shape.n_tokens), 0)
-        return self._mixed(span) if span else None
+        fitting = (room for room in self._mixes if room.tokens >= shape.n_tokens and room.rows > shape.n_rows)
+        return next(fitting, None)
 
     def bucket(self, rows: int) -> int:
         """The smallest finish graph that holds `rows` rows; 0 if none does."""
@@ -155,18 +170,14 @@ class Graphs:
                 return room
         return None
 
-    def _mixed(self, span: int) -> Room:
-        return Room(self._some, self._some, span)
-
     # --- use ----------------------------------------------------------------------------------------------------------
 
     def capture(self, progress: Progress) -> None:
         """Record every graph, the largest first so that the others fit into its memory."""
-        work: list[tuple[Callable[[Any], Replay], Any]] = []
+        work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mixed_graph, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
             work += [(partial(self._decode_graph, short=True), size)] if size <= LONE_ROWS else []
-        work += [(self._mixed_graph, span) for span in reversed(self._spans)]
         for tree, rooms in self._draft_rooms.items():
             work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
         for size in reversed(self._sizes):
@@ -184,7 +195,7 @@ class Graphs:
             if room.wide > 1:
                 self._verify_graph(room, batch.shape.deep > 0)
             else:
-                self._mixed_graph(room.tokens)
+                self._mixed_graph(room)
             self._input[: len(batch.packed)].copy_(batch.packed)
             if batch.ragged is not None and batch.ragged.drafts is not None:
                 self._step.write_drafts(*batch.ragged.drafts)
@@ -207,7 +218,7 @@ class Graphs:
         if batch.shape.decode:
             self._decode_graph(room.rows, room.rows <= LONE_ROWS and bound <= SHORT).replay()
             return self._picked[: room.rows]
-        self._mixed_graph(room.tokens).replay()
+        self._mixed_graph(room).replay()
         return self._hidden[: room.tokens]
 
     def pick(self, batch: Batch, hidden: torch.Tensor) -> None:
@@ -234,19 +245,19 @@ class Graphs:
             self._decode[size, short] = self._record(lambda: hidden.copy_(step.forward(batch, longest)))
         return self._decode[size, short]
 
-    def _mixed_graph(self, span: int) -> Replay:
-        if span not in self._mix:
-            step, room = self._step, self._mixed(span)
-            batch = unpack(self._input[: packed_size(room)], mixed_step(span, room), room)
+    def _mixed_graph(self, room: Room) -> Replay:
+        if room not in self._mix:
+            step, hidden = self._step, self._hidden[: room.tokens]
+            batch = unpack(self._input[: packed_size(room)], mixed_step(room), room)
 
             def work() -> None:
-                self._hidden[:span].copy_(step.forward(batch, step.longest))
-                self.pick(batch, self._hidden[:span])
+                hidden.copy_(step.forward(batch, step.longest))
+                self.pick(batch, hidden)
 
             self._input.zero_()
             work()
-            self._mix[span] = self._record(work)
-        return self._mix[span]
+            self._mix[room] = self._record(work)
+        return self._mix[room]
 
     def _finish_graph(self, size: int) -> Replay:
         if size not in self._finish:
