@@ -40,13 +40,13 @@ LARGE = {
     "torch_dtype": "bfloat16",
 }
 SAID = 48
-APART = {"fp8": 0.2, "int8": 0.04, "int4": 0.04}
+APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
 FROM = {"short": 60, "across the limit": SHORT - SAID // 2, "long": SHORT + 300}
 """Tokens of a prompt. Behind SHORT slots steps run kernel by kernel."""
 
 
-@pytest.fixture(scope="module", params=["fp8", "int8", "int4"])
+@pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LocalEngine]]:
     folder: Path = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(LARGE))

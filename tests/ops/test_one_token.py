@@ -67,7 +67,8 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
 @pytest.mark.parametrize(
     ("sizes", "form", "taken"),
     [
-        ((4096, 4096, 14336), "bf16", False),
+        ((4096, 4096, 14336), "bf16", True),
+        ((1024, 2048, 3072), "bf16", False),
         ((4096, 4096, 14336), "fp8", True),
         ((4096, 4096, 14336), "int4", True),
         ((4096, 4096, 14336), "int8 rows", True),

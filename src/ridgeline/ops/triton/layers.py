@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -36,6 +35,7 @@ from ridgeline.ops.triton.layers_forms import (
 )
 from ridgeline.ops.triton.layers_integers import groups_of, room
 from ridgeline.ops.triton.layers_products import ticket_slots
+from ridgeline.ops.triton.layers_many_keys import MOST_PARTS
 from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
 
 REGISTERS = 168
@@ -222,8 +222,8 @@ def layers_kernel(
 
     The descriptors cut weights [place, rows, k] into stages of ROWS rows, all lines of 128 bytes. table int64 [layers, FIELDS].
     stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, as the cache. rows, length, position int32
-    [1]: see StepInputs; slot int64 [groups]. part float32 [programs, padded, DIM] and part_sums [programs, padded, 2]: of a
-    program's keys, for each head of a group, padded to a power of two. arrivals: int32 [KV_HEADS], zero between attentions.
+    [1]: see StepInputs; slot int64 [groups]. part float32 [KV_HEADS, MOST_PARTS, group, DIM] and part_sums [.., 2]: of a
+    program's keys, for each query head of a group. arrivals: int32 [KV_HEADS], zero between attentions.
     counter: int64, counts arrivals; draws: int64 [layers, 4], tickets for groups of rows; both for launches with as many programs,
     layers and groups, zero at first. LINES: of 128 inputs or bytes that hold `heads`, `model` and `features` inputs and what warps
     exchange of attention, powers of two. Weights of e4m3 have a scale per row, and inputs are rounded to it. FORM: bits of codes,
@@ -332,7 +332,6 @@ class Layers:
         shape, dim = one.shape, one.shape.head_dim
         heads, model, features = (each.inputs for each in (one.out, one.qkv, one.down))
         rows = one.qkv.values.shape[0]
-        padded = triton.next_power_of_2(shape.n_heads // shape.n_kv_heads)
         layers_kernel[(self._programs,)](
             *self._cut.blocks,
             *self._cut.scale_blocks,
@@ -343,8 +342,8 @@ class Layers:
             step.length,
             step.position,
             view.slots,
-            stream.new_empty(self._programs * padded * dim, dtype=torch.float32),
-            stream.new_empty(self._programs * padded * 2, dtype=torch.float32),
+            stream.new_empty(MOST_PARTS.value * shape.n_heads * dim, dtype=torch.float32),
+            stream.new_empty(MOST_PARTS.value * shape.n_heads * 2, dtype=torch.float32),
             self._arrivals,
             self._counter,
             self._draws,

@@ -15,9 +15,9 @@ from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
 """Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
-LEAST_BYTES: dict[type, int] = {Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
+LEAST_BYTES: dict[type, int] = {torch.Tensor: 160 << 20, Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
 """Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
-measured; 16 bits take as long in single kernels whatever their size."""
+measured."""
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 8
 """Query heads of a KV head: each of a program's threads holds numbers of all of them."""
