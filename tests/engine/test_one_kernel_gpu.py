@@ -47,7 +47,9 @@ FROM = {"short": 60, "across the limit": SHORT - SAID // 2, "long": SHORT + 300}
 
 
 @pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LocalEngine]]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, LocalEngine]]:
     folder: Path = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(LARGE))
     model = ModelConfig(model=str(folder), load_format="dummy", max_model_len=4096, quantization=request.param)

@@ -34,8 +34,8 @@ from ridgeline.ops.triton.layers_forms import (
     taken,
 )
 from ridgeline.ops.triton.layers_integers import groups_of, room
-from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_many_keys import MOST_PARTS
+from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
 
 REGISTERS = 168

@@ -37,7 +37,8 @@ def _bring(cache, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr):
 
 @jit
 def _share(length, window, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Of this program: whether it has one query head alone, that head, its KV head, which part of how many, and slots from and to."""
+    """Of this program: whether it has a query head alone, that head or the KV head; the KV head; which part of how many; slots from
+    and to."""
     # Of the slots the newest is this token's own, which no cache holds yet.
     start = gl.where(window > 0, gl.maximum(length - window, 0), 0)
     slots = length - 1 - start

@@ -167,7 +167,7 @@ def few_attended(
     NORMS: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """Attention of a query head [DIM] to the slots from `first` to `last` and to the newest key; that key and its value [1, 1, DIM].
+    """Attention of a query head [DIM] to the slots from `first` to `last` and to the newest key; that key, its value [1, 1, DIM].
     asked: see few_asked; head_ptrs: of the head, its key and its value."""
     TILE: gl.constexpr = TURNS * (2048 // DIM)
     tile, next_tile, pages, angles = asked

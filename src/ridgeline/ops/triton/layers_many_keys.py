@@ -21,7 +21,7 @@ TILE = gl.constexpr(128)
 HELD = gl.constexpr(16)
 """Rows of the matrix unit: query heads, and behind them the key and the value."""
 MEMBERS = gl.constexpr(8)
-"""Query heads of a KV head, at most."""
+"""Query heads of a KV head, at most: columns of the matrix unit's other side."""
 MOST_PARTS = gl.constexpr(16)
 """Programs that share the keys of a KV head, at most."""
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
@@ -202,10 +202,10 @@ def _weighed(out, weights, values):
 
 @jit
 def _in_order(out):
-    """[WARPS, MEMBERS, DIM]."""
+    """[WARPS, members, DIM]."""
     DIM: gl.constexpr = out.shape[1]
-    out = gl.permute(gl.reshape(out, (WARPS, DIM // 64, 4, 2, 8, MEMBERS)), (0, 5, 1, 4, 2, 3))
-    return gl.reshape(out, (WARPS, MEMBERS, DIM))
+    out = gl.permute(gl.reshape(out, (WARPS, DIM // 64, 4, 2, 8, out.shape[2])), (0, 5, 1, 4, 2, 3))
+    return gl.reshape(out, (WARPS, out.shape[1], DIM))
 
 
 @jit
@@ -215,9 +215,9 @@ def _finite(top):
 
 
 @jit
-def _seen(q, asked, cache, first, last, scale, PAGE_TOKENS: gl.constexpr):
+def _seen(q, asked, cache, first, last, scale, GROUP: gl.constexpr, PAGE_TOKENS: gl.constexpr):
     """What each warp knows of its keys (Milakov and Gimelshein 2018): largest score, as a power of 2, and sum of exponentials,
-    [WARPS, MEMBERS], and the values weighted by them."""
+    [WARPS, MEMBERS], and the values weighted by them [WARPS, DIM, MEMBERS]; nothing for members that the group has not."""
     keys, values = asked
     DIM: gl.constexpr = keys.shape[2]
     out = gl.zeros([WARPS, DIM, MEMBERS], gl.float32, MMA)
@@ -227,7 +227,9 @@ def _seen(q, asked, cache, first, last, scale, PAGE_TOKENS: gl.constexpr):
         scores = _scores(q, keys) * scale
         keys = _keys(cache, begin + TILE, last, DIM, PAGE_TOKENS)
         SLOTS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-        scores = gl.where(_slots(begin, SLOTS)[:, None, :] < last, scores, -float("inf"))
+        member = gl.arange(0, MEMBERS, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))[None, :, None]
+        real = (_slots(begin, SLOTS)[:, None, :] < last) & (member < GROUP)
+        scores = gl.where(real, scores, -float("inf"))
         most = gl.maximum(top, gl.max(scores, 2))
         old, weights = gl.exp2(top - _finite(most)), gl.exp2(scores - _finite(most)[:, :, None])
         top, total = most, total * old + gl.sum(weights, 2)
@@ -238,11 +240,15 @@ def _seen(q, asked, cache, first, last, scale, PAGE_TOKENS: gl.constexpr):
 
 
 @jit
-def _over_warps(top, total, out, held):
-    """What is known of all keys of a program: [MEMBERS], [MEMBERS], [MEMBERS, DIM]. held: memory to exchange values in."""
+def _over_warps(top, total, out, held, PADDED: gl.constexpr):
+    """What is known of all keys of a program: [PADDED], [PADDED], [PADDED, DIM]. held: memory to exchange values in; PADDED:
+    members that may have something."""
     DIM: gl.constexpr = out.shape[1]
+    top = gl.max(gl.reshape(top, (WARPS, MEMBERS // PADDED, PADDED)), 1)
+    total = gl.sum(gl.reshape(total, (WARPS, MEMBERS // PADDED, PADDED)), 1)
+    out = gl.sum(gl.reshape(out, (WARPS, DIM, MEMBERS // PADDED, PADDED)), 2)
     both = gl.convert_layout(gl.join(top, total), _pairs_across(DIM))
-    room = held._reinterpret(gl.float32, [WARPS, MEMBERS, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+    room = held._reinterpret(gl.float32, [WARPS, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     gl.thread_barrier()
     room.store(_in_order(out))
     gl.thread_barrier()
@@ -253,7 +259,7 @@ def _over_warps(top, total, out, held):
 
 @jit
 def _joined(top, total, out):
-    """Softmax over several sets of keys from what is known of each: [MEMBERS], [MEMBERS], [MEMBERS, DIM]."""
+    """Softmax over several sets of keys from what is known of each: [members], [members], [members, DIM]."""
     most = gl.max(top, 0)
     weight = gl.exp2(top - _finite(most)[None, :])
     EACH: gl.constexpr = gl.SliceLayout(1, _flat(out.shape[2]))
@@ -294,6 +300,7 @@ def many_attended(
     head, part, parts, first, last = share
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: gl.constexpr = HEADS // KV_HEADS
+    PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
     angles = _angles(angle_ptr, DIM, HALF)
     heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, HEADS, KV_HEADS, DIM, HALF, NORMS, OFFSET)
     # For the matrix unit without conflicts of banks, and row by row.
@@ -308,12 +315,12 @@ def many_attended(
         at = gl.where(row == GROUP, 0, cache[3]) + _at(DIM, _flat(DIM))
         gl.store(place_ptr + at, heads, mask=(row == GROUP) | (row == GROUP + 1))
     q = _queries(mixed, DIM)
-    own = rows.slice(0, MEMBERS, 0).load(_flat(DIM)).to(gl.float32)
+    own = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
     newest = gl.sum(own * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
     newest = gl.where(part == 0, newest, -float("inf"))
     value = rows.slice(GROUP + 1, 1, 0).load(_flat(DIM)).to(gl.float32)
-    top, total, out = _seen(q, asked, cache, first, last, scale, PAGE_TOKENS)
-    top, total, out = _over_warps(top, total, out, held)
+    top, total, out = _seen(q, asked, cache, first, last, scale, GROUP, PAGE_TOKENS)
+    top, total, out = _over_warps(top, total, out, held, PADDED)
     most = gl.maximum(top, newest)
     old, new = gl.exp2(top - most), gl.exp2(newest - most)
     total = total * old + new
@@ -328,7 +335,7 @@ def many_attended(
 @jit
 def _write(attended_ptr, out, total, GROUP: gl.constexpr):
     DIM: gl.constexpr = out.shape[1]
-    member = gl.arange(0, MEMBERS, gl.SliceLayout(1, _flat(DIM)))[:, None]
+    member = gl.arange(0, out.shape[0], gl.SliceLayout(1, _flat(DIM)))[:, None]
     out = (out / total[:, None]).to(attended_ptr.dtype.element_ty)
     gl.store(attended_ptr + member * DIM + _at(DIM, _flat(DIM)), out, mask=member < GROUP)
 
@@ -341,7 +348,7 @@ def _part(attended_ptr, out, top, total, buffers, share, GROUP: gl.constexpr):
     head, part, parts, _first, _last = share
     part_ptr += head * (MOST_PARTS * GROUP * DIM)
     sums_ptr += head * (MOST_PARTS * GROUP * 2)
-    line = part * GROUP + gl.arange(0, MEMBERS, gl.SliceLayout(1, _flat(DIM)))
+    line = part * GROUP + gl.arange(0, out.shape[0], gl.SliceLayout(1, _flat(DIM)))
     real = line < (part + 1) * GROUP
     gl.store(part_ptr + line[:, None] * DIM + _at(DIM, _flat(DIM)), out, mask=real[:, None])
     gl.store(sums_ptr + line * 2, top, mask=real)
@@ -349,16 +356,16 @@ def _part(attended_ptr, out, top, total, buffers, share, GROUP: gl.constexpr):
     gl.thread_barrier()
     if gl.atomic_add(arrivals_ptr + head, 1, sem="acq_rel") == parts - 1:
         gl.store(arrivals_ptr + head, 0)
-        _together(attended_ptr, part_ptr, sums_ptr, parts, GROUP, DIM)
+        _together(attended_ptr, part_ptr, sums_ptr, parts, GROUP, out.shape[0], DIM)
 
 
 @jit
-def _together(attended_ptr, part_ptr, sums_ptr, parts, GROUP: gl.constexpr, DIM: gl.constexpr):
+def _together(attended_ptr, part_ptr, sums_ptr, parts, GROUP: gl.constexpr, PADDED: gl.constexpr, DIM: gl.constexpr):
     """Attention of a KV head's query heads from what programs know; a thread has the same numbers of all parts."""
     LAYOUT: gl.constexpr = _across(DIM)
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     other = gl.arange(0, MOST_PARTS, gl.SliceLayout(1, SUMS))[:, None]
-    member = gl.arange(0, MEMBERS, gl.SliceLayout(0, SUMS))[None, :]
+    member = gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
     line, real = other * GROUP + member, (other < parts) & (member < GROUP)
     top = gl.load(sums_ptr + line * 2, mask=real, other=-float("inf"), cache_modifier=".cg")
     total = gl.load(sums_ptr + line * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")

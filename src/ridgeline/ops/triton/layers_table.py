@@ -139,8 +139,9 @@ def lines(k: int, values: torch.Tensor) -> int:
 def held(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
     heads, model, features = (lines(one.inputs, one.values) for one in (layer.out, layer.qkv, layer.down))
+    group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
     # A line of integers has two digits of each input.
-    return heads, model, features, layer.shape.head_dim * (1 if layer.qkv.bits else 2)
+    return heads, model, features, group * layer.shape.head_dim // (8 if layer.qkv.bits else 4)
 
 
 def stages(most: int) -> int:
