@@ -277,7 +277,7 @@ def one_after_the_other(layers: list[LayerParts], x: torch.Tensor, views: list[A
     ],
 )
 @pytest.mark.parametrize(
-    ("length", "window"), [(1, None), (2, None), (150, None), (190, 33), (5000, None), (5000, 1000)]
+    ("length", "window"), [(1, None), (2, None), (150, None), (190, 33), (600, None), (5000, None), (5000, 1000)]
 )
 def test_layers_of_one_token(
     heads: int,
