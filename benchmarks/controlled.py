@@ -74,12 +74,14 @@ class Controlled:
     """See decoding.drafters.DeviceDrafter. share: thousandths of nodes that are right; inner: what is paid for."""
 
     parents: tuple[int, ...] = ()
-    learns = True
-    """So that it is shown logits, and draws are made where they can be replaced."""
 
     def __init__(self, inner: DeviceDrafter, share: torch.Tensor, script: Script) -> None:
         self._inner, self._share, self._script = inner, share, script
         self.layers: tuple[LayerSpec, ...] = inner.layers
+
+    def learns(self) -> bool:
+        """So that it is shown logits, and draws are made where they can be replaced."""
+        return True
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         self._inner.read(tokens, views, slots, step)

@@ -22,6 +22,9 @@ class Row:
         self.rows, self.recycling = torch.ones(1, dtype=torch.int32), Recycling(VOCAB, torch.device("cpu"))
 
     def see(self, successor: int) -> None:
+        """A step in which `successor` was likeliest."""
+        if not self.recycling.learns():
+            return
         logits = torch.zeros(1, VOCAB)
         logits[0, successor] = 1.0
         self.recycling.see(self.state, self.rows, torch.full((1,), 4, dtype=torch.int32), logits)
@@ -47,7 +50,7 @@ def test_unused_it_learns_from_some_steps_and_used_from_all_again() -> None:
     for successor in range(64):
         row.see(successor)
         drafted.add(int(row.recycling._table[5, 0]))
-    assert 16 < len(drafted) < 32, "all of the first, few of the rest"
+    assert 8 < len(drafted) < 16, "all of the first, few of the rest"
     row.draft()
     row.see(33)
     assert row.draft() == 33

@@ -94,7 +94,7 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.
     drafter, shape = drafters("llama-gqa")["itself"]
     pace = Pace((0, 1, 3))
     asked = iter([3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows: next(asked))
+    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
     bench = DeviceBench(speculation=Drafts(None, shape, pace), drafter=drafter, depth=1)
     bench.submit("one", max_tokens=60)
     bench.run()

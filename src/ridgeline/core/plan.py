@@ -98,10 +98,9 @@ class StepPlan:
         return sum(self.n_query)
 
     def repeats(self, other: StepPlan) -> bool:
-        """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages."""
+        """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
+        drafted."""
         if any((self.masks, self.score_ids, other.masks, other.score_ids)):
-            return False
-        if self.drafts and max(self.drafts) >= 0:
             return False
         return all(
             mine is theirs or mine == theirs
@@ -111,12 +110,18 @@ class StepPlan:
                 (self.n_query, other.n_query),
                 (self.n_draft, other.n_draft),
                 (self.samples, other.samples),
-                (self.drafts, other.drafts),
                 (self.tree, other.tree),
                 (self.ahead, other.ahead),
                 (self.unread, other.unread),
             )
         )
+
+    def form(self) -> tuple[bytes | int, ...] | None:
+        """What steps that repeat each other have in common, to be looked up by; None for one that none repeats."""
+        if self.masks or self.score_ids:
+            return None
+        known = (self.rows, self.generations, self.n_query, self.n_draft, self.samples, self.tree, self.unread)
+        return (self.ahead, *(one.tobytes() for one in known))
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,6 @@ class DraftModel:
     """
 
     parents: tuple[int, ...] = ()
-    learns = False
 
     def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:
         self._decoder, self._ops = model.decoder, model.ops
@@ -81,6 +80,9 @@ class DraftModel:
         self._usual: dict[int, LastTokens] = {}
         """By rows: what is read if all of them drafted in the step before."""
         self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
+
+    def learns(self) -> bool:
+        return False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""

@@ -74,9 +74,8 @@ class DeviceDrafter(Protocol):
     def layers(self) -> tuple[LayerSpec, ...]:
         """Its own layers, whose keys and values lie in the target's pages."""
 
-    @property
     def learns(self) -> bool:
-        """Whether `see` does anything."""
+        """Asked at the end of a step: whether `see` has a use for its logits."""
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -98,7 +97,9 @@ class NoDrafter:
 
     layers: tuple[LayerSpec, ...] = ()
     parents: tuple[int, ...] = ()
-    learns = False
+
+    def learns(self) -> bool:
+        return False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Nothing to read."""

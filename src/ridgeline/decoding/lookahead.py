@@ -162,7 +162,7 @@ class _Tree:
         return node if above + len(path) <= self._depth else None
 
     def draft(self) -> Draft:
-        return Draft(tuple(self._tokens), tuple(self._parents))
+        return Draft.of(self._tokens, self._parents)
 
 
 def _spread(tokens: Sequence[int], count: int) -> list[int]:

@@ -21,12 +21,14 @@ class Medusa:
     """See decoding.drafters.DeviceDrafter. logits_of: the target's head. nodes: of the largest draft."""
 
     layers: tuple[LayerSpec, ...] = ()
-    learns = False
 
     def __init__(self, heads: MedusaHeads, logits_of: Callable[[torch.Tensor], torch.Tensor], nodes: int) -> None:
         self._heads, self._logits_of = heads, logits_of
         self._tree = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
         self.parents = tuple(node.parent for node in self._tree)
+
+    def learns(self) -> bool:
+        return False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Heads have no memory."""

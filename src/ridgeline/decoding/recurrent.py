@@ -111,7 +111,6 @@ class Recurrent:
 
     layers: tuple[LayerSpec, ...] = ()
     parents: tuple[int, ...] = ()
-    learns = False
 
     def __init__(
         self, weights: RecurrentWeights, spec: ModelSpec, ops: Ops, dtype: torch.dtype, device: torch.device
@@ -144,6 +143,9 @@ class Recurrent:
             spec.norm_offset,
         )
         return ops.recurrent(parts)
+
+    def learns(self) -> bool:
+        return False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """It has no memory."""

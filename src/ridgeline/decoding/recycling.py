@@ -21,7 +21,7 @@ TREE = (
 """Nodes by how often they are kept on mixed text: (parent, which of its successors)."""
 
 
-_QUIET, _SELDOM = 16, 8
+_QUIET, _SELDOM = 8, 16
 """On a CPU, after so many steps for which nothing was drafted only every so many-th is learned from: a top-8 takes a tenth of a
 small model's step."""
 
@@ -31,7 +31,6 @@ class Recycling:
     decides nothing but how fast a request is."""
 
     layers: tuple[LayerSpec, ...] = ()
-    learns = True
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._table = torch.arange(WIDTH, dtype=torch.int32, device=device).repeat(vocab, 1)
@@ -40,14 +39,15 @@ class Recycling:
         """Steps since something was drafted; what they decide is for a CPU alone, since a CUDA graph runs all that it captured."""
         self._may_rest = device.type == "cpu"
 
+    def learns(self) -> bool:
+        self._unused += 1
+        return not self._may_rest or self._unused <= _QUIET or self._unused % _SELDOM == 0
+
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Prompts teach nothing: their logits are not computed."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Of tokens that come more than once in a step, some one's successors are kept."""
-        self._unused += 1
-        if self._may_rest and self._unused > _QUIET and self._unused % _SELDOM:
-            return
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
 

@@ -256,7 +256,7 @@ class Quotation:
         order = sorted(range(len(tokens)), key=lambda node: -reached[node])[:nodes]
         place = {-1: -1} | {node: index for index, node in enumerate(order)}
         self._grades = [grades[node] for node in order]
-        return Draft(tuple(tokens[node] for node in order), tuple(place[parents[node]] for node in order))
+        return Draft.of([tokens[node] for node in order], [place[parents[node]] for node in order])
 
     def _learn(self, draft: Draft, drawn: Sequence[int]) -> None:
         """Move the chance of each grade that was tried: of the path's nodes, and of the first guess behind each."""

@@ -102,7 +102,7 @@ class Ragged:
 
     q_start [B + 1]; n_query [B]; advance [B], how far the position moves before drawn tokens count; row_of, place [T],
     each query token's row in the step and number in that row; at [S * wide], the query tokens whose logits are wanted;
-    n_draft [S]; drafts: (device row, place, token) of every draft that the host made; tree: None for chains.
+    n_draft [S]; tree: None for chains.
     """
 
     q_start: torch.Tensor
@@ -112,7 +112,6 @@ class Ragged:
     place: torch.Tensor
     at: torch.Tensor
     n_draft: torch.Tensor
-    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     tree: Tree | None = None
 
 
@@ -167,7 +166,7 @@ def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
     if shape.deep:
         ancestors, parent = part.pop("ancestors").view(torch.int64), part.pop("parent").view(torch.int64)
         tree = Tree(part.pop("shift"), ancestors, parent.view(-1, shape.wide), part.pop("depth"))
-    return Batch(shape, rows, sampled, Ragged(drafts=None, tree=tree, **part), packed=packed)
+    return Batch(shape, rows, sampled, Ragged(tree=tree, **part), packed=packed)
 
 
 class BatchBuilder:
@@ -254,7 +253,6 @@ class BatchBuilder:
             self._packet.add("step", np.pad(self._rows, (0, room.rows - len(self._rows))))
         else:
             self._packet.add("step", self._packed(room))
-            self._pack_drafts()
         if not self.shape.plain:
             self._pack_wishes()
         if self._scored:
@@ -303,18 +301,6 @@ class BatchBuilder:
                 ancestors[own] = one.ancestors
             parent[index, :nodes] = one.parent
             depth[index, :nodes] = one.depth
-
-    def _pack_drafts(self) -> None:
-        """The tokens that the host brings; those of the device stand in its rows already."""
-        n_draft, packet = self._n_draft, self._packet
-        tokens = np.frombuffer(self._plan.drafts, dtype=np.int32)
-        brought = np.flatnonzero(tokens >= 0)
-        if len(brought):
-            starts = np.cumsum(n_draft) - n_draft
-            place = np.arange(len(tokens)) - np.repeat(starts, n_draft)
-            packet.add("draft_rows", np.repeat(self._rows, n_draft)[brought])
-            packet.add("draft_place", place[brought])
-            packet.add("draft_tokens", tokens[brought])
 
     def _pack_wishes(self) -> None:
         draws = [one.join.sampling for one in self._drawing]
@@ -388,13 +374,10 @@ class BatchBuilder:
     def build(self, got: Mapping[str, torch.Tensor]) -> Batch:
         """The Batch over the tensors that the packet became."""
         batch = unpack(got["step"], self.shape, self._room)
-        ragged = batch.ragged
-        if ragged is not None and "draft_rows" in got:
-            ragged = replace(ragged, drafts=(got["draft_rows"], got["draft_place"], got["draft_tokens"]))
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
         ahead, unread = self._plan.ahead, self._plan.unread if max(self._plan.unread, default=0) > 2 else ()
-        return replace(batch, ragged=ragged, wishes=wishes, scores=scores, ahead=ahead, unread=unread)
+        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

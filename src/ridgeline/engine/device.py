@@ -117,8 +117,6 @@ class DeviceStep:
         if ragged is None:
             q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
         else:
-            if ragged.drafts is not None:
-                self.write_drafts(*ragged.drafts)
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place)
         got = self.ops.gather(rows.state, own, spread)
@@ -134,11 +132,6 @@ class DeviceStep:
             gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
             rows.ints[:, : Int.KNOWN].index_add_(0, own, gone)
         return hidden
-
-    def write_drafts(self, row: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> None:
-        """Drafts stand after what the row knows, where the gather and the penalties find them."""
-        at = row * self.rows.width + self.rows.ints[:, Int.KNOWN].index_select(0, row) + place
-        self.rows.flat_tokens.index_copy_(0, at.long(), token)
 
     def _views(self, slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
@@ -198,7 +191,7 @@ class DeviceStep:
     def _drawn(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
         ragged, fused = batch.ragged, self.ops.draw
-        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or self.drafter.learns:
+        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or self.drafter.learns():
             return self._draw(batch, self._wanted(batch, hidden), bound)
         heat = self.rows.knobs[:, Knob.TEMPERATURE]
         depth = None if ragged is None or ragged.tree is None else ragged.tree.depth

@@ -28,7 +28,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
-MOST = {"reference": 8, "lookahead": 30, "recurrent": 6, "draft": 4, "medusa": 8, "recycling": 12}
+MOST = {"reference": 11, "lookahead": 30, "recurrent": 6, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""

@@ -22,11 +22,12 @@ class Share:
 @dataclass(slots=True)
 class FlyingStep:
     """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
-    got anything but one query token that draws, by place in the step. size: nodes per row that were chosen for it. asked: a host
-    drafter was asked."""
+    got anything but one query token that draws, by place in the step. size: nodes per row that were chosen for it. asked: requests
+    that a host drafter was asked for. drafting: something is drafted, asked or verified."""
 
     plan: StepPlan
     requests: list[Request] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     size: int = 0
-    asked: bool = False
+    asked: list[Request] = field(default_factory=list)
+    drafting: bool = False

@@ -197,8 +197,6 @@ class Graphs:
             else:
                 self._mixed_graph(room)
             self._input[: len(batch.packed)].copy_(batch.packed)
-            if batch.ragged is not None and batch.ragged.drafts is not None:
-                self._step.write_drafts(*batch.ragged.drafts)
 
     def verify(self, room: Room, shape: Shape) -> torch.Tensor:
         """Replay the loaded step with drafts to its end; Outcome.packed."""

@@ -1,103 +1,66 @@
-"""How many nodes to draft: how often nodes were kept, against the time that steps took by how many they had.
+"""How many nodes to draft, and when to ask: what promises most tokens per second, found out with a small share of the time.
 
-Nothing is assumed of the hardware: the time of steps without drafts is measured like that of every other size, so
-speculation is off where it does not pay, and tried again from time to time. The sums are those of Leviathan et al. (2023,
-section 3.3), with measured rates in place of given ones.
+Nothing is assumed of the hardware. Times are counted in plain steps (steps without drafts) of batches alike, which moves them
+along as contexts grow. Two accounts, both in plain steps, bound what drafting costs:
+
+- `spare` is _SHARE of the time so far. A look at something else than what seems best is bought from it, at the price of what it is
+  expected to lose: whatever is best, steps lose no more than that share against it.
+- `credit` is what drafting of any kind has really gained against plain steps, a share of whose time it is given. Without credit
+  nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share and _CREDIT steps.
+
+What a size promises is the sum of Leviathan et al. (2023, section 3.3), with measured rates in place of given ones.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-_SHORTER, _LONGER = 0.3, 0.05
-"""Weights of a time below and above the mean so far: whatever disturbs a step makes it longer."""
-_SURPRISE = 1.5
-"""A time counts as at most so many times the mean."""
-_KNOWN, _WARM = 3, 16
-"""Readings after which the time of a size is known, and that of plain steps: the first ones of an engine are slow."""
-_SETTLED = 32
-"""Readings after which a time has sunk to where it leans; from then on it moves because steps do."""
+_SHARE = 0.0125
+_CREDIT, _START = 4.0, 2.0
+"""Steps of credit at most, and at first."""
+_WARM = 16
+"""Plain steps before anything is tried: the first ones of an engine are slow."""
+_LOOK, _COLD, _ASKS = 6, 2, 4
+"""Steps of a look, those at its begin whose times say little (nothing is verified yet, caches are cold), and questions of one."""
+_REST, _LONGEST = 8, 64
+"""Steps for which a choice stands, and for which drafting may be off, without being thought over."""
+_LEAST, _WORTH = 0.3, 1.03
+"""Steps that a look costs at least, as equals need no comparing; what a size must promise, times the tokens of plain steps."""
+_MEMORY, _SURPRISE = 0.05, 1.5
+"""Least weight of a reading; times the mean as which a time counts at most, as what disturbs a step says nothing of drafts."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
-_MEMORY = 0.05
-"""Least weight of a new draft in the chances that its nodes are kept."""
-_NODE = 0.05
-"""Of a step's time, what a further node takes, before anything was measured."""
-_LOOK = 3
-"""Steps of a look at what is not in use: the first still verifies what was drafted before."""
-_FIRST_WAIT, _LAST_WAIT = 32, 1024
-"""Steps between looks, at first and at most; each look that changes nothing doubles them."""
-_HOPELESS = 0.85
-"""What promises less, relative to drafting nothing, is not looked at for each new request."""
-_REST = 8
-"""Steps for which a choice stands without being thought over."""
-_WORTH = 1.04
-"""A size must promise so many times the tokens per second of drafting nothing."""
-_CREDIT, _ADVANCE = 8.0, 2.0
-"""Steps that drafting may have lost before it pauses: at first and at most, and after a pause."""
-_EARNED = 0.01
-"""Steps of credit that a step without drafts gives: the share of a server's time that looks may lose while nothing pays."""
-_FIRST_PAUSE, _LAST_PAUSE = 32, 512
-"""Steps of a pause; each that was for nothing doubles the next one."""
-_WORST = 4.0
-"""A step counts as at most so many plain ones: what disturbs one says nothing of drafts."""
-
-
-@dataclass(slots=True)
-class _Mean:
-    """Mean seconds and readings."""
-
-    seconds: float = 0.0
-    count: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        if self.count == 1:
-            self.seconds = seconds
-            return
-        weight = _SHORTER if seconds < self.seconds else _LONGER
-        self.seconds += weight * (min(seconds, _SURPRISE * self.seconds) - self.seconds)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What is known of steps with about so many rows.
+    """What is known of steps with about so many rows. plain: mean seconds of a plain one, 0 before any; count: readings. ratio: by
+    number of nodes, how many times as long a step is. node: what a node per row adds that the host drafted. asking: what a question
+    to a host drafter loses if it is asked to find out. size, left: what is drafted, and steps for which that stands; won: what it
+    has gained since. tried: the size looked at last."""
 
-    took: by the number of nodes. node_s: seconds of one more node that the host drafted, None before any. asking: how much
-    longer steps are while the host drafts, as a share. best: the size in use. wait: steps until the next look, of those in
-    `patience`; look: steps left of one at `tried`. rest: steps for which `best` stands. usual: mean seconds of steps without
-    drafts, 0 before any. credit: steps that drafting may still lose. pause: steps without drafts to come; spell: the next one.
-    lent: times are those of more rows, right only against each other, until the first of its own.
-    """
-
-    took: dict[int, _Mean]
-    node_s: float | None = None
-    asking: float = 0.0
-    best: int = 0
-    wait: int = _FIRST_WAIT
-    patience: int = _FIRST_WAIT
-    look: int = 0
+    plain: float = 0.0
+    count: int = 0
+    ratio: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    node: float = 0.05
+    asking: float = 0.15
+    spare: float = 1.0
+    credit: float = _START
+    size: int = 0
+    left: int = 0
+    won: float = 0.0
     tried: int = 0
-    rest: int = 0
-    usual: float = 0.0
-    credit: float = _CREDIT
-    pause: int = 0
-    spell: int = _FIRST_PAUSE
-    lent: bool = False
 
-    def known(self) -> list[int]:
-        """Sizes whose times are known."""
-        return [size for size, mean in self.took.items() if mean.count >= (_KNOWN if size else _WARM)]
+    def steps_to(self, price: float, keep: float = 0.0) -> int:
+        """Plain steps after which a look can be paid, 0 if it can be now. keep: what must be left to spare."""
+        return math.ceil(max(0.0, price + keep - self.spare, price - self.credit) / _SHARE)
 
-    def drift(self, size: int, factor: float) -> None:
-        """Steps of the size in use have become longer or shorter, as contexts grow and requests end: so have all others, which
-        were last read when it took what it took then."""
-        for other, mean in self.took.items():
-            if other != size:
-                mean.seconds *= factor
-        if size:
-            self.usual *= factor
+    def book(self, took: float, gained: float) -> None:
+        """A step took so many plain ones and gave its rows `gained` tokens each."""
+        self.won += gained - took
+        self.credit = min(_CREDIT, self.credit + gained - took)
+        self.spare = min(_CREDIT, self.spare + _SHARE * took)
 
 
 @dataclass(slots=True)
@@ -114,174 +77,153 @@ class Pace:
         self._kept = [_PRIOR ** (node + 1) for node in range(self.sizes[-1])]
 
     def _of(self, rows: int) -> _Batch:
-        """Batches within a quarter are alike."""
+        """Batches within a quarter are alike. A new one begins with what is known of the next larger: with fewer rows a node adds
+        less to a step, so what pays there pays here."""
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
-        if key not in self._batches:
-            self._batches[key] = self._lend(key)
-        return self._batches[key]
+        if (found := self._batches.get(key)) is not None:
+            return found
+        larger = min((other for other, one in self._batches.items() if other > key and one.count >= _WARM), default=0)
+        known = self._batches.get(larger, _Batch())
+        own = replace(known, plain=0.0, ratio=dict(known.ratio), spare=1.0, credit=_START, left=0, won=0.0)
+        self._batches[key] = own
+        return own
 
-    def _lend(self, key: int) -> _Batch:
-        """What is known of the next larger batch: with fewer rows a node adds less to a step, so what pays there pays here."""
-        larger = [other for other, batch in self._batches.items() if other > key and batch.took[0].count >= _KNOWN]
-        if not larger:
-            return _Batch({size: _Mean() for size in self.sizes})
-        known = self._batches[min(larger)]
-        took = {size: _Mean(mean.seconds, min(mean.count, _KNOWN)) for size, mean in known.took.items()}
-        return _Batch(took, best=known.best, lent=True)
+    # --- what the device drafts ---------------------------------------------------------------------------------------
 
-    # --- what the device drafts --------------------------------------------------------------------------------------
-
-    def choose(self, rows: int) -> int:
-        """The number of nodes for the next step with `rows` rows."""
+    def choose(self, rows: int, most: int) -> int:
+        """The number of nodes, at most `most`, for the next step with `rows` rows."""
         if self.fixed:
-            return self.sizes[-1]
+            return min(self.sizes[-1], most)
         batch = self._of(rows)
-        return 0 if batch.pause else self._choose(batch)
+        if not batch.left:
+            self._begin(batch, [size for size in self.sizes if size <= most])
+        batch.left -= 1
+        return min(batch.size, most)
 
-    def _choose(self, batch: _Batch) -> int:
-        if batch.rest:
-            batch.rest -= 1
-            batch.wait -= 1
-            return batch.best
-        known = batch.known()
-        new = next((size for size in self.sizes if size not in known), None)
-        if new is not None and (not known or self._may_pay(batch, known[-1], new)):
-            return new
-        if batch.look:
-            batch.look -= 1
-            return batch.tried
-        best = max(known, key=lambda size: self._rate(batch, size))
-        if self._rate(batch, best) < _WORTH * self._rate(batch, 0):
-            best = 0
-        if best != batch.best:
-            batch.best, batch.patience = best, _FIRST_WAIT
-        batch.wait -= 1
-        if batch.wait <= 0 and len(known) > 1:
-            self._begin_look(batch, known, best)
-        else:
-            batch.rest = min(_REST, max(0, batch.wait - 1))
-        return best
-
-    def _begin_look(self, batch: _Batch, known: list[int], best: int) -> None:
-        """What is off is looked at when its credit covers what the look is expected to lose (which may have been read in a bad
-        moment, so no more than _ADVANCE is asked): while its prospects are poor, that many steps of plain decoding must pass."""
-        tried = self._other(batch, known, best)
-        loses = batch.took[tried].seconds / max(batch.took[0].seconds, 1e-9) - self.gained(tried)
-        if not best and min(_ADVANCE, _LOOK * loses) > batch.credit:
-            batch.wait = _FIRST_WAIT
+    def _begin(self, batch: _Batch, sizes: list[int]) -> None:
+        """Choose for some steps: what is best, or a look at another size."""
+        won, batch.won = batch.won, 0.0
+        if batch.credit <= 0 or batch.count < _WARM:
+            batch.size, batch.left = 0, _REST
             return
-        batch.patience = min(_LAST_WAIT, 2 * batch.patience)
-        batch.wait, batch.look, batch.tried = batch.patience, _LOOK, tried
+        best = max((size for size in sizes if size in batch.ratio), key=lambda size: self._rate(batch, size))
+        if self._rate(batch, best) < _WORTH:
+            # A look that pays goes on, whatever was kept before it.
+            best = batch.size if won > 0 else 0
+        other = self._other(batch, sizes, best)
+        loses = 1 - self._rate(batch, other) / self._rate(batch, best)
+        price = min(_CREDIT, max(_LEAST, _LOOK * loses * batch.ratio.get(other, 1.0)))
+        if other != best and (price <= batch.spare if best else not batch.steps_to(price)):
+            batch.spare -= price
+            batch.size, batch.left, batch.tried = other, _LOOK, other
+        else:
+            batch.size, batch.left = best, _REST if best else max(_REST, min(_LONGEST, batch.steps_to(price)))
+
+    def _other(self, batch: _Batch, sizes: list[int], best: int) -> int:
+        """What to look at: a size that was never tried if it could be best, beside none the one that promises most, beside
+        another one its neighbours and none in turns."""
+        known = [size for size in sizes if size in batch.ratio]
+        new = next((size for size in sizes if size not in batch.ratio), 0)
+        if new and self._rate(batch, new) > self._rate(batch, best):
+            return new
+        if not best:
+            return max(known[1:], key=lambda size: self._rate(batch, size), default=0)
+        place = known.index(best) if best in known else 0
+        others = sorted({0, *known[max(0, place - 1) : place + 2]} - {best})
+        return next((size for size in others if size > batch.tried), others[0])
+
+    def _rate(self, batch: _Batch, size: int) -> float:
+        """Tokens per second that a size promises, against none; one never tried takes no longer than the largest that was."""
+        return self.gained(size) / batch.ratio.get(size, max(batch.ratio.values()))
 
     def gained(self, nodes: int) -> float:
         """Tokens that a row is expected to gain by a step with so many nodes."""
         return 1 + sum(self._kept[:nodes])
 
-    def _rate(self, batch: _Batch, size: int) -> float:
-        """Tokens per second and row that steps of a known size promise."""
-        return self.gained(size) / max(batch.took[size].seconds, 1e-9)
-
-    def _may_pay(self, batch: _Batch, known: int, new: int) -> bool:
-        """Whether a larger size could beat the best one, if it took no longer than the largest known one."""
-        if not known:
-            return self.gained(new) > _WORTH
-        best = max(self._rate(batch, size) for size in self.sizes if size <= known)
-        return self.gained(new) / max(batch.took[known].seconds, 1e-9) > _WORTH * best
-
-    def _other(self, batch: _Batch, known: list[int], best: int) -> int:
-        """What to look at: beside a size in use its neighbours and none in turns (what plain steps take was read long ago, maybe by
-        a machine that was busy), beside none the one that promises most."""
-        if not best:
-            return max(known[1:], key=lambda size: self._rate(batch, size))
-        place = known.index(best)
-        others = sorted({0, *known[place - 1 : place + 2]} - {best})
-        return next((size for size in others if size > batch.tried), others[0])
-
-    # --- what is learned ---------------------------------------------------------------------------------------------
-
-    def renew(self, rows: int) -> None:
-        """A request has begun among `rows`: its text may be easier to draft than what was said so far."""
-        batch = self._of(rows)
-        known = batch.known()
-        if any(self._rate(batch, size) > _HOPELESS * self._rate(batch, 0) for size in known if size):
-            batch.wait, batch.patience = min(batch.wait, _LOOK), _FIRST_WAIT
-
     def learn(self, offered: int, kept: list[int]) -> None:
         """Of a draft's first `offered` nodes those in `kept` were kept."""
         self._drafts += 1
         weight = max(_MEMORY, 1 / (self._drafts + 4))
-        hits = set(kept)
         for node in range(offered):
-            self._kept[node] += weight * ((node in hits) - self._kept[node])
+            self._kept[node] += weight * ((node in kept) - self._kept[node])
+        for node in range(max(1, offered), len(self._kept)):
+            # Nobody has seen it; a later node is no likelier.
+            self._kept[node] = min(self._kept[node], self._kept[node - 1])
 
-    def measure(self, rows: int, size: int, gained: float, seconds: float) -> float:
-        """A step for which `size` nodes were drafted gave `rows` rows `gained` tokens each. Returns the seconds saved."""
-        batch = self._of(rows)
-        took = batch.took
-        if size in took:
-            before = took[size].seconds
-            if batch.lent and before:
-                batch.lent = False
-                batch.drift(size, seconds / before)
-                took[size].seconds = seconds
-            took[size].add(seconds)
-            if size == batch.best and took[size].count > _SETTLED:
-                batch.drift(size, took[size].seconds / before)
-        return took[0].seconds * gained - seconds if took[0].count and size else 0.0
-
-    # --- what it all costs -------------------------------------------------------------------------------------------
+    # --- what the host drafts -----------------------------------------------------------------------------------------
 
     def affords(self, rows: int) -> bool:
-        """Whether drafting has not lost too much lately, with about so many rows."""
-        return self.fixed or not self._of(rows).pause
+        """Whether a request may be asked because that pays."""
+        return self.fixed or self._of(rows).credit > 0
 
-    def settle(self, rows: int, drafting: bool, gained: float, seconds: float) -> None:
-        """A step gave `rows` rows `gained` tokens each. drafting: something was drafted, asked or verified in it. What drafting
-        loses against plain steps is charged: whatever misjudges it, in the end it costs no more than its credit."""
-        batch = self._of(rows)
-        if not drafting:
-            if not batch.usual:
-                batch.usual = seconds
-            # Beside drafts plain steps are few.
-            weight = max(_LONGER if not batch.best else 4 * _LONGER, 1 / (1 + batch.took[0].count))
-            batch.usual += weight * (min(seconds, _SURPRISE * batch.usual) - batch.usual)
-            batch.credit = min(_CREDIT, batch.credit + _EARNED)
-            batch.pause = max(0, batch.pause - 1)
-        elif batch.usual:
-            batch.credit = min(_CREDIT, batch.credit + gained - min(seconds / batch.usual, _WORST))
-            if batch.credit < 0:
-                batch.credit, batch.pause = _ADVANCE, batch.spell
-                batch.spell = min(_LAST_PAUSE, 2 * batch.spell)
-            elif batch.credit == _CREDIT:
-                batch.spell = _FIRST_PAUSE
+    def look(self, rows: int, *, new: bool) -> int:
+        """Begin to ask for a request to find out, if that can be paid: for so many tokens. new: for the first time; others leave
+        enough for that."""
+        batch, price = self._of(rows), self._price(rows)
+        if not self.fixed and (batch.count < _WARM or batch.steps_to(price, 0.0 if new else price)):
+            return 0
+        batch.spare -= price
+        return _ASKS
 
-    # --- what the host drafts ----------------------------------------------------------------------------------------
+    def _price(self, rows: int) -> float:
+        return max(_LEAST, min(_CREDIT, _ASKS * self._of(rows).asking)) / rows
 
-    def asked(self, rows: int) -> float:
-        """How much longer steps with `rows` rows are while the host drafts, as a share of one without: what it must gain."""
-        return self._of(rows).asking
-
-    def measure_host(self, rows: int, nodes: float, gained: float, seconds: float) -> float:
-        """A step for which the host was asked, and which verified `nodes` nodes per row of its. Returns the seconds saved."""
-        batch = self._of(rows)
-        plain = batch.took[0]
-        if not plain.count:
-            return 0.0
-        batch.asking += _MEMORY * (min(seconds / max(plain.seconds, 1e-9), 2 * _SURPRISE) - 1 - batch.asking)
-        if not nodes:
-            return 0.0
-        added = max(0.0, min(seconds, _SURPRISE * plain.seconds) - plain.seconds) / max(nodes, 0.1)
-        batch.node_s = added if batch.node_s is None else batch.node_s + 0.1 * (added - batch.node_s)
-        return plain.seconds * gained - seconds
+    def rest(self, rows: int, *, host: bool, device: bool) -> int:
+        """Steps for which drafting is off, when nothing is drafted or asked now."""
+        batch, price = self._of(rows), self._price(rows)
+        steps = max(_REST, min(_LONGEST, batch.steps_to(price, price))) if host else _LONGEST
+        if device:
+            steps, batch.left = min(steps, batch.left), 0
+        return steps
 
     def worth(self, rows: int, kept: float) -> int:
         """Nodes of a chain that pay for one request, a share `kept` of whose nodes is kept where those before them were: the
         chance of the last one is worth the time that it adds to the step."""
-        most = self.sizes[-1]
+        most, node = self.sizes[-1], self._of(rows).node
         if self.fixed or kept >= 1:
             return most
+        return min(most, max(1, int(math.log(min(0.5, max(node, 0.01))) / math.log(max(kept, 0.01)))))
+
+    # --- what is learned of time --------------------------------------------------------------------------------------
+
+    def rested(self, rows: int, seconds: float) -> None:
+        """A plain step."""
         batch = self._of(rows)
-        plain = batch.took[0]
-        share = batch.node_s / plain.seconds if batch.node_s is not None and plain.seconds else _NODE
-        return min(most, max(1, int(math.log(min(0.5, max(share, 0.01))) / math.log(max(kept, 0.01)))))
+        batch.count += 1
+        batch.plain = batch.plain or seconds
+        batch.plain += max(_MEMORY, 1 / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
+        batch.book(1.0, 1.0 + _SHARE)
+
+    def drafted(self, rows: int, size: int, gained: float, seconds: float, *, steady: bool) -> float:
+        """A step that drafts on the device or verifies gave `rows` rows `gained` tokens each; steady: it verified `size` nodes
+        a row, and as many were drafted. Returns the seconds saved."""
+        batch = self._of(rows)
+        took = self._took(batch, size, seconds)
+        batch.book(took, gained)
+        if steady and batch.left < _LOOK - _COLD:
+            batch.ratio[size] = took + (1 - 4 * _MEMORY) * (batch.ratio.get(size, took) - took)
+        return (gained - took) * batch.plain
+
+    def asked(
+        self, rows: int, questions: int, looks: int, nodes: float, gained: float, seconds: float
+    ) -> tuple[float, float]:
+        """A step for which the host was asked for so many requests, for `looks` of them to find out, and which verified `nodes`
+        nodes a row of its. Returns the seconds saved, and the tokens that each question must have gained to pay."""
+        batch, each = self._of(rows), rows / questions
+        if not nodes and seconds < batch.plain:
+            # Nothing was said, so a plain step would have taken less: what is known of those is old.
+            batch.plain += 4 * _MEMORY * (seconds - batch.plain)
+        took = self._took(batch, -1, seconds)
+        batch.book(took, gained)
+        if looks == questions:
+            batch.asking += _MEMORY * (max(0.0, took - gained) * each - batch.asking)
+        if nodes:
+            # To verify at all takes about as long as two nodes.
+            batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (nodes + 2) - batch.node)
+        return (gained - took) * batch.plain, (took - 1) * each
+
+    def _took(self, batch: _Batch, size: int, seconds: float) -> float:
+        """Plain steps that a step with so many nodes took; -1: whatever the host drafted."""
+        batch.plain = batch.plain or seconds / batch.ratio.get(size, 1.0)
+        return min(seconds / max(batch.plain, 1e-9), _SURPRISE * batch.ratio.get(size, 2.0))

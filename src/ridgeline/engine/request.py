@@ -106,7 +106,11 @@ class Request:
     kept: float = 0.7
     """The share of a host drafter's nodes that are kept if those before them are, lately."""
     quoted: float = 0.0
-    """Tokens per step that a host drafter gained it, lately."""
+    """What a question to a host drafter wins it lately: the tokens gained, less those that plain steps would have had by then."""
+    gained: int = 0
+    """Tokens gained by the last question."""
+    asked_to: int = -1
+    """Tokens up to which it is asked to find out; -1: nobody has asked yet."""
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

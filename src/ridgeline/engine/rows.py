@@ -93,6 +93,28 @@ class Rows:
         if "pages" in got:
             self.tables.view(-1).index_copy_(0, got["page_at"].long(), got["pages"])
 
+    def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
+        """Add the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens. Not on a CPU, whose
+        memory they are written to directly."""
+        if not self.tokens.is_cuda or max(plan.drafts) < 0:
+            return
+        rows, n_draft, tokens = (np.frombuffer(one, dtype=np.int32) for one in (plan.rows, plan.n_draft, plan.drafts))
+        place = np.arange(len(tokens)) - np.repeat(np.cumsum(n_draft) - n_draft, n_draft)
+        packet.add("drafts", np.stack((np.repeat(rows, n_draft), place, tokens))[:, tokens >= 0])
+
+    def write_drafts(self, plan: StepPlan, got: Mapping[str, torch.Tensor]) -> None:
+        """Drafts stand after what a row knows, where the gather and the penalties find them, and the device's own already do."""
+        if "drafts" in got:
+            row, place, token = got["drafts"].unbind(0)
+            at = row * self.width + self.ints[:, Int.KNOWN].index_select(0, row) + place
+            self.flat_tokens.index_copy_(0, at.long(), token)
+        elif not self.tokens.is_cuda:
+            tokens, known, end = self.tokens.numpy(), self.ints.numpy()[:, Int.KNOWN], 0
+            for row_of, count in zip(plan.rows, plan.n_draft, strict=True):
+                end += count
+                if count and plan.drafts[end - 1] >= 0:
+                    tokens[row_of, known[row_of] : known[row_of] + count] = plan.drafts[end - count : end]
+
     def _checked(self, join: Join) -> np.ndarray:
         if not 0 < join.row < len(self.ints) or len(join.stop_ids) > MAX_STOP_IDS:
             raise EngineFailed(f"A join asks for row {join.row} and {len(join.stop_ids)} stop ids.")

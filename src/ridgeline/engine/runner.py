@@ -32,6 +32,9 @@ from ridgeline.models.build import LoadedModel
 
 log = logging.getLogger(__name__)
 
+BATCHES = 64
+"""Batches kept without graphs: a request alone has one for each number of its drafts, and comes back to each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -110,6 +113,8 @@ class Runner:
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: _Built | None = None
+        self._known: dict[tuple[bytes | int, ...] | None, _Built] = {}
+        """By form, those of late; none with graphs, in whose buffers only the last one lies."""
         self._before: Clock | None = None
         """Of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
@@ -171,7 +176,7 @@ class Runner:
             log.exception("step %d failed", plan.step)
         if reason:
             # Outside of the handler, so that the failed step's tensors are free already.
-            self._built = None
+            self._forget()
             self._pending.append(without(plan, reason))
             self._recover(reason)
 
@@ -204,7 +209,7 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and forget what is in flight."""
         self._pending.clear()
-        self._built = None
+        self._forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -213,15 +218,32 @@ class Runner:
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
         clock = Clock(self.device)
         self._residents.follow(plan)
-        reused = self._built if self._built is not None and plan.repeats(self._built.plan) else None
+        reused = self._repeated(plan)
         plan, lost = (plan, []) if reused is not None else self._residents.expel(plan)
         built = self._apply(plan, reused)
         if built is None:
             return without(plan, None)
-        self._built = built
+        self._remember(plan, built)
         pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock)
         pending.lost = lost
         return pending
+
+    def _repeated(self, plan: StepPlan) -> _Built | None:
+        """The batch of an earlier step that serves this one."""
+        if self._built is not None and plan.repeats(self._built.plan):
+            return self._built
+        return self._known.get(plan.form()) if self._known else None
+
+    def _remember(self, plan: StepPlan, built: _Built) -> None:
+        new, self._built = built.plan is plan and not built.batch.shape.chunked, built
+        if new and self._graphs is None and (form := plan.form()) is not None:
+            if len(self._known) == BATCHES:
+                self._known.clear()
+            self._known[form] = built
+
+    def _forget(self) -> None:
+        self._built = None
+        self._known.clear()
 
     def _apply(self, plan: StepPlan, reused: _Built | None) -> _Built | None:
         """One upload for all that the plan changes and states; rows and pages change even if the step is refused. reused:
@@ -237,9 +259,13 @@ class Runner:
                     builder.pack(graph or self._eager_room(builder))
                 except RidgelineError as error:
                     refusal = error
+            if plan.drafts and refusal is None:
+                self.rows.pack_drafts(plan, packet)
             got = packet.send(self.device)
             self.rows.apply(got, joins)
             self.store.copy_pages(plan.copies)
+            if plan.drafts and refusal is None:
+                self.rows.write_drafts(plan, got)
         except Exception:
             # The rows that the changes were for are unknown now; a step that plans one of them goes without it.
             self._residents.forget(plan)

@@ -225,7 +225,7 @@ class Scheduler:
 
     def _continue_running(self, step: FlyingStep, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
-        alone, last = self._speculation is NO_DRAFTS, len(self.running) - 1
+        alone, last = self._speculation.resting, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
             if planned >= expected or budget <= 0:

@@ -20,10 +20,12 @@ from ridgeline.engine.request import Request
 
 
 class Speculation(Protocol):
-    """most: nodes of the largest draft. reach: slots behind all tokens that may be gained which drafting on the device writes."""
+    """most: nodes of the largest draft. reach: slots behind all tokens that may be gained which drafting on the device writes.
+    resting: steps are those of plain decoding, and nobody need be asked about any request."""
 
     most: int
     reach: int
+    resting: bool
 
     def waits(self, request: Request) -> bool:
         """Whether the request can be planned only when its last token is committed."""
@@ -48,12 +50,13 @@ class NoDrafts:
     """Every request verifies nothing."""
 
     most = reach = 0
+    resting = False  # who builds on this class may let requests wait
 
     def waits(self, request: Request) -> bool:
         return False
 
     def plain(self, request: Request) -> bool:
-        return not self.waits(request)  # who builds on this class and lets a request wait proposes for it
+        return not self.waits(request)
 
     def propose(self, request: Request, most: int) -> Draft:
         return NOTHING
@@ -68,14 +71,18 @@ class NoDrafts:
         return 0.0
 
 
-NO_DRAFTS = NoDrafts()
+class _Never(NoDrafts):
+    resting = True
+
+
+NO_DRAFTS = _Never()
 
 _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
-_QUOTED = 0.15
-"""Tokens per step that quoting must gain, lately, for a request to go on waiting for it."""
-_ROUND, _ASKED = 48, 8
-"""Of so many tokens of a request, for the first so many it waits in any case."""
+_PRICE = 0.15
+"""Plain steps that a question takes, where the device drafts as well and nobody can tell."""
+_BETWEEN = 32
+"""Tokens of a request after which it is asked again whether its text can be quoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +107,29 @@ class Drafts:
     ) -> None:
         self.most = pace.sizes[-1]
         self.reach = self.most if device is not None and device.reads else 0
+        self.resting = False
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
-        self._asked = False
+        self._rest = self._waiting = 0
+        self._asked: list[Request] = []
+        self._quoted = 0.0
+        """What a question won lately that was asked to find out: what is expected for a new request."""
 
     def waits(self, request: Request) -> bool:
-        """A request whose text nobody could quote lately is asked again from time to time; in between it costs nothing."""
-        if self._host is None:
+        """A request is asked while that pays, and now and then to find out; in between it costs nothing."""
+        if self._host is None or self.resting:
             return False
-        rows = max(1, self._rows)
-        if not self._pace.affords(rows):
-            return False
-        said = len(request.tokens) - request.prompt_len
-        return said % _ROUND < _ASKED or request.quoted > max(_QUOTED, self._pace.asked(rows))
+        said = len(request.tokens)
+        if request.asked_to < 0:
+            request.asked_to, request.quoted = 0, self._quoted
+        asks = said < request.asked_to or (request.quoted > 0 and self._pace.affords(self._rows))
+        new = not request.asked_to
+        due = new or said >= request.asked_to + _BETWEEN
+        if not asks and due and (tokens := self._pace.look(self._rows, new=new)):
+            request.asked_to, asks = said + tokens, True
+        self._waiting += asks
+        return asks
 
     def plain(self, request: Request) -> bool:
         # A draft model writes behind the rows, in slots that only the longer way leases.
@@ -125,8 +141,9 @@ class Drafts:
         if request.in_flight:
             return False
         # A host drafter that has nothing to say costs the question and no more.
-        request.found = self._guess(self._host, request)
-        return not request.found.tokens
+        found = self._guess(self._host, request)
+        request.found = found if found.tokens else None
+        return not found.tokens
 
     def propose(self, request: Request, most: int) -> Draft:
         # A draft is verified by the next step or never: afterwards other tokens stand in its places.
@@ -147,37 +164,44 @@ class Drafts:
 
     def _guess(self, host: HostDrafter, request: Request) -> Draft:
         """What the host drafter proposes for the request; it hears only now of what others said."""
-        self._asked = True
         tokens = request.tokens
+        self._asked.append(request)
+        request.gained = 0
         if request.guess is None:
             request.guess = host.start(tokens)
         elif request.heard < len(tokens):
             news = tokens[request.heard :]
             request.guess.hear(news, NOTHING, news[:1])
         request.heard = len(tokens)
-        room = min(self.most, self._logit_rows // max(1, self._rows) - 1, request.limit - request.expected - 1)
-        nodes = min(room, self._pace.worth(max(1, self._rows), request.kept))
+        room = min(self.most, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
+        nodes = min(room, self._pace.worth(self._rows, request.kept))
         found = request.guess.propose(nodes, nodes) if nodes > 0 else NOTHING
-        if not found.tokens:
-            request.quoted -= _MEMORY * request.quoted
         # Penalties count what a row's tokens say from its start on, which only a chain does.
         return found.chain() if request.sampling.penalized else found
 
     def ahead(self, step: FlyingStep) -> None:
-        device, plan = self._device, step.plan
-        rows = self._rows = sum(plan.samples)
-        step.size, self._size = self._size, 0
-        step.asked, self._asked = self._asked, False
-        if device is None:
+        if self.resting:
+            self._rest -= 1
+            self.resting = self._rest > 0 and not step.plan.joins
             return
-        if rows:
-            if plan.joins:
-                self._pace.renew(rows)
-            self._size = min(self._pace.choose(rows), device.most, max(0, self._logit_rows // rows - 1))
+        device, plan, rows = self._device, step.plan, sum(step.plan.samples)
+        self._rows = max(1, rows)
+        step.size, self._size = self._size, 0
+        step.asked, self._asked = self._asked, []
+        waiting, self._waiting = self._waiting, 0
+        if device is not None and rows:
+            self._size = self._pace.choose(rows, min(device.most, max(0, self._logit_rows // rows - 1)))
         plan.ahead = self._size
-        if not (plan.ahead or step.size or device.reads):
-            return  # nobody has been offered anything
-        unread = array("i")
+        step.drafting = bool(step.size or plan.ahead or step.asked or plan.drafts)
+        if device is not None and (step.drafting or device.reads):
+            self._offer(step, device)
+        if rows and not (step.drafting or waiting or plan.joins or self.reach):
+            self._rest = self._pace.rest(rows, host=self._host is not None, device=device is not None)
+            self.resting = self._rest > 0
+
+    def _offer(self, step: FlyingStep, device: OnDevice) -> None:
+        """Note what the step drafts for each of its requests."""
+        plan, unread = step.plan, array("i")
         for place, request in enumerate(step.requests):
             request.offered = plan.ahead if plan.samples[place] else 0
             if device.reads:
@@ -194,7 +218,7 @@ class Drafts:
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
-            request.quoted += _MEMORY * (len(kept) - request.quoted)
+            request.gained = len(kept)
             if request.guess is not None:
                 request.guess.hear(tokens, draft, result.drawn[place])
                 request.heard = len(request.tokens)
@@ -205,14 +229,29 @@ class Drafts:
             not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
         ):
             return 0.0
-        nodes, gained, seconds = len(plan.drafts) / rows, len(result.tokens) / rows, result.device_s + result.gap_s
-        asked = step.asked
-        self._pace.settle(rows, asked or nodes > 0 or plan.ahead > 0, gained, seconds)
-        if asked:
-            # Steps that draft on the device as well would charge the host for it.
-            return 0.0 if plan.ahead or step.size else self._pace.measure_host(rows, nodes, gained, seconds)
-        # A step that drafts otherwise than it verifies tells nothing of either size.
-        return self._pace.measure(rows, step.size, gained, seconds) if plan.ahead == step.size else 0.0
+        seconds = result.device_s + result.gap_s
+        if not step.drafting:
+            self._pace.rested(rows, seconds)
+            return 0.0
+        gained = len(result.tokens) / rows
+        if step.asked and not (plan.ahead or step.size):
+            looking = sum(map(_looking, step.asked))
+            nodes = len(plan.drafts) / rows
+            saved, price = self._pace.asked(rows, len(step.asked), looking, nodes, gained, seconds)
+        else:
+            # A step that drafts otherwise than it verifies tells nothing of either size.
+            steady = not step.asked and plan.ahead == step.size
+            saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady), _PRICE
+        for request in step.asked:
+            request.quoted += _MEMORY * (request.gained - price - request.quoted)
+            if _looking(request):
+                self._quoted += _MEMORY / 4 * (request.gained - price - self._quoted)
+        return saved
+
+
+def _looking(request: Request) -> bool:
+    """Whether it was asked last to find out."""
+    return request.heard <= request.asked_to
 
 
 def _unread(request: Request, share: Share | None) -> int:

@@ -82,7 +82,7 @@ class GrammarState:
         self._fail_on_error()
         kept = [node for node in place if node >= 0]
         above_of = tuple(place[parents[node]] for node in kept) if draft.parents else ()
-        return Draft(tuple(tokens[node] for node in kept), above_of), b"".join(masks)
+        return Draft.of([tokens[node] for node in kept], above_of), b"".join(masks)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that the masks allowed; what follows an end token is not looked at. Raises BadGrammar."""
