@@ -230,7 +230,8 @@ def random_layer(model: int, features: int, shape: QkvShape, form: str, bias: bo
             return Matrix(drawn.to(torch.bfloat16), added)
         if form.startswith("int"):
             bits, group = int(form[3]), k if form.endswith("rows") else 128
-            codes = torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8, device=DEVICE)
+            # Weights whose mean is not zero would make all of the stream one direction, which three layers blow up.
+            codes = torch.randint(1, 1 << bits, (rows, k), dtype=torch.uint8, device=DEVICE)
             scales = (torch.rand(rows, k // group, device=DEVICE) + 0.5) * 4 / (1 << bits) / k**0.5
             return Matrix(pack(codes, scales, None, bits, group), added)
         scales = drawn.abs().amax(1) / 448

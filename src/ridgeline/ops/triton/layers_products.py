@@ -22,6 +22,9 @@ from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, ga
 
 TICKETS = gl.constexpr(16)
 """Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
+IN_FLIGHT = gl.constexpr(3)
+"""Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
+queues behind them: of 12 stages for 6 microseconds."""
 
 
 @jit
@@ -83,6 +86,9 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
             for chunk in range(chunks):
                 stage = at % STAGES
                 mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
+                if at >= IN_FLIGHT:
+                    before = at - IN_FLIGHT
+                    mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
                 mbarrier.expect(full.index(stage), LINES_OF_STAGE * 128)
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
                 tma.async_copy_global_to_shared(w_desc, place, full.index(stage), weights.index(stage))
