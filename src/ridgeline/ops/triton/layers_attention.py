@@ -10,7 +10,7 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from ridgeline.ops.triton.layers_few_keys import few_asked, few_attended
-from ridgeline.ops.triton.layers_many_keys import MOST_PARTS, TILE, many_asked, many_attended
+from ridgeline.ops.triton.layers_many_keys import MOST_PARTS, TILE, many_attended
 from ridgeline.ops.triton.layers_table import COS_SIN, HEAD_NORM, KV, PAGES, SLOT, WINDOW, pointer
 
 FEW_KEYS = gl.constexpr(512)
@@ -81,9 +81,10 @@ def asked_ahead(
     cache = (kv_ptr, pages_ptr, page_stride, kind_stride)
     slot = gl.load(slot_ptr + slot)
     few = few_asked(cache, first, gl.where(alone, last, 0), angle_ptr, DIM, HALF, PAGE_TOKENS)
-    many = many_asked(cache, first, gl.where(alone, 0, last), DIM, PAGE_TOKENS)
-    _bring(cache, first + TILE, gl.minimum(last, first + TILE + BROUGHT), DIM, PAGE_TOKENS)
-    return cache, share, slot, norm_ptrs, angle_ptr, few, many
+    # A tile of many keys is not loaded yet: beside those of few keys it would not fit into registers.
+    begin = first + gl.where(alone, TILE, 0)
+    _bring(cache, begin, gl.minimum(last, begin + BROUGHT), DIM, PAGE_TOKENS)
+    return cache, share, slot, norm_ptrs, angle_ptr, few
 
 
 @jit
@@ -105,7 +106,7 @@ def attention(
 ):
     """attended [HEADS, DIM] of a layer, and the newest key and value into the cache. ahead: see asked_ahead; buffers: see
     layers_kernel."""
-    cache, share, slot, norm_ptrs, angle_ptr, few, many = ahead
+    cache, share, slot, norm_ptrs, angle_ptr, few = ahead
     alone, unit, head, part, parts, first, last = share
     place_ptr = cache[0] + slot // PAGE_TOKENS * cache[2] + slot % PAGE_TOKENS * DIM
     if part < parts:
@@ -123,7 +124,6 @@ def attention(
                 gl.store(place_ptr + cache[3] + along, value)
         else:
             many_attended(
-                many,
                 cache,
                 qkv_ptr,
                 attended_ptr,

@@ -215,10 +215,10 @@ def _finite(top):
 
 
 @jit
-def _seen(q, asked, cache, first, last, scale, GROUP: gl.constexpr, PAGE_TOKENS: gl.constexpr):
+def _seen(q, tile, cache, first, last, scale, GROUP: gl.constexpr, PAGE_TOKENS: gl.constexpr):
     """What each warp knows of its keys (Milakov and Gimelshein 2018): largest score, as a power of 2, and sum of exponentials,
     [WARPS, MEMBERS], and the values weighted by them [WARPS, DIM, MEMBERS]; nothing for members that the group has not."""
-    keys, values = asked
+    keys, values = tile
     DIM: gl.constexpr = keys.shape[2]
     out = gl.zeros([WARPS, DIM, MEMBERS], gl.float32, MMA)
     total = gl.sum(_of_queries(gl.zeros([WARPS, HELD, KEYS], gl.float32, MMA)), 2)
@@ -268,14 +268,7 @@ def _joined(top, total, out):
 
 
 @jit
-def many_asked(cache, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr):
-    """A first tile of keys and values from slot `first` on, see many_attended."""
-    return _keys(cache, first, last, DIM, PAGE_TOKENS), _values(cache, first, last, DIM, PAGE_TOKENS)
-
-
-@jit
 def many_attended(
-    asked,
     cache,
     qkv_ptr,
     attended_ptr,
@@ -296,11 +289,12 @@ def many_attended(
     OFFSET: gl.constexpr,
 ):
     """A part of attention of a KV head's query heads, and all of it if this is the last part to end; the first has the newest key,
-    and writes it to place_ptr. asked: see many_asked; share: (KV head, part, parts, slots from and to)."""
+    and writes it to place_ptr. share: (KV head, part, parts, slots from and to)."""
     head, part, parts, first, last = share
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: gl.constexpr = HEADS // KV_HEADS
     PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
+    tile = _keys(cache, first, last, DIM, PAGE_TOKENS), _values(cache, first, last, DIM, PAGE_TOKENS)
     angles = _angles(angle_ptr, DIM, HALF)
     heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, HEADS, KV_HEADS, DIM, HALF, NORMS, OFFSET)
     # For the matrix unit without conflicts of banks, and row by row.
@@ -319,7 +313,7 @@ def many_attended(
     newest = gl.sum(own * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
     newest = gl.where(part == 0, newest, -float("inf"))
     value = rows.slice(GROUP + 1, 1, 0).load(_flat(DIM)).to(gl.float32)
-    top, total, out = _seen(q, asked, cache, first, last, scale, GROUP, PAGE_TOKENS)
+    top, total, out = _seen(q, tile, cache, first, last, scale, GROUP, PAGE_TOKENS)
     top, total, out = _over_warps(top, total, out, held, PADDED)
     most = gl.maximum(top, newest)
     old, new = gl.exp2(top - most), gl.exp2(newest - most)
