@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,6 @@ def side(arguments: argparse.Namespace, shadow: bool) -> dict[str, Any]:
         return found
 
 
-def rows(name: str, sides: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    for kind, found in sides:
-        yield {"row": f"{name}-{kind}", **found}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="model folder; empty is the shipped model")
@@ -132,11 +127,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     arguments = parser.parse_args()
-    found = [("alone", side(arguments, shadow=False)), ("watched", side(arguments, shadow=True))]
     model = Path(arguments.model).name or "ridgeline-14m"
     about = {"model": model, "quantization": arguments.quantization, "rate": arguments.rate}
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    for row in rows(f"shadow-{model}-{arguments.quantization}", found):
+    for kind in ("alone", "watched"):
+        name = f"shadow-{model}-{arguments.quantization}-{kind}"
+        row = {"row": name, **side(arguments, shadow=kind == "watched")}
         print(row, flush=True)
         if arguments.out:
             write_rows(arguments.out, [row | about | provenance(machine)])

@@ -39,6 +39,8 @@ LARGE = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+calls: list[int] = []
+"""Tokens of each run of the kernel, while an engine starts: what it captures, and so what it replays."""
 SAID = 48
 APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
@@ -54,14 +56,12 @@ def engine(
     (folder / "config.json").write_text(json.dumps(LARGE))
     model = ModelConfig(model=str(folder), load_format="dummy", max_model_len=4096, quantization=request.param)
     config = EngineConfig(max_num_seqs=4, kv_cache_memory=256 << 20, enable_prefix_caching=False)
+    calls.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Layers, "__call__", counted(Layers.__call__))
         local = LocalEngine.start(model, config)
     yield request.param, local
     local.close()
-
-
-calls: list[int] = []
 
 
 def counted(call):  # type: ignore[no-untyped-def]
