@@ -144,18 +144,12 @@ class _Call:
         return _processors(self.q.device) * each
 
     @property
-    def at_once(self) -> bool:
-        """Whether there are no more parts than run at a time. So it is in mixed steps too: their graphs hold rows that are not
-        there, whose programs would only make a second wave."""
-        return self.sparse or (self.step.max_query > 1 and self.programs < self.wave)
-
-    @property
     def spare(self) -> int:
         """Parts that there may be beyond one of each row. Where all rows would run at a time, the longest of them would end long
         after the others: so there is a wave of parts more."""
         waves = 1 if self.programs < self.wave else tuning.SPLIT_WAVES
         units = self.wave * waves // self.view.kv.shape[2]
-        return max(1, units - self.step.rows.shape[0] if self.at_once else units)
+        return max(1, units - self.step.rows.shape[0] if self.sparse else units)
 
     @property
     def ahead(self) -> int:
@@ -216,7 +210,7 @@ def _plan(call: _Call) -> _Work:
         window=0 if call.compacted else call.view.window or 0,
         tile=tile.keys,
         smallest=tuning.SMALLEST_SPLIT if call.q.is_cuda else tile.keys,
-        FINER=call.at_once,
+        FINER=call.sparse,
         ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,
         **overlap(device),
