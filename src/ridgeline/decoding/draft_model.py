@@ -86,7 +86,7 @@ class DraftModel:
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""
-        self._decoder.forward(tokens, views(slots), replace(step))
+        self._decoder.forward(tokens, views(slots), replace(step), tokens[:0])
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """It learns nothing."""

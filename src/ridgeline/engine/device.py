@@ -17,7 +17,7 @@ from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
 from ridgeline.decoding.sampler import Filters, apply_filters
 from ridgeline.decoding.verify import verify
-from ridgeline.engine.batch import Batch, Wishes
+from ridgeline.engine.batch import Batch, Scores, Wishes
 from ridgeline.engine.rows import Knob, Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
@@ -103,16 +103,18 @@ class DeviceStep:
             # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
             form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
             first.setdefault((kind, form), index)
+        # The last one goes on with the wanted tokens alone.
+        chosen = (*first.values(), len(self._layers) - 1)
         made = copy(self)
-        made.decoder = self.decoder.only(tuple(first.values()))
-        made._layers = tuple(self._layers[index] for index in first.values())
+        made.decoder = self.decoder.only(chosen)
+        made._layers = tuple(self._layers[index] for index in chosen)
         return made
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, max_length: int) -> torch.Tensor:
         """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
-        row holds. -> hidden [T, d_model]."""
+        row holds. -> hidden [W, d_model]: of the query tokens that want logits, then of those to score."""
         rows, own, ragged = self.rows, batch.rows, batch.ragged
         if ragged is None:
             q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
@@ -124,7 +126,10 @@ class DeviceStep:
         if ragged is not None and ragged.tree is not None:
             position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
         step = StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
-        hidden = self.decoder.forward(got.tokens, self._views(got.slots), step)
+        wanted = None if ragged is None else ragged.at
+        if wanted is not None and batch.scores is not None:
+            wanted = torch.cat((wanted, batch.scores.at))
+        hidden = self.decoder.forward(got.tokens, self._views(got.slots), step, wanted)
         if batch.shape.chunked:
             self.drafter.read(got.tokens, self._guest_views, got.slots, step)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked or batch.shape.sampling is not None):
@@ -148,11 +153,11 @@ class DeviceStep:
     def finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[Outcome, torch.Tensor]:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. -> what the
         host is told, and the hidden state that drew the last token of each row that drew, [S, d_model]."""
-        scores = self._score(batch, hidden)
-        if not len(batch.sampled):
-            return Outcome(None, None, scores), hidden[:0]
-        if batch.ragged is not None:
-            hidden = hidden.index_select(0, batch.ragged.at)
+        scores, draws = None, len(batch.sampled) * batch.shape.wide
+        if batch.scores is not None:
+            scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
+        if not draws:
+            return Outcome(None, None, scores), hidden
         drawn, logprobs = self._drawn(batch, hidden, bound)
         moved = self._advance(batch, drawn)
         if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
@@ -165,13 +170,10 @@ class DeviceStep:
         behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
         self.drafter.draft(behind, ahead, unread, self._guest_views)
 
-    def _score(self, batch: Batch, hidden: torch.Tensor) -> Ranked | None:
-        scores = batch.scores
-        if scores is None or not len(scores.at):
+    def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
+        if not len(hidden):
             return None
-        top = max(scores.tops.values())
-        chosen = hidden.index_select(0, scores.at)
-        return score(self.decoder.logits, chosen, scores.ids, top, self.spec.vocab_size)
+        return score(self.decoder.logits, hidden, scores.ids, max(scores.tops.values()), self.spec.vocab_size)
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """hidden: of the query tokens that want logits."""

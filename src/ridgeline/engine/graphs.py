@@ -133,7 +133,6 @@ class Graphs:
         self._input = torch.zeros(longest, dtype=torch.int32, device=device)
         most = max([rows, *(room.rows for room in rooms)])
         self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
-        self._hidden = embedding.new_zeros(max((room.tokens for room in self._mixes), default=0), step.spec.d_model)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
         self._decode: dict[tuple[int, bool], Replay] = {}
@@ -216,14 +215,16 @@ class Graphs:
         if batch.shape.decode:
             self._decode_graph(room.rows, room.rows <= LONE_ROWS and bound <= SHORT).replay()
             return self._picked[: room.rows]
+        if batch.scores is not None:  # a graph knows nothing of what is scored
+            mixed = unpack(self._input[: packed_size(room)], mixed_step(room), room)
+            return self._step.forward(replace(mixed, scores=batch.scores), self._step.longest)
         self._mixed_graph(room).replay()
-        return self._hidden[: room.tokens]
+        return self._picked[: room.draws]
 
     def pick(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Bring a step that ran eagerly to where finish graphs look. batch.sampled: padded to a bucket."""
-        assert batch.ragged is not None
         self._drawing[: len(batch.sampled)].copy_(batch.sampled)
-        torch.index_select(hidden, 0, batch.ragged.at, out=self._picked[: len(batch.sampled)])
+        self._picked[: len(hidden)].copy_(hidden)
 
     def finish(self, rows: int) -> torch.Tensor:
         """Replay draw and advance of the first `rows` rows that draw; Outcome.packed."""
@@ -245,12 +246,10 @@ class Graphs:
 
     def _mixed_graph(self, room: Room) -> Replay:
         if room not in self._mix:
-            step, hidden = self._step, self._hidden[: room.tokens]
-            batch = unpack(self._input[: packed_size(room)], mixed_step(room), room)
+            step, batch = self._step, unpack(self._input[: packed_size(room)], mixed_step(room), room)
 
             def work() -> None:
-                hidden.copy_(step.forward(batch, step.longest))
-                self.pick(batch, hidden)
+                self.pick(batch, step.forward(batch, step.longest))
 
             self._input.zero_()
             work()

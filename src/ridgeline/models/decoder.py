@@ -64,16 +64,24 @@ class Decoder:
         return parts if len(parts) == len(self.layers) else None
 
     def _one_by_one(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        for layer, view in zip(self.layers, views, strict=True):
+        for layer, view in zip(self.layers, views, strict=False):
             stream = layer(stream, view, step)
         return stream
 
-    def forward(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype."""
+    def forward(
+        self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype. wanted int32
+        [W]: those of these query tokens alone, [W, d_model]. Of the others the last layer makes keys and values and no more."""
         stream = F.embedding(tokens, self.embedding)
         if self.scale != 1.0:
             stream = stream * self.scale
-        stream = self._run(stream, views, step)
+        if wanted is None or len(wanted) >= len(tokens):
+            stream = self._run(stream, views, step)
+            stream = stream if wanted is None else stream.index_select(0, wanted)
+        else:
+            stream = self._run(stream, views[:-1], step)
+            stream = self.layers[-1](stream, views[-1], step, wanted)
         spec = self.spec
         return self._build.ops.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 

@@ -100,9 +100,15 @@ class Attention:
         self._qkv_write, self._attention = build.ops.qkv_write, build.ops.attention
         self._join = join(build, self.out, post_norm)
 
-    def __call__(self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
+    def __call__(
+        self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         q, k, v = self._qkv_write(self.qkv.apply(x), self.shape, view, step)
+        if wanted is not None and not len(wanted):
+            return stream[:0]
         out, _ = self._attention(q, k, v, view, step)
+        if wanted is not None:
+            out, stream = out.index_select(0, wanted), stream.index_select(0, wanted)
         return self._join(out.flatten(1), stream)
 
 
@@ -147,10 +153,13 @@ class DecoderLayer:
         self.feed_forward = FeedForward(build, layer, self.feed_forward_post_norm)
         self._eps, self._offset = spec.norm_eps, spec.norm_offset
 
-    def __call__(self, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
+    def __call__(
+        self, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """wanted int32 [W]: the query tokens that go on behind this layer, [W, d_model]; all write keys and values."""
         eps, offset = self._eps, self._offset
-        stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step)
-        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream)
+        stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step, wanted)
+        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream) if len(stream) else stream
 
     def parts(self) -> LayerParts | None:
         """What operations that run whole layers need; None for a layer that they do not know."""

@@ -30,7 +30,7 @@ class NativeLayers:
         self._pointers = c_void_p * len(parts)
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        if views[0].kv.dtype is not stream.dtype:
+        if not views or views[0].kv.dtype is not stream.dtype:
             return self._otherwise(stream, views, step)
         stream = stream if stream.is_contiguous() else stream.contiguous()
         known: dict[tuple[int, int, int | None, float | None], int | None] = {}
@@ -43,7 +43,7 @@ class NativeLayers:
             found.append(known[alike])
         self._run(
             self._structs,
-            len(self._parts),
+            len(views),
             self._pointers(*found),
             self._pointers(*(view.kv.data_ptr() for view in views)),
             stream.data_ptr(),

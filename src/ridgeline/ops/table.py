@@ -115,7 +115,7 @@ class LayerParts:
 
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
-"""(stream [T, D], each layer's view, step) -> the stream behind the last layer. The caller gives the stream up."""
+"""(stream [T, D], views of the first layers, step) -> the stream behind the last of these. The caller gives the stream up."""
 
 
 def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:

@@ -45,16 +45,16 @@ def knows(parts: Sequence[LayerParts]) -> bool:
 
 class OneToken:
     """Runs a stream [1, d_model] through `parts`; one of more tokens, of a long context, in which attention alone fills the device,
-    or over another cache goes `otherwise`."""
+    over another cache or through a part of the layers goes `otherwise`."""
 
-    __slots__ = ("_dtype", "_layers", "_otherwise")
+    __slots__ = ("_dtype", "_layers", "_otherwise", "_count")
 
     def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
-        self._otherwise, self._dtype = otherwise, parts[0].attention_norm.dtype
+        self._otherwise, self._dtype, self._count = otherwise, parts[0].attention_norm.dtype, len(parts)
         self._layers = Layers([_layer(one) for one in parts])
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        short = stream.shape[0] == 1 and step.max_length <= SHORT
+        short = stream.shape[0] == 1 and step.max_length <= SHORT and len(views) == self._count
         taken = short and step.key_positions is None and self._attends(views)
         return (self._layers if taken else self._otherwise)(stream, views, step)
 
