@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from common import cpu_name, provenance, write_rows
-from pieces import ALONE, NAIVE, RUNS, Call, Pieces, place
+from pieces import ALONE, NAIVE, RUNS, Call, Pieces, Shares, place
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import StepWork, step_work
@@ -355,24 +355,26 @@ class Line:
         return {**asdict(self), "intensity": self.intensity, "lost_us": self.lost_us}
 
 
-def covered(spec: ModelSpec, tokens: int, parts: Sequence[Operation]) -> dict[str, Operation]:
+def covered(spec: ModelSpec, shares: Shares, parts: Sequence[Operation]) -> dict[str, Operation]:
     """Work of each of RUNS. Norms share theirs by their number; a post norm belongs to the sum behind it. What a run hands
     over within itself need not pass through memory: normed activations, and gate and up before their product."""
     found = {one.name: one for one in parts}
-    stream = tokens * spec.d_model * DTYPE_BYTES[spec.dtype]
+    width, rows = DTYPE_BYTES[spec.dtype], len(shares)
+    # The last layer goes on with one token of each row.
+    tokens = [sum(count for _, count in shares)] * (len(spec.layers) - 1) + [rows]
     work = {}
     for name, names in RUNS.items():
         others = [found[one] for one in names if one != "norm"]
         count = others[0].count if others else 1
         flops, held = sum(one.flops for one in others), sum(one.bytes for one in others)
-        moved = sum(one.activation_bytes for one in others) if others else 2 * stream
+        moved = sum(one.activation_bytes for one in others) if others else 2 * rows * spec.d_model * width
         joined = name.endswith("+sum") and spec.post_norms
         if "norm" in names or joined:
             held += found["norm"].bytes // found["norm"].count * count
         if joined:
-            moved += stream * count
+            moved += sum(tokens) * spec.d_model * width
         if "activation" in names:
-            moved -= sum(2 * tokens * 2 * layer.d_ff * DTYPE_BYTES[spec.dtype] for layer in spec.layers)
+            moved -= sum(2 * n * 2 * layer.d_ff * width for n, layer in zip(tokens, spec.layers, strict=True))
         work[name] = Operation(name, count, flops, held, moved)
     return work
 
@@ -390,7 +392,7 @@ def lines(model: LoadedModel, whole: Whole, case: Case, ceilings: Ceilings, watc
         sizes = (one.count, one.flops, one.bytes, one.activation_bytes)
         return Line(case.name, one.name, *sizes, floor * 1e6, measured and measured * 1e6, share, peak)
 
-    for name, one in covered(model.spec, case.tokens, parts).items():
+    for name, one in covered(model.spec, case.shares, parts).items():
         floor = ceilings.floor_s(one)
         measured, peak = timed(partial(pieces.run, name), watch)
         if measured is None:

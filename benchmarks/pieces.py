@@ -7,6 +7,7 @@ would not. Activations are random and shared by all layers, as a step's own are:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -42,6 +43,8 @@ RUNS = {
 """What a step calls, in its order, and the operations that each call covers: a device may do them in one kernel."""
 ALONE = (NAIVE, "norm", "qkv", "out", "gate+up", "activation", "down")
 """Operations that a step does not call by themselves."""
+BEHIND = frozenset(("out+sum", "norm+gate+up+act", "down+sum", "out", "gate+up", "activation", "down"))
+"""What the last layer does for rows that draw alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,14 @@ def place(model: LoadedModel, runner: Runner, shares: Shares) -> Place:
     return Place(step, views)
 
 
-Maker = Callable[[DecoderLayer, LayerSpec, KvView, "Shared"], Call]
+Maker = Callable[["Pieces", DecoderLayer, LayerSpec, KvView, "Shared"], Call]
 
 
 class Pieces:
     """What a step runs (`run`), and the operations of core.operations each alone (`alone`), as lists of calls."""
 
     def __init__(self, model: LoadedModel, at: Place, shares: Shares) -> None:
-        self._model, self._at, self._shares = model, at, shares
+        self._at, self._shares = at, shares
         self._spec, self._decoder, self._ops = model.spec, model.decoder, model.ops
         self._made: dict[tuple[str, int], torch.Tensor] = {}
         self._tokens = sum(count for _, count in shares)
@@ -104,35 +107,42 @@ class Pieces:
             ends = {"embedding": self._embedding, "head": self._head, "sampling": self._sampling}
             return [ends.get(name, self._final_norm)()]
         makers: dict[str, Maker] = {
-            "norm+qkv": self._normed_qkv,
-            "rope+kv write": self._rope,
-            "attention": self._attention,
-            "out+sum": self._out_sum,
-            "norm+gate+up+act": self._normed_gate_up,
-            "down+sum": self._down_sum,
+            "norm+qkv": Pieces._normed_qkv,
+            "rope+kv write": Pieces._rope,
+            "attention": Pieces._attention,
+            "out+sum": Pieces._out_sum,
+            "norm+gate+up+act": Pieces._normed_gate_up,
+            "down+sum": Pieces._down_sum,
         }
-        return list(self._layers(makers[name]))
+        return list(self._layers(name, makers[name]))
 
     def alone(self, name: str) -> list[Call]:
         """The calls of one of ALONE in a step."""
         if name == "norm":
-            return [*self._layers(self._norms), self._final_norm()]
+            return [*self._layers(name, Pieces._norms), self._final_norm()]
         makers: dict[str, Maker] = {
-            "qkv": self._qkv,
-            NAIVE: self._naive,
-            "out": self._out,
-            "gate+up": self._gate_up,
-            "activation": self._activation,
-            "down": self._down,
+            "qkv": Pieces._qkv,
+            NAIVE: Pieces._naive,
+            "out": Pieces._out,
+            "gate+up": Pieces._gate_up,
+            "activation": Pieces._activation,
+            "down": Pieces._down,
         }
-        return list(self._layers(makers[name]))
+        return list(self._layers(name, makers[name]))
 
-    def _layers(self, make: Maker) -> Iterator[Call]:
-        shared = Shared(self._at.step)
-        layers = zip(self._decoder.layers, self._spec.layers, self._at.views, strict=True)
-        for index, (layer, spec, view) in enumerate(layers):
-            call = make(layer, spec, view, shared)
-            yield call if index else _after(shared.renew, call)
+    def _layers(self, name: str, make: Maker) -> Iterator[Call]:
+        shared, behind = Shared(self._at.step), self._behind()
+        layers = list(zip(self._decoder.layers, self._spec.layers, self._at.views, strict=True))
+        for index, (layer, spec, view) in enumerate(layers, 1):
+            own = behind if name in BEHIND and index == len(layers) else self
+            call = make(own, layer, spec, view, shared)
+            yield _after(shared.renew, call) if index == 1 else call
+
+    def _behind(self) -> Pieces:
+        """The pieces of the step's end: one token of each row."""
+        made = copy(self)
+        made._tokens, made._made = len(self._shares), {}
+        return made
 
     # --- once per step ------------------------------------------------------------------------------------------------
 
@@ -142,7 +152,7 @@ class Pieces:
         return lambda: F.embedding(ids, table)
 
     def _final_norm(self) -> Call:
-        return self._norm(self._decoder.final_norm)
+        return self._behind()._norm(self._decoder.final_norm)
 
     def _head(self) -> Call:
         hidden = self._random("hidden", self._spec.d_model)[: len(self._shares)]
@@ -201,7 +211,7 @@ class Pieces:
     def _activated(self, spec: LayerSpec, layer: DecoderLayer, shared: Shared) -> Activation:
         """What the last matrix takes, in its own format."""
         x, kind = self._random("normed", self._spec.d_model), self._spec.activation
-        return shared.keep(f"activated {spec.d_ff}", lambda: layer.feed_forward.gate_up.activate(x, kind))
+        return shared.keep(f"activated {spec.d_ff} {self._tokens}", lambda: layer.feed_forward.gate_up.activate(x, kind))
 
     def _norm(self, weight: torch.Tensor) -> Call:
         spec, x = self._spec, self._random("to norm", self._spec.d_model)

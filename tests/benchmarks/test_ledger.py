@@ -93,7 +93,7 @@ def test_calls_of_a_run_are_as_many_as_it_says(tmp_path: Path) -> None:
     whole = Whole(model, CASES, repeats=1)
     whole.seat(case)
     found = pieces.Pieces(model, pieces.place(model, whole.runner, case.shares), case.shares)
-    for name, one in covered(model.spec, case.tokens, operations(model.spec, case.shares)).items():
+    for name, one in covered(model.spec, case.shares, operations(model.spec, case.shares)).items():
         assert len(found.run(name)) == one.count
 
 

@@ -314,12 +314,18 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     options[7]["logprobs"] = 2
     options[8]["top_p"] = 0.7
+    options[4]["prompt_logprobs"] = 1
     for number, one in enumerate(options):
         bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]
     bench.run()
     for number, one in enumerate(options):
         assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
     assert len(bench.logprobs["r7", 0]) == options[7]["max_tokens"]
+    plain = DeviceBench(rows=7)
+    plain.submit("r4", PROMPT[4:], **options[4])  # type: ignore[arg-type]
+    plain.run()
+    scores = [[one.logprob for one in each.scores["r4"]] for each in (bench, plain)]
+    assert len(scores[0]) == len(PROMPT) - 5 and scores[0] == pytest.approx(scores[1], abs=1e-5)
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
 
 

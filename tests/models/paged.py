@@ -40,8 +40,8 @@ class PagedRows:
         typed = cut.view(DTYPES[self.spec.dtype])
         return typed.view(-1, 2, layer.n_kv_heads, tokens, layer.head_dim)
 
-    def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """Run (row, new tokens) pairs in one step; float32 logits of every token, rows one after the other."""
+    def step(self, work: Sequence[tuple[int, Sequence[int]]], wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Run (row, new tokens) pairs in one step; float32 logits of every token, rows one after the other, or of those wanted."""
         tokens = self.layout.page_tokens
         q_start, position, row_of = [0], [], []
         for index, (row, new) in enumerate(work):
@@ -65,7 +65,8 @@ class PagedRows:
         )
         flat = torch.tensor([token for _, new in work for token in new], **ints)
         with torch.inference_mode():
-            out = self.decoder.logits(self.decoder.forward(flat, self._views(step), step))
+            hidden = self.decoder.forward(flat, self._views(step), step, wanted)
+            out = self.decoder.logits(hidden) if len(hidden) else hidden.new_empty(0, self.spec.vocab_size)
         self._forget(row for row, _ in work)
         return out
 

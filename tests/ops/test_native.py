@@ -365,6 +365,19 @@ def test_layers_in_one_call(
         close(view.kv[1:], twin.kv[1:], dtype)
 
 
+def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[..., Any]) -> None:
+    case = batch(MIXED).to("cpu", F32)
+    torch.manual_seed(0)
+    parts = [layer_parts(F32, ops.pack, {}) for _ in range(3)]
+    run, stream = ops.layers(parts, lambda stream, views, step: stream), torch.randn(len(case.q), 96)
+    views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in parts] for _ in range(2))
+    before = views[2].kv.clone()
+    want = ops.layers(parts[:2], refuse)(stream.clone(), twins[:2], case.step)
+    assert torch.equal(run(stream.clone(), views[:2], case.step), want)
+    assert torch.equal(views[1].kv, twins[1].kv) and torch.equal(views[2].kv, before)
+    assert torch.equal(run(stream, [], case.step), stream)
+
+
 @pytest.mark.parametrize("options", [{"d_ff": 40}])
 def test_layers_of_other_sizes_run_one_by_one(ops: Ops, options: dict[str, Any]) -> None:
     assert ops.layers([layer_parts(F32, ops.pack, options)], refuse) is refuse

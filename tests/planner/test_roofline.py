@@ -39,9 +39,9 @@ def test_figures_batch_1_decode_ceiling(llama: ModelSpec) -> None:
         assert 1 / floor == pytest.approx(ceiling, rel=0.01)
 
 
-@pytest.mark.parametrize(("prompt", "milliseconds"), [(2048, 30.0), (8192, 133), (32_768, 747), (131_072, 6404)])
+@pytest.mark.parametrize(("prompt", "milliseconds"), [(2048, 29.3), (8192, 130), (32_768, 734), (131_072, 6352)])
 def test_figures_prefill_ceiling(llama: ModelSpec, prompt: int, milliseconds: float) -> None:
-    """FIGURES 7: prefill ceilings of an 8B in bf16 on one H200."""
+    """FIGURES 7: prefill ceilings of an 8B in bf16 on one H200, less what the last layer need not do (30.0, 133, 747, 6,404)."""
     found = phase("prefill", llama, H200, [(0, prompt)])
     assert found.bound == "compute"
     assert found.floor_s * 1e3 == pytest.approx(milliseconds, rel=0.01)

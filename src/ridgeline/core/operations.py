@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, ModelSpec
+from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, Matrix, ModelSpec
 
 ID_BYTES = 4
 SCALE_BYTES = 4
@@ -52,7 +52,8 @@ or of the norm behind them where a model has one there."""
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Sizes of one step. shares: (cached, new) tokens of its rows. tokens: the new ones of all rows."""
+    """Sizes of one step. shares: (cached, new) tokens of its rows. tokens: the new ones of all rows, or in the last layer behind
+    attention those of them that go on."""
 
     spec: ModelSpec
     shares: tuple[tuple[int, int], ...]
@@ -87,9 +88,11 @@ def operations(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int |
     total: dict[str, list[int]] = {name: [0, 0, 0, 0] for name in NAMES}
     for part in _ends(step):
         _add(total, part, 1)
-    for layer, times in Counter(spec.layers).items():
-        for part in _layer(step, layer):
+    for layer, times in Counter(spec.layers[:-1]).items():
+        for part in (*_attends(step, layer), *_goes_on(step, layer)):
             _add(total, part, times)
+    for part in (*_attends(step, spec.layers[-1]), *_goes_on(replace(step, tokens=step.logits), spec.layers[-1])):
+        _add(total, part, 1)
     return tuple(Operation(name, *total[name]) for name in NAMES)
 
 
@@ -102,34 +105,45 @@ def _ends(step: _Step) -> Iterator[Operation]:
     """What a step runs once: embedding, final norm, head, sampling."""
     spec, d_model, width = step.spec, step.spec.d_model, step.width
     yield Operation("embedding", 1, 0, 0, 2 * step.plain(d_model) + step.tokens * ID_BYTES)
-    yield Operation("norm", 1, 0, d_model * width, 2 * step.plain(d_model))
-    flops = spec.linear_flops(0, step.logits)
+    yield Operation("norm", 1, 0, d_model * width, 2 * step.logits * d_model * width)
+    flops = 2 * step.logits * spec.embedding_params
     scores = step.logits * spec.vocab_size * width
     yield Operation("head", 1, flops, spec.embedding_params * width, step.logits * d_model * width + scores)
     yield Operation("sampling", 1, 0, 0, scores + step.logits * ID_BYTES)
 
 
-def _layer(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
-    """One layer. A norm reads the stream and writes what a matrix takes; the end of a block reads and writes the stream."""
+def _attends(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
+    """One layer up to its attention. A norm reads the stream and writes what a matrix takes."""
     spec, d_model, width = step.spec, step.spec.d_model, step.width
     heads = layer.n_heads * layer.head_dim
     merged = heads + 2 * layer.n_kv_heads * layer.head_dim
-    posts = spec.stream_norms() - 2
-    moved = 2 * (step.plain(d_model) + step.taken(d_model)) + posts * 3 * step.plain(d_model)
-    yield Operation("norm", 2 + posts, 0, (2 + posts) * d_model * width, moved)
+    yield Operation("norm", 1, 0, d_model * width, step.plain(d_model) + step.taken(d_model))
+    yield _product(step, spec.matrices(layer)[0], step.taken(d_model))
     written = step.tokens * layer.kv_elements * width
     rotated = step.plain(merged) + step.plain(heads)
     yield Operation("rope+kv write", 1, 0, spec.head_norm_params(layer) * width + written, rotated)
     flops = sum(layer.attention_flops(start, count) for start, count in step.shares)
     read = sum(layer.kv_seen(start, count) for start, count in step.shares) * width
     yield Operation("attention", 1, flops, read, 2 * step.plain(heads))
+
+
+def _goes_on(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
+    """The rest of it. The end of a block reads and writes the stream."""
+    spec, d_model = step.spec, step.spec.d_model
+    posts = spec.stream_norms() - 2
+    moved = step.plain(d_model) + step.taken(d_model) + posts * 3 * step.plain(d_model)
+    yield Operation("norm", 1 + posts, 0, (1 + posts) * d_model * step.width, moved)
     yield Operation("activation", 1, 0, 0, step.plain(2 * layer.d_ff) + step.taken(layer.d_ff))
-    for matrix in spec.matrices(layer):
-        # Attention's output is plain; its product quantizes it on the way in.
-        moved = step.plain(matrix.inputs) if matrix.name == "out" else step.taken(matrix.inputs)
-        moved += step.plain(matrix.outputs)
-        if matrix.name in ("out", "down") and not posts:
-            moved += step.plain(d_model)
-        name = "gate+up" if matrix.name == "gate_up" else matrix.name
-        flops = 2 * step.tokens * matrix.elements
-        yield Operation(name, 1, flops, spec.matrix_bytes(matrix), moved)
+    _, out, gate_up, down = spec.matrices(layer)
+    joined = 0 if posts else step.plain(d_model)
+    # Attention's output is plain; its product quantizes it on the way in.
+    yield _product(step, out, step.plain(out.inputs) + joined)
+    yield _product(step, gate_up, step.taken(gate_up.inputs))
+    yield _product(step, down, step.taken(down.inputs) + joined)
+
+
+def _product(step: _Step, matrix: Matrix, moved: int) -> Operation:
+    """moved: bytes of activations beside those that come out."""
+    name = "gate+up" if matrix.name == "gate_up" else matrix.name
+    flops, held = 2 * step.tokens * matrix.elements, step.spec.matrix_bytes(matrix)
+    return Operation(name, 1, flops, held, moved + step.plain(matrix.outputs))

@@ -242,9 +242,11 @@ class ModelSpec:
     # --- work -------------------------------------------------------------------------------------------------------
 
     def linear_flops(self, tokens: int, logits: int) -> int:
-        """FLOPs (a multiply-add is 2) of all matrix products for `tokens` tokens, the head for `logits` of them."""
-        layers = sum(self.layer_linear_params(one) for one in self.layers)
-        return 2 * (tokens * layers + logits * self.embedding_params)
+        """FLOPs (a multiply-add is 2) of all matrix products for `tokens` tokens, for `logits` of which there is a use behind the
+        last layer's keys and values: of the others this layer multiplies no more than those."""
+        every = sum(self.layer_linear_params(one) for one in self.layers)
+        last = sum(one.elements for one in self.matrices(self.layers[-1]) if one.name != "qkv")
+        return 2 * (tokens * (every - last) + logits * (last + self.embedding_params))
 
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected."""

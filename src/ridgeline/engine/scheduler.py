@@ -69,7 +69,7 @@ class Scheduler:
         self.last_step = 0
         """Number of the last step committed."""
         self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
-        """Of the last step committed: tokens that its rows hold, how many of them are new, how many drew."""
+        """Of the last step committed: tokens that its rows hold, how many of them are new, how many had a draw behind them."""
         self._price = 0.0
         """Device seconds that one query token in every step so far would have cost."""
         self._flight: deque[FlyingStep] = deque()
@@ -426,7 +426,8 @@ class Scheduler:
                 self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
             offset += count
         self.counts.saved_s += self._speculation.measure(step, result)
-        self.committed = [one.computed for one in step.requests], step.plan.n_query, sum(step.plan.samples)
+        draws = sum(step.plan.samples) + len(step.plan.drafts)
+        self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
         news.ids = [request.id for request in gained]
         news.choices = [request.choice for request in gained]
