@@ -211,7 +211,9 @@ class Pieces:
     def _activated(self, spec: LayerSpec, layer: DecoderLayer, shared: Shared) -> Activation:
         """What the last matrix takes, in its own format."""
         x, kind = self._random("normed", self._spec.d_model), self._spec.activation
-        return shared.keep(f"activated {spec.d_ff} {self._tokens}", lambda: layer.feed_forward.gate_up.activate(x, kind))
+        return shared.keep(
+            f"activated {spec.d_ff} {self._tokens}", lambda: layer.feed_forward.gate_up.activate(x, kind)
+        )
 
     def _norm(self, weight: torch.Tensor) -> Call:
         spec, x = self._spec, self._random("to norm", self._spec.d_model)
