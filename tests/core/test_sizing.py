@@ -35,7 +35,7 @@ def test_h200_holds_a_whole_context() -> None:
     plan = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
     check(plan)
     assert plan.weight_bytes == llama_8b().weight_bytes
-    assert (plan.max_rows, plan.max_step_tokens, plan.page_tokens, plan.steps_in_flight) == (512, 8192, 64, 1)
+    assert (plan.max_rows, plan.max_step_tokens, plan.page_tokens, plan.steps_in_flight) == (512, 8448, 64, 1)
     assert plan.kv_bytes > 100 * GIB
     assert set(plan.chosen) <= set(resolve({}).origins)
 
