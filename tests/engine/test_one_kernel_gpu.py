@@ -14,7 +14,7 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
-from ridgeline.ops.step import SHORT
+from ridgeline.ops.step import MEDIUM, SHORT
 from ridgeline.ops.triton.layers import Layers
 from ridgeline.wire.messages import Submit
 
@@ -44,8 +44,8 @@ calls: list[int] = []
 SAID = 48
 APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
-FROM = {"short": 60, "across the limit": SHORT - SAID // 2, "long": SHORT + 300}
-"""Tokens of a prompt. Behind SHORT slots steps run kernel by kernel."""
+FROM = {"short": 60, "across SHORT": SHORT - SAID // 2, "across MEDIUM": MEDIUM - SAID // 2, "long": MEDIUM + 300}
+"""Tokens of a prompt. Behind SHORT slots steps in 16 bits run kernel by kernel, behind MEDIUM all."""
 
 
 @pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])
@@ -54,7 +54,7 @@ def engine(
 ) -> Iterator[tuple[str, LocalEngine]]:
     folder: Path = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(LARGE))
-    model = ModelConfig(model=str(folder), load_format="dummy", max_model_len=4096, quantization=request.param)
+    model = ModelConfig(model=str(folder), load_format="dummy", max_model_len=8192, quantization=request.param)
     config = EngineConfig(max_num_seqs=4, kv_cache_memory=256 << 20, enable_prefix_caching=False)
     calls.clear()
     with pytest.MonkeyPatch.context() as patch:

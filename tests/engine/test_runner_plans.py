@@ -19,7 +19,7 @@ from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
 from ridgeline.ops.rows import Int
-from ridgeline.ops.step import SHORT
+from ridgeline.ops.step import MEDIUM, SHORT
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -329,7 +329,7 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
 
 
-def test_few_rows_have_a_graph_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_runner(pair("llama-gqa")[1])._step
     seen: list[int] = []
 
@@ -338,10 +338,12 @@ def test_few_rows_have_a_graph_for_short_contexts(monkeypatch: pytest.MonkeyPatc
         return DeviceStep.forward(step, batch, longest)
 
     monkeypatch.setattr(step, "forward", forward)
-    monkeypatch.setattr(step, "longest", SHORT + 9)
+    most = MEDIUM + 9
+    monkeypatch.setattr(step, "longest", most)
+    cases = ((1, SHORT, SHORT), (1, SHORT + 1, MEDIUM), (2, MEDIUM, MEDIUM), (1, MEDIUM + 1, most), (6, 3, most))
     with torch.inference_mode():
         graphs = Graphs(step, 6, 64, Again)
-        for rows, bound, longest in ((1, SHORT, SHORT), (1, SHORT + 1, SHORT + 9), (6, 3, SHORT + 9)):
+        for rows, bound, longest in cases:
             graphs.forward(Batch(decode_step(rows), step._count, step._count), Room(rows, rows, rows), bound)
             assert seen[-1] == longest
 

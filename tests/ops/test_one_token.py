@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.step import SHORT
+from ridgeline.ops.step import MEDIUM, SHORT
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, QkvShape
 
 pytest.importorskip("triton")
@@ -338,14 +338,18 @@ def test_every_launch_gives_the_same(
 
 @pytest.mark.gpu
 @hopper
-def test_what_goes_the_other_way(batch: Callable[..., Any], qkv_shape: Callable[..., Any]) -> None:
-    """More tokens than one, and attention that the kernel does not know."""
+@pytest.mark.parametrize(("form", "most"), [("bf16", SHORT), ("fp8", MEDIUM)])
+def test_what_goes_the_other_way(
+    form: str, most: int, batch: Callable[..., Any], qkv_shape: Callable[..., Any]
+) -> None:
+    """More tokens than one, longer contexts, and attention that the kernel does not know."""
     case = batch([(150, 1)], heads=8, kv_heads=2, head_dim=64).to(DEVICE, torch.bfloat16)
-    layers = [random_layer(512, 768, qkv_shape(8, 2, 64, 64, False, DEVICE), "bf16", False) for _ in range(2)]
+    layers = [random_layer(512, 768, qkv_shape(8, 2, 64, 64, False, DEVICE), form, False) for _ in range(2)]
     otherwise, stream = torch.zeros(2, 3), torch.randn(1, 512, device=DEVICE).to(torch.bfloat16)
     run = one_token.OneToken(layers, lambda *_: otherwise)
     assert run(stream, [case.view] * 2, case.step).shape == (1, 512)
     assert run(stream.expand(2, -1), [case.view] * 2, case.step) is otherwise
-    assert run(stream, [case.view] * 2, replace(case.step, max_length=SHORT + 1)) is otherwise
+    assert run(stream, [case.view] * 2, replace(case.step, max_length=most)) is not otherwise
+    assert run(stream, [case.view] * 2, replace(case.step, max_length=most + 1)) is otherwise
     assert run(stream, [replace(case.view, softcap=30.0)] * 2, case.step) is otherwise
     assert run(stream, [replace(case.view, kv=case.view.kv.float())] * 2, case.step) is otherwise

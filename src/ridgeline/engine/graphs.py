@@ -22,7 +22,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
-from ridgeline.ops.step import SHORT
+from ridgeline.ops.step import MEDIUM, SHORT
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,7 +36,8 @@ CROWDED_WORK = 1 << 35
 """Query tokens times numbers of a feed-forward matrix above which they have none: the device takes longer than Python needs to
 launch such a step. An 8B gets there with 585 tokens, a 0.6B with 10,922."""
 LONE_ROWS = 2
-"""Rows up to which steps that decode have a graph for short contexts and one for others."""
+LENGTHS = (SHORT, MEDIUM)
+"""Steps that decode up to LONE_ROWS rows have a graph for contexts of up to each of these, and one for others."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 """Rows of steps with drafts that have a graph."""
 HOST_ROWS, HOST_NODES, HOST_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 8), 256
@@ -135,7 +136,7 @@ class Graphs:
         self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
-        self._decode: dict[tuple[int, bool], Replay] = {}
+        self._decode: dict[tuple[int, int | None], Replay] = {}
         self._mix: dict[Room, Replay] = {}
         self._finish: dict[int, Replay] = {}
         widest = max((room.wide for room in every), default=0)
@@ -176,7 +177,8 @@ class Graphs:
         work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mixed_graph, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
-            work += [(partial(self._decode_graph, short=True), size)] if size <= LONE_ROWS else []
+            own = LENGTHS if size <= LONE_ROWS else ()
+            work += [(partial(self._decode_graph, longest=one), size) for one in own]
         for tree, rooms in self._draft_rooms.items():
             work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
         for size in reversed(self._sizes):
@@ -213,7 +215,8 @@ class Graphs:
     def forward(self, batch: Batch, room: Room, bound: int) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]. bound: of slots any row holds."""
         if batch.shape.decode:
-            self._decode_graph(room.rows, room.rows <= LONE_ROWS and bound <= SHORT).replay()
+            own = LENGTHS if room.rows <= LONE_ROWS else ()
+            self._decode_graph(room.rows, next((one for one in own if bound <= one), None)).replay()
             return self._picked[: room.rows]
         if batch.scores is not None:  # a graph knows nothing of what is scored
             mixed = unpack(self._input[: packed_size(room)], mixed_step(room), room)
@@ -235,14 +238,14 @@ class Graphs:
     # --- recording ----------------------------------------------------------------------------------------------------
     # The first run of each compiles kernels and makes workspaces; neither may happen inside a capture. It runs on row 0.
 
-    def _decode_graph(self, size: int, short: bool = False) -> Replay:
-        if (size, short) not in self._decode:
+    def _decode_graph(self, size: int, longest: int | None = None) -> Replay:
+        if (size, longest) not in self._decode:
             step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-            longest = SHORT if short else step.longest
-            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), longest)
+            bound = longest or step.longest
+            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), bound)
             batch = unpack(rows, decode_step(size), Room(size, size, size))
-            self._decode[size, short] = self._record(lambda: hidden.copy_(step.forward(batch, longest)))
-        return self._decode[size, short]
+            self._decode[size, longest] = self._record(lambda: hidden.copy_(step.forward(batch, bound)))
+        return self._decode[size, longest]
 
     def _mixed_graph(self, room: Room) -> Replay:
         if room not in self._mix:
