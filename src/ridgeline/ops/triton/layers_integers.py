@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ridgeline.ops.triton.layers_table import (
     BIAS_AT,
+    IN_FLIGHT,
     LINES_OF_STAGE,
     MEMORY,
     PLACE,
@@ -81,6 +82,9 @@ def fetch_integers(
             for chunk in range(chunks):
                 stage = at % STAGES
                 mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
+                if at >= IN_FLIGHT:
+                    before = at - IN_FLIGHT
+                    mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
                 mbarrier.expect(full.index(stage), BYTES)
                 row = group * ROWS + half * apart
                 place = [matrix, chunk * PIECES, row, 0]

@@ -18,13 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, pointer
+from ridgeline.ops.triton.layers_table import BIAS_AT, IN_FLIGHT, LINES_OF_STAGE, SCALE, gated, pointer
 
 TICKETS = gl.constexpr(16)
 """Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
-IN_FLIGHT = gl.constexpr(3)
-"""Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
-queues behind them: of 12 stages for 6 microseconds."""
 
 
 @jit
@@ -77,6 +74,8 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
     at, drawn = done
     ROWS: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = w_desc.block_shape[2]
+    # Less to do between two meetings: they weigh more than a stream without gaps.
+    WAITED: gl.constexpr = IN_FLIGHT - 1 if weights.dtype == gl.float8e4nv else IN_FLIGHT
     matrix = gl.load(place_ptr).to(gl.int32)
     every = (groups + gl.num_programs(0)).to(gl.int64)
     group = _drawn(draw_ptr, every)
@@ -86,8 +85,8 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
             for chunk in range(chunks):
                 stage = at % STAGES
                 mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
-                if at >= IN_FLIGHT:
-                    before = at - IN_FLIGHT
+                if at >= WAITED:
+                    before = at - WAITED
                     mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
                 mbarrier.expect(full.index(stage), LINES_OF_STAGE * 128)
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]

@@ -22,6 +22,9 @@ STAGE = 16384
 """Bytes of a stage."""
 MEMORY = 225 << 10
 """Bytes of shared memory for the ring and what a program holds: a product's input, or what its warps exchange of attention."""
+IN_FLIGHT = gl.constexpr(3)
+"""Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
+queues behind them: of 12 stages for 6 microseconds."""
 LEAST_STAGES = 4
 """Of a group of rows."""
 ALIGNED = 16
