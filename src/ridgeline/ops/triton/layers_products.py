@@ -74,7 +74,7 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
     at, drawn = done
     ROWS: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = w_desc.block_shape[2]
-    # Less to do between two meetings: they weigh more than a stream without gaps.
+    # With half the bytes to read, programs meet twice as often: what is read then counts more than a stream without gaps.
     WAITED: gl.constexpr = IN_FLIGHT - 1 if weights.dtype == gl.float8e4nv else IN_FLIGHT
     matrix = gl.load(place_ptr).to(gl.int32)
     every = (groups + gl.num_programs(0)).to(gl.int64)
