@@ -69,8 +69,10 @@ class _Moved:
 
     def last(self) -> torch.Tensor:
         """The logit row that drew each row's last token, int64 [S]."""
-        if self.packed.device.type == "cpu" and self.path is None:  # numpy's calls are shorter there
+        if self.packed.device.type == "cpu":  # numpy's calls are shorter there
             found = np.maximum(self.packed.numpy()[:, 0] - 1, 0).astype(np.int64)
+            if self.path is not None:
+                found = self.path.numpy()[np.arange(len(found)), found]
             return torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide))
         node = (self.packed[:, 0] - 1).clamp(min=0).long()
         if self.path is not None:
@@ -243,16 +245,20 @@ class DeviceStep:
         state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
         if ragged is None or wide == 1:
             return _Moved(self.ops.advance(state, batch.sampled, drawn))
-        root = None if ragged.tree is None else self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled)
         parent = None if ragged.tree is None else ragged.tree.parent
         packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
-        if path is not None and root is not None:
-            self._gather_path(batch, root, path, packed[:, 0])
+        if path is not None and self.ops.keep is not None:
+            for group, runs in enumerate(self.store.runs):
+                for run in runs:
+                    self.ops.keep(state, batch.sampled, packed, path, group, run)
+        elif path is not None:
+            self._gather_path(batch, path, packed[:, 0])
         return _Moved(packed, wide, path)
 
-    def _gather_path(self, batch: Batch, root: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the keys and values of kept nodes to where those of a chain would lie. root int32 [S]: the last known token's
-        slot; count int32 [S]: tokens gained, the nodes kept and one more."""
+    def _gather_path(self, batch: Batch, path: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the keys and values of kept nodes to where those of a chain would lie. count int32 [S]: tokens gained, the nodes
+        kept and one more, by which the rows have moved on."""
+        root = self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled) - count
         depth = self._count[1 : batch.shape.deep + 1].long()
         source = path[:, 1 : batch.shape.deep + 1]
         goes = (depth < count.unsqueeze(1)) & (source != depth)

@@ -14,7 +14,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.decoding.combined import FirstOf
 from ridgeline.decoding.draft_model import DraftModel, check_draft, read_vocabulary
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
-from ridgeline.decoding.heads import load_heads
+from ridgeline.decoding.heads import load_heads, tree
 from ridgeline.decoding.lookahead import Lookahead
 from ridgeline.decoding.medusa import Medusa
 from ridgeline.decoding.recurrent import Recurrent, load_recurrent
@@ -28,7 +28,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
-MOST = {"reference": 11, "lookahead": 30, "recurrent": 6, "draft": 4, "medusa": 8, "recycling": 12}
+MOST = {"reference": 11, "lookahead": 30, "recurrent": 12, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""
@@ -41,13 +41,15 @@ LOGIT_ROWS = 1024
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What `speculate` names. host: drafters of HOST, in order. documents: a text that the reference drafter may quote.
-    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft."""
+    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft. chains: they
+    may not branch."""
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
     device: str = ""
     folder: Path | None = None
     most: int = 0
+    chains: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,7 +87,8 @@ def read_wanted(config: EngineConfig) -> Wanted:
             "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
             param="speculate",
         )
-    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)))
+    most = min(MAX_DRAFT, most or max(MOST[name] for name in names))
+    return replace(wanted, most=most, chains=config.deterministic)
 
 
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
@@ -173,9 +176,10 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
     if wanted.device == "recurrent" and wanted.folder is not None:
         weights = load_recurrent(wanted.folder, spec)
-        return Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place), OnDevice(
-            min(wanted.most, MOST["recurrent"])
-        )
+        ranks = 1 if wanted.chains else None
+        nodes = tree([row[:ranks] for row in weights.accuracies], min(wanted.most, MOST["recurrent"]))
+        recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
+        return recurrent, OnDevice(len(nodes), recurrent.parents)
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)

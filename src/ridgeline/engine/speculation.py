@@ -110,6 +110,9 @@ class Drafts:
         self.resting = False
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
+        parents = () if device is None else device.parents
+        self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
+        """The first nodes of the device's draft that are a chain."""
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
         self._rest = self._waiting = 0
         self._asked: list[Request] = []
@@ -149,9 +152,7 @@ class Drafts:
         # A draft is verified by the next step or never: afterwards other tokens stand in its places.
         offered, request.offered = min(most, request.offered), 0
         # What the device drafted is not known here, so no grammar could be asked.
-        if request.constraint is not None or (
-            request.sampling.penalized and self._sizes[:1] and self._sizes[-1].parents
-        ):
+        if request.constraint is not None:
             offered = 0
         found, request.found = request.found, None
         if found is None and self._host is not None and self.waits(request):
@@ -160,6 +161,8 @@ class Drafts:
             likely = sum(request.kept ** (node + 1) for node in range(len(found.tokens)))
             if not offered or likely > self._pace.gained(offered) - 1:
                 return found
+        if request.sampling.penalized:  # see _guess
+            return Draft(self._sizes[offered].tokens[: self._straight]) if offered else NOTHING
         return self._sizes[offered] if offered else NOTHING
 
     def _guess(self, host: HostDrafter, request: Request) -> Draft:
