@@ -42,6 +42,11 @@ class Shape:
     deep: int = 0
     chunked: bool = False
 
+    @property
+    def even(self) -> bool:
+        """Every query token's logits are wanted, unless the step is padded."""
+        return self.sampling is None and not self.chunked and self.n_tokens == self.n_draws * self.wide
+
 
 @dataclass(frozen=True, slots=True)
 class Room:

@@ -153,17 +153,19 @@ class DeviceStep:
         scores = self._score(batch, hidden)
         if not len(batch.sampled):
             return Outcome(None, None, scores), hidden[:0]
-        if batch.ragged is not None:
+        if batch.ragged is not None and (hidden.is_cuda or not batch.shape.even):
             hidden = hidden.index_select(0, batch.ragged.at)
         drawn, logprobs = self._drawn(batch, hidden, bound)
         moved = self._advance(batch, drawn)
         if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
-            hidden = hidden.index_select(0, moved.last())
+            last = moved.last()
+            # Behind a model's weights every operation of torch runs cold; a row alone needs none.
+            hidden = hidden[int(last) :][:1] if len(last) == 1 and not hidden.is_cuda else hidden.index_select(0, last)
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
     def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish."""
-        heat = self.rows.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
+        heat = self.rows.heat(rows)
         behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
         self.drafter.draft(behind, ahead, unread, self._guest_views)
 
