@@ -66,9 +66,7 @@ def rows(seed: int = 0) -> tuple[RowState, torch.Tensor]:
     return RowState(tokens, ints, torch.zeros(1, len(KNOWN) + 1, 1, dtype=torch.int32), 16), hidden
 
 
-def drafted(
-    one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT
-) -> torch.Tensor:
+def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT) -> torch.Tensor:
     """What it drafts for each row, int32 [rows, count]; nothing else of the rows may change."""
     state, hidden = rows()
     before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
@@ -158,13 +156,14 @@ def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
 
 @pytest.mark.parametrize("nodes", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_compiled_drafts_are_those_of_plain_operations(
-    folder: Path, heat: float, nodes: tuple[Candidate, ...]
-) -> None:
+def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float, nodes: tuple[Candidate, ...]) -> None:
     native, why = native_cpu.load()
     if native is None:
         pytest.skip(why)
-    compiled, plain = drafter(folder, native, nodes=nodes), drafter(folder, replace(native, recurrent=None), nodes=nodes)
+    compiled, plain = (
+        drafter(folder, native, nodes=nodes),
+        drafter(folder, replace(native, recurrent=None), nodes=nodes),
+    )
     assert compiled._run is not None and plain._run is None
     assert bool(compiled.parents) is (nodes is TREE)
     for count in range(1, len(nodes) + 1):

@@ -166,7 +166,11 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
         ints[row, Int.LENGTH] = root + count
     tables = torch.randperm(40, generator=torch.Generator().manual_seed(1)).int().view(2, 5, 4)
     run = torch.randn(60, 40, 6, PAGE_TOKENS, 8).to(dtype)[:, :, 1:4].transpose(0, 1)[:, 7]  # strides of its own
-    state, before, wanted = RowState(torch.zeros(5, 20, dtype=torch.int32), ints, tables, PAGE_TOKENS), run.clone(), run.clone()
+    state, before, wanted = (
+        RowState(torch.zeros(5, 20, dtype=torch.int32), ints, tables, PAGE_TOKENS),
+        run.clone(),
+        run.clone(),
+    )
     packed = torch.tensor([[count, 0] for count in gained], dtype=torch.int32)
     for row, root, path, count in zip(own, roots, paths, gained, strict=True):
         for depth in range(1, count):

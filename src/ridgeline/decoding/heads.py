@@ -206,5 +206,7 @@ def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[floa
     rows = config.get("accuracies", [])
     fine = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
     if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
-        raise ConfigError(f"{folder / 'config.json'}: accuracies must hold, for each depth, chances between 0 and 1 by rank.")
+        raise ConfigError(
+            f"{folder / 'config.json'}: accuracies must hold, for each depth, chances between 0 and 1 by rank."
+        )
     return tuple(tuple(row) for row in rows)

@@ -1,11 +1,11 @@
 """A recurrent draft: a small network that goes on from the hidden state which the target drew its last token from.
 
 z = mix(state) + embedding(token), state <- norm(z + down(act(gate z') * up z')), z' = norm(z). The next token is drawn from
-head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of the likeliest draws. It begins with the target's final hidden state, which it
-imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent drafts: Zhang et al. 2024, "Recurrent Drafter";
-heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept from step to step: a draft reads no prompt,
-catches up on nothing and has no pages, and a level of the tree is four products with a few million weights, stored in 8 bits, a scale
-per output.
+head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of the likeliest draws. It begins
+with the target's final hidden state, which it imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent
+drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept
+from step to step: a draft reads no prompt, catches up on nothing and has no pages, and a level of the tree is four products with a
+few million weights, stored in 8 bits, a scale per output.
 
 It draws with the target's own noise, see decoding.verify.
 """
@@ -37,7 +37,7 @@ MATRICES = ("mix", "gate_up", "down", "head")
 the embedding."""
 BITS = 8
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
-"""How often the draw of a rank is what the target says, by depth, where a folder does not say: as measured for the shipped draft."""
+"""How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,22 @@ class _Moved:
     wide: int = 1
     path: torch.Tensor | None = None
 
-    def last(self) -> torch.Tensor:
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [S * wide, D] those that drew each row's last token, [S, D]."""
+        if hidden.is_cuda:
+            return hidden.index_select(0, self._last())
+        # Behind a model's weights every call runs cold: a row alone makes few, and numpy's are shorter than torch's.
+        packed, path = self.packed.numpy(), None if self.path is None else self.path.numpy()
+        if len(packed) == 1:
+            node = max(0, int(packed[0, 0]) - 1)
+            return hidden.narrow(0, node if path is None else int(path[0, node]), 1)
+        found = np.maximum(packed[:, 0] - 1, 0).astype(np.int64)
+        if path is not None:
+            found = path[np.arange(len(found)), found]
+        return hidden.index_select(0, torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide)))
+
+    def _last(self) -> torch.Tensor:
         """The logit row that drew each row's last token, int64 [S]."""
-        if self.packed.device.type == "cpu":  # numpy's calls are shorter there
-            found = np.maximum(self.packed.numpy()[:, 0] - 1, 0).astype(np.int64)
-            if self.path is not None:
-                found = self.path.numpy()[np.arange(len(found)), found]
-            return torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide))
         node = (self.packed[:, 0] - 1).clamp(min=0).long()
         if self.path is not None:
             node = self.path.gather(1, node.unsqueeze(1)).squeeze(1)
@@ -158,9 +167,7 @@ class DeviceStep:
         drawn, logprobs = self._drawn(batch, hidden, bound)
         moved = self._advance(batch, drawn)
         if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
-            last = moved.last()
-            # Behind a model's weights every operation of torch runs cold; a row alone needs none.
-            hidden = hidden[int(last) :][:1] if len(last) == 1 and not hidden.is_cuda else hidden.index_select(0, last)
+            hidden = moved.last(hidden)
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
     def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:

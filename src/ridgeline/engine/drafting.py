@@ -24,7 +24,7 @@ from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
-from ridgeline.models.hub import resolve_model
+from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
@@ -58,15 +58,21 @@ class Wanted:
         return (*[size for size in fine if size < self.most], self.most)
 
 
-def read_wanted(config: EngineConfig) -> Wanted:
-    """Raises ConfigError for an option that names nothing we have."""
+def draft_of(folder: Path) -> Path | None:
+    """The recurrent draft that is shipped for the model in `folder`."""
+    return folder.parent / "recurrent" if folder == shipped_model() else None
+
+
+def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted:
+    """made_for_it: a recurrent draft of the model, which auto takes as well. Raises ConfigError for an option that names nothing
+    we have."""
     text, most = config.speculate.strip(), config.draft_tokens
     if text.startswith("{"):
         text, most = _from_json(text, most)
     if text in ("", "off"):
         return Wanted()
     if text == "auto":  # what gains most on the shipped model, and what needs nothing of any other
-        text = "reference"
+        text = "reference" if made_for_it is None else f"reference+recurrent:{made_for_it}"
     wanted = Wanted()
     for part in text.split("+"):
         name, _, rest = part.partition(":")

@@ -37,7 +37,10 @@ class NativeRecurrent:
     def __init__(self, parts: RecurrentParts, kernels: Kernels) -> None:
         self._run, self._dtype, self._kept = kernels.recurrent, parts.embedding.dtype, parts
         self._parts = _Parts(
-            *(at(one) for one in (parts.embedding, parts.inner_norm, parts.norm, parts.ids, parts.parents, parts.ranks)),
+            *(
+                at(one)
+                for one in (parts.embedding, parts.inner_norm, parts.norm, parts.ids, parts.parents, parts.ranks)
+            ),
             *(int_weights(one) for one in (parts.mix, parts.gate_up, parts.down, parts.head)),
             parts.embedding.shape[1],
             parts.gate_up.out // 2,

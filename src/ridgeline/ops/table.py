@@ -252,7 +252,7 @@ class RecurrentParts:
 
 
 RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes the first `count` nodes behind what the rows know."""
+"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes that many nodes behind what the rows know."""
 
 
 Verify = Callable[
