@@ -30,6 +30,8 @@ class Listener:
 
 
 class Host:
+    quotes = False
+
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = truth
         self.guesses: list[Listener] = []

@@ -93,8 +93,7 @@ def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted
             "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
             param="speculate",
         )
-    most = min(MAX_DRAFT, most or max(MOST[name] for name in names))
-    return replace(wanted, most=most, chains=config.deterministic)
+    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)), chains=config.deterministic)
 
 
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
@@ -182,8 +181,8 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
     if wanted.device == "recurrent" and wanted.folder is not None:
         weights = load_recurrent(wanted.folder, spec)
-        ranks = 1 if wanted.chains else None
-        nodes = tree([row[:ranks] for row in weights.accuracies], min(wanted.most, MOST["recurrent"]))
+        rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
+        nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
         recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
         return recurrent, OnDevice(len(nodes), recurrent.parents)
     if wanted.device == "medusa" and wanted.folder is not None:
