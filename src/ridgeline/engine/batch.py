@@ -42,11 +42,6 @@ class Shape:
     deep: int = 0
     chunked: bool = False
 
-    @property
-    def even(self) -> bool:
-        """Every query token's logits are wanted, unless the step is padded."""
-        return self.sampling is None and not self.chunked and self.n_tokens == self.n_draws * self.wide
-
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -124,7 +119,7 @@ class Ragged:
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
     all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead, unread: as in
-    StepPlan."""
+    StepPlan. even: the logits of every query token are wanted, in order."""
 
     shape: Shape
     rows: torch.Tensor
@@ -135,6 +130,7 @@ class Batch:
     packed: torch.Tensor | None = None
     ahead: int = 0
     unread: Sequence[int] = ()
+    even: bool = False
 
 
 _ALIGN = 16
@@ -382,7 +378,9 @@ class BatchBuilder:
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
         ahead, unread = self._plan.ahead, self._plan.unread if max(self._plan.unread, default=0) > 2 else ()
-        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread)
+        shape, room = self.shape, self._room
+        even = shape.n_tokens == room.tokens == room.draws * room.wide and not shape.chunked and shape.sampling is None
+        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread, even=even)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

@@ -162,7 +162,7 @@ class DeviceStep:
         scores = self._score(batch, hidden)
         if not len(batch.sampled):
             return Outcome(None, None, scores), hidden[:0]
-        if batch.ragged is not None and (hidden.is_cuda or not batch.shape.even):
+        if batch.ragged is not None and not batch.even:
             hidden = hidden.index_select(0, batch.ragged.at)
         drawn, logprobs = self._drawn(batch, hidden, bound)
         moved = self._advance(batch, drawn)
