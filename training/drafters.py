@@ -2,8 +2,8 @@
 
     python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --students recurrent medusa --seconds 150
 
-The teacher writes first: continuations of pieces of the pools, greedy and at temperatures up to 1. Half of every batch is such
-text, half is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
+The teacher writes first: continuations of pieces of the pools, greedy and at temperatures up to 1. Three quarters of every batch
+are such text, the rest is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
 stopped goes on. `--stream FILE.npy` keeps the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs
 on a CPU in a minute.
 """
@@ -33,6 +33,7 @@ from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
 
 HEADS = 4
+WRITTEN = 3  # rows the teacher wrote, for each of the corpus
 STRIDE = 2  # every second place trains
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
@@ -44,7 +45,7 @@ LATER = 0.8  # weight of a draft's loss at each place of a chain, of that at the
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A source of batches [rows, tokens]: half of the rows from the corpus, half of pieces [n, PIECE] the teacher wrote."""
+    """A source of batches [rows, tokens]: those of the corpus, and WRITTEN times as many of pieces [n, PIECE] the teacher wrote."""
 
     corpus: TokenRows
     written: Tensor
@@ -52,8 +53,9 @@ class Rows:
     def __call__(self, number: int) -> Tensor:
         read = self.corpus(number)
         generator = torch.Generator().manual_seed(number)
-        some = torch.randint(len(self.written), (read.numel() // self.written.shape[1],), generator=generator)
-        return torch.cat((read, self.written[some.to(read.device)].view_as(read).long()))
+        pieces = WRITTEN * read.numel() // self.written.shape[1]
+        some = torch.randint(len(self.written), (pieces,), generator=generator)
+        return torch.cat((read, self.written[some.to(read.device)].view(-1, read.shape[1]).long()))
 
 
 def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | None) -> Tensor:
@@ -70,10 +72,10 @@ def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | N
 
 def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int) -> Tensor:
     """int16 [batches * rows, PIECE]: prompts from the stream, every other one at the start of a document, and what the teacher says
-    after them; an eighth greedy, the others at temperatures from 0.7 to 1."""
+    after them; a quarter greedy, the others at temperatures from 0.7 to 1."""
     device = stream.device
     temperature = torch.linspace(0.7, 1.0, rows, device=device)
-    temperature[::8] = 0
+    temperature[::4] = 0
     starts = (stream == 0).nonzero().flatten() + 1
     found = []
     for index in range(batches):
@@ -176,7 +178,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small batches (dry runs)")
     given = parser.parse_args()
     if given.tiny:
-        given.rows, given.tokens, given.corpus_tokens, given.written_batches, given.written_rows = 2, 512, 20_000, 1, 8
+        given.rows, given.tokens, given.corpus_tokens, given.written_batches, given.written_rows = 4, 512, 20_000, 1, 8
         given.held_out = 2
     return given
 
@@ -194,7 +196,7 @@ def main() -> None:
     print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
     written = teacher_writes(teacher, stream, given.written_batches, given.written_rows)
     print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
-    source = Rows(TokenRows(stream, given.rows // 2, given.tokens), written)
+    source = Rows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens), written)
     ids = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size)
     students = Students(teacher, given.students, ids).to(device)
     if students.draft is not None:

@@ -91,7 +91,7 @@ def test_published_file(tmp_path: Path) -> None:
         ({"hidden_size": 32}, "hidden_size is 32 and the target's is 16"),
         ({"vocab_size": 50}, "vocab_size is 50 and the target's is 40"),
         ({"medusa_num_heads": 5}, "medusa_num_heads is 5 and the weights hold 3"),
-        ({"accuracies": [[0.5], [0.4]]}, "accuracies must hold, for each of the 3 heads"),
+        ({"accuracies": [[0.5], [0.4]]}, "accuracies must hold a row for each of the 3 heads"),
         ({"accuracies": [[0.5], [0.4], [1.5]]}, "chances between 0 and 1"),
     ],
 )

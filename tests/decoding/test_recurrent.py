@@ -16,10 +16,12 @@ from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losse
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.decoding.drafters import Behind
-from ridgeline.decoding.recurrent import Recurrent, load_recurrent
+from ridgeline.decoding.heads import Candidate, tree
+from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
+from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.table import Ops
@@ -28,6 +30,8 @@ SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LayerSpec(4, 2, 16, 64, Rope(dim=1
 CPU = torch.device("cpu")
 KNOWN = (1, 2, 40, 333)
 COUNT = 5
+CHAIN = tuple(Candidate(node - 1, node, 0) for node in range(COUNT))
+TREE = tree(UNMEASURED, 12)
 
 
 def module(seed: int = 0) -> RecurrentModule:
@@ -45,8 +49,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def drafter(folder: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> Recurrent:
-    return Recurrent(load_recurrent(folder, SPEC), SPEC, ops, dtype, CPU)
+def drafter(
+    folder: Path, ops: Ops, dtype: torch.dtype = torch.float32, nodes: tuple[Candidate, ...] = CHAIN
+) -> Recurrent:
+    return Recurrent(load_recurrent(folder, SPEC), SPEC, ops, dtype, CPU, nodes)
 
 
 def rows(seed: int = 0) -> tuple[RowState, torch.Tensor]:
@@ -60,16 +66,16 @@ def rows(seed: int = 0) -> tuple[RowState, torch.Tensor]:
     return RowState(tokens, ints, torch.zeros(1, len(KNOWN) + 1, 1, dtype=torch.int32), 16), hidden
 
 
-def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What it drafts for each row, int32 [rows, COUNT]; nothing else of the rows may change."""
+def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT) -> torch.Tensor:
+    """What it drafts for each row, int32 [rows, count]; nothing else of the rows may change."""
     state, hidden = rows()
     before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
     each = torch.arange(1, len(KNOWN) + 1, dtype=torch.int32)
     temperature = torch.full((len(KNOWN),), heat)
-    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), COUNT, (), lambda slots: [])
-    found = torch.stack([state.tokens[row + 1, at : at + COUNT] for row, at in enumerate(known)])
+    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), lambda slots: [])
+    found = torch.stack([state.tokens[row + 1, at : at + count] for row, at in enumerate(known)])
     for row, at in enumerate(known):
-        before[row + 1, at : at + COUNT] = found[row]
+        before[row + 1, at : at + count] = found[row]
     assert torch.equal(state.tokens, before)
     return found
 
@@ -125,18 +131,47 @@ def test_what_it_learns_from() -> None:
         torch.testing.assert_close(losses[depth], torch.stack(refused).mean())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float) -> None:
+def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
+    """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
+    draft, (state, hidden) = trained(folder), rows()
+    assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
+    found = drafted(drafter(folder, REFERENCE, nodes=TREE), heat, count=len(TREE))
+    states = {-2: hidden}
+    said = {-1: torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])}
+    for at, node in enumerate(TREE):
+        above = -2 if node.parent < 0 else TREE[node.parent].parent
+        states[node.parent] = draft(states[above], said[node.parent])
+        place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
+        keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
+        scores = draft.lm_head(states[node.parent]) - heat * exponential(keys, draft.ids.int()).log()
+        wanted = scores.topk(node.rank + 1).values[:, -1]
+        torch.testing.assert_close(scores.gather(1, found[:, at : at + 1].long() // 2)[:, 0], wanted, rtol=0, atol=1e-4)
+        said[at] = found[:, at].long()
+    for parent in {node.parent for node in TREE}:
+        siblings = found[:, [at for at, node in enumerate(TREE) if node.parent == parent]]
+        assert all(len(set(row)) == len(row) for row in siblings.tolist())
+
+
+@pytest.mark.parametrize("nodes", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float, nodes: tuple[Candidate, ...]) -> None:
     native, why = native_cpu.load()
     if native is None:
         pytest.skip(why)
-    compiled, plain = drafter(folder, native), drafter(folder, replace(native, recurrent=None))
+    compiled, plain = (
+        drafter(folder, native, nodes=nodes),
+        drafter(folder, replace(native, recurrent=None), nodes=nodes),
+    )
     assert compiled._run is not None and plain._run is None
-    found = drafted(compiled, heat)
-    assert torch.equal(found, drafted(plain, heat))
-    assert torch.equal(found, drafted(drafter(folder, REFERENCE), heat))
-    assert bool((found % 2 == 0).all()), "only tokens that it may say"
-    assert drafted(drafter(folder, native, torch.bfloat16), heat, torch.bfloat16).shape == found.shape
+    assert bool(compiled.parents) is (nodes is TREE)
+    for count in range(1, len(nodes) + 1):
+        found = drafted(compiled, heat, count=count)
+        assert torch.equal(found, drafted(plain, heat, count=count))
+        assert torch.equal(found, drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count))
+        assert bool((found % 2 == 0).all()), "only tokens that it may say"
+    assert drafted(drafter(folder, native, torch.bfloat16, nodes), heat, torch.bfloat16).shape == (len(KNOWN), COUNT)
 
 
 def test_noise_is_the_targets(folder: Path) -> None:

@@ -65,7 +65,7 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
     assert any("_verify_graph" in name for name in recorder.replayed)
 
 
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
 def test_what_the_device_drafts(name: str) -> None:
     bench = speculating("llama-gqa", name, step_tokens=TOKENS)
     sizes = (0, max(bench.scheduler._speculation._pace.sizes))  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ import torch
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.decoding.draft_model import DraftModel
 from ridgeline.decoding.drafters import DeviceDrafter
-from ridgeline.decoding.heads import MedusaHeads
+from ridgeline.decoding.heads import MedusaHeads, tree
 from ridgeline.decoding.medusa import Medusa
-from ridgeline.decoding.recurrent import Recurrent, load_recurrent
+from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.decoding.recycling import Recycling
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice
@@ -41,9 +41,12 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
         draft = RecurrentModule(model.spec, torch.arange(model.spec.vocab_size - 3))
         save_recurrent(draft, Path(name), model.spec)
         weights = load_recurrent(Path(name), model.spec)
-    recurrent = Recurrent(weights, model.spec, model.ops, torch.float32, torch.device(device))
+    facts = (weights, model.spec, model.ops, torch.float32, torch.device(device))
+    chain = Recurrent(*facts, tree([row[:1] for row in UNMEASURED], 4))
+    branching = Recurrent(*facts, tree(UNMEASURED, 9))
     return {
-        "recurrent": (recurrent, OnDevice(4)),
+        "recurrent": (chain, OnDevice(4, chain.parents)),
+        "recurrent-tree": (branching, OnDevice(9, branching.parents)),
         "itself": (DraftModel(model), OnDevice(3, reads=True)),
         "medusa": (medusa, OnDevice(6, medusa.parents)),
         "recycling": (recycling, OnDevice(9, recycling.parents[:9])),
@@ -59,7 +62,7 @@ def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
 def test_speculated_is_plain(family: str, depth: int, name: str) -> None:
     """In a batch, prompts in chunks, requests that come later; sampled, logged and penalized rows too."""
     bench = speculating(family, name, depth=depth, step_tokens=16)

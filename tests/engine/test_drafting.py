@@ -13,7 +13,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
-from ridgeline.engine.drafting import read_wanted, weigh
+from ridgeline.engine.drafting import draft_of, read_wanted, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
@@ -84,6 +84,11 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_auto_means() -> None:
     assert wanted("auto") == wanted("reference")
+    own = ASSETS / "recurrent"
+    assert draft_of(shipped_model()) == own and draft_of(ASSETS) is None
+    found = read_wanted(EngineConfig(speculate="auto"), own)
+    assert (found.host, found.device, found.folder) == (("reference",), "recurrent", own)
+    assert engine("auto")._engine.engine.setup.facts["speculate"] == ["reference", "recurrent"]
     assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import NOTHING, Draft, repeats
+from ridgeline.engine import speculation
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice
 from tests.engine.helpers import VOCAB, Bench, oracle
@@ -30,6 +32,8 @@ class Listener:
 
 
 class Host:
+    quotes = False
+
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = truth
         self.guesses: list[Listener] = []
@@ -79,6 +83,37 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
     assert 128 // 16 <= host.asked < 128 // 3
+
+
+def test_a_glance_at_the_last_tokens() -> None:
+    assert repeats(array("i", [1, 2, 3, 4, 1, 2, 3])) and not repeats(array("i", [1, 2, 3, 4, 1, 2]))
+    assert not repeats(array("i", [1, 2])) and not repeats(array("i", range(9)))
+    assert not repeats(array("i", [1, 2, 3, *range(4, 5000), 1, 2, 3])), "too long ago"
+
+
+@pytest.mark.parametrize("quotes", [False, True])
+def test_who_quotes_is_asked_where_a_glance_promises_something(quotes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "repeats", lambda tokens: tokens[-1] % 2 == 0)
+    asked: list[int] = []
+
+    class Silent(Host):
+        def start(self, tokens: Sequence[int]) -> Listener:
+            guess = super().start(tokens)
+
+            def propose(nodes: int, depth: int) -> Draft:
+                asked.append(guess.text[-1])
+                return NOTHING
+
+            guess.propose = propose  # type: ignore[method-assign]
+            return guess
+
+    host = Silent([])
+    host.quotes = quotes
+    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    bench.submit("one", list(range(10)), max_tokens=128)
+    bench.run()
+    assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
+    assert asked and any(token % 2 for token in asked) is not quotes
 
 
 def test_what_the_device_drafted_is_verified_once() -> None:

@@ -264,6 +264,7 @@ def test_every_operation_was_judged() -> None:
         "chain",
         "draw",
         "fp8_weight",
+        "keep",
         "recurrent",
     }
 

@@ -155,6 +155,32 @@ def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> None:
+    """Two groups, paths with gaps across pages, a chain's own, none: what stood at the kept nodes before stands in order, and
+    nothing else has moved."""
+    paths, gained = [[0, 2, 5, 7], [0, 1, 2, 3], [0, 4, 0, 0], [0, 0, 0, 0]], [4, 4, 2, 0]
+    roots, own = [6, 3, 11, 9], [3, 1, 4, 2]
+    ints = torch.zeros(5, Int.STOP + 1, dtype=torch.int32)
+    for row, root, count in zip(own, roots, gained, strict=True):
+        ints[row, Int.LENGTH] = root + count
+    tables = torch.randperm(40, generator=torch.Generator().manual_seed(1)).int().view(2, 5, 4)
+    run = torch.randn(60, 40, 6, PAGE_TOKENS, 8).to(dtype)[:, :, 1:4].transpose(0, 1)[:, 7]  # strides of its own
+    state, before, wanted = (
+        RowState(torch.zeros(5, 20, dtype=torch.int32), ints, tables, PAGE_TOKENS),
+        run.clone(),
+        run.clone(),
+    )
+    packed = torch.tensor([[count, 0] for count in gained], dtype=torch.int32)
+    for row, root, path, count in zip(own, roots, paths, gained, strict=True):
+        for depth in range(1, count):
+            (page, place), (old, old_place) = (divmod(root + at, PAGE_TOKENS) for at in (depth, path[depth]))
+            wanted[tables[1, row, page], :, place] = before[tables[1, row, old], :, old_place]
+    assert native.keep is not None and not torch.equal(wanted, before)
+    native.keep(state, torch.tensor(own, dtype=torch.int32), packed, torch.tensor(paths), 1, run)
+    same(run, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [1, 3])
 def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -> None:

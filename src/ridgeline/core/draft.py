@@ -10,6 +10,7 @@ A *device* drafter (decoding.drafters) computes its tokens at the end of a step,
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,6 +68,20 @@ class Guess(Protocol):
         behind the last known token and behind each node, 1 + len(draft.tokens) ids."""
 
 
+GRAM, GLANCE = 3, 4096
+
+
+def repeats(tokens: array[int]) -> bool:
+    """Whether the last GRAM tokens, four bytes each, stand somewhere before among the last GLANCE: a search of a microsecond or
+    two, which may mistake neighbours' bytes for tokens."""
+    text = tokens[-GLANCE:].tobytes()
+    return 0 <= text.find(text[-4 * GRAM :]) < len(text) - 4 * GRAM
+
+
 class HostDrafter(Protocol):
+    """quotes: it has nothing to say where a request's last tokens are new (`repeats`), so asking then is in vain."""
+
+    quotes: bool
+
     def start(self, tokens: Sequence[int]) -> Guess:
         """For a request that knows these tokens, its prompt."""

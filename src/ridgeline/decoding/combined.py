@@ -13,6 +13,7 @@ class FirstOf:
 
     def __init__(self, drafters: Sequence[HostDrafter]) -> None:
         self._drafters = tuple(drafters)
+        self.quotes = all(one.quotes for one in drafters)
 
     def start(self, tokens: Sequence[int]) -> FirstGuess:
         return FirstGuess([drafter.start(tokens) for drafter in self._drafters])

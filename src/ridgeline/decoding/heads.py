@@ -154,7 +154,10 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
                 f"{folder}: tensor {name} is {found}; {list(shape)} is needed for this target: the heads belong to another model."
             )
     moved = {name: one.to(device, dtype) for name, one in tensors.items()}
-    return MedusaHeads(moved, ops, _accuracies(path, config, heads))
+    accuracies = read_accuracies(folder, config)
+    if len(accuracies) not in (0, heads):
+        raise ConfigError(f"{path}: accuracies must hold a row for each of the {heads} heads.")
+    return MedusaHeads(moved, ops, accuracies)
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
@@ -198,11 +201,12 @@ def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, 
     return shapes
 
 
-def _accuracies(path: Path, config: Mapping[str, Any], heads: int) -> list[list[float]]:
+def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
+    """What config.json in `folder` says of them, as `tree` reads it; empty where it says nothing. Raises ConfigError."""
     rows = config.get("accuracies", [])
-    fine = isinstance(rows, list) and len(rows) in (0, heads) and all(isinstance(row, list) and row for row in rows)
+    fine = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
     if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
         raise ConfigError(
-            f"{path}: accuracies must hold, for each of the {heads} heads, chances between 0 and 1 by rank."
+            f"{folder / 'config.json'}: accuracies must hold, for each depth, chances between 0 and 1 by rank."
         )
-    return rows
+    return tuple(tuple(row) for row in rows)

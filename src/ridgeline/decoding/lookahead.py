@@ -48,6 +48,7 @@ class Lookahead:
         self._columns = columns
         self._ngram = ngram
         self._candidates = candidates
+        self.quotes = False
 
     def start(self, tokens: Sequence[int]) -> Window:
         return Window(tokens, self._columns, Pool(self._ngram, self._candidates))

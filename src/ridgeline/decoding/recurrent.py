@@ -1,11 +1,11 @@
 """A recurrent draft: a small network that goes on from the hidden state which the target drew its last token from.
 
 z = mix(state) + embedding(token), state <- norm(z + down(act(gate z') * up z')), z' = norm(z). The next token is drawn from
-head(state), and drawn token and state lead on to the one after it. It begins with the target's final hidden state, which it
-imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent drafts: Zhang et al. 2024, "Recurrent Drafter";
-heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept from step to step: a draft reads no prompt,
-catches up on nothing and has no pages, and a draft token is four products with a few million weights, stored in 8 bits, a scale
-per output.
+head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of the likeliest draws. It begins
+with the target's final hidden state, which it imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent
+drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept
+from step to step: a draft reads no prompt, catches up on nothing and has no pages, and a level of the tree is four products with a
+few million weights, stored in 8 bits, a scale per output.
 
 It draws with the target's own noise, see decoding.verify.
 """
@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.decoding.drafters import Behind, Views, draw_among
+from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.ops.reference import dequantized
 from ridgeline.ops.rows import RowState
 from ridgeline.ops.step import StepInputs
@@ -35,18 +36,21 @@ MATRICES = ("mix", "gate_up", "down", "head")
 """Each stored as NAME.codes uint8 [out, in] and NAME.scales float16 [out]: weight = (code - 128) * scale; and so is
 the embedding."""
 BITS = 8
+UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
+"""How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """What a folder holds. codes, scales: by name of the matrix. inner_norm, norm: float32 [d_model]. ids: int32 [N], the
-    tokens that the head is for."""
+    tokens that the head is for. accuracies[depth][rank]: how often that draw is what the target says where those above it are."""
 
     codes: dict[str, torch.Tensor]
     scales: dict[str, torch.Tensor]
     inner_norm: torch.Tensor
     norm: torch.Tensor
     ids: torch.Tensor
+    accuracies: tuple[tuple[float, ...], ...] = UNMEASURED
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A matrix in floating point, [out, in]."""
@@ -90,6 +94,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         tensors["inner_norm"].float(),
         tensors["norm"].float(),
         tensors["ids"].int(),
+        read_accuracies(folder, config) or UNMEASURED,
     )
 
 
@@ -107,15 +112,23 @@ def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, 
 
 
 class Recurrent:
-    """See decoding.drafters.DeviceDrafter. spec: of the target, whose norms and activation the draft has."""
+    """See decoding.drafters.DeviceDrafter. spec: of the target, whose norms and activation the draft has. nodes: Candidates of its
+    largest draft."""
 
     layers: tuple[LayerSpec, ...] = ()
-    parents: tuple[int, ...] = ()
 
     def __init__(
-        self, weights: RecurrentWeights, spec: ModelSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+        self,
+        weights: RecurrentWeights,
+        spec: ModelSpec,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        nodes: Sequence[Candidate],
     ) -> None:
-        self._spec, self._ops = spec, ops
+        self._spec, self._ops, self._nodes = spec, ops, tuple(nodes)
+        parents = tuple(node.parent for node in nodes)
+        self.parents = () if parents == tuple(range(-1, len(nodes) - 1)) else parents
         self._ids = weights.ids.to(device)
         self._embedding = weights.plain("embedding", dtype, device)
         self._run = self._compiled(weights) if device.type == "cpu" else None
@@ -125,7 +138,7 @@ class Recurrent:
         self._inner_norm, self._norm = (one.to(device, dtype) for one in (weights.inner_norm, weights.norm))
 
     def _compiled(self, weights: RecurrentWeights) -> RunRecurrent | None:
-        """What drafts a chain at once, where the operations know how."""
+        """What drafts a tree at once, where the operations know how."""
         ops, spec = self._ops, self._spec
         if ops.recurrent is None or ops.integer is None:
             return None
@@ -138,6 +151,8 @@ class Recurrent:
             weights.inner_norm,
             weights.norm,
             self._ids,
+            torch.tensor([node.parent for node in self._nodes], dtype=torch.int32),
+            torch.tensor([node.rank for node in self._nodes], dtype=torch.int32),
             spec.activation,
             spec.norm_eps,
             spec.norm_offset,
@@ -154,20 +169,25 @@ class Recurrent:
         """It learns nothing."""
 
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
-        """One token after the other."""
+        """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
             self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count)
             return
-        state, known = behind.hidden, behind.known
+        known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
-        token, said = behind.state.tokens.view(-1).index_select(0, last), []
-        for node in range(count):
-            state = self._next(state, token)
-            logits = self._ops.linear(state, self._matrices["head"], None)
-            token = draw_among(self._ops, behind, logits, known + node, self._ids, self._spec.vocab_size)
-            said.append(token)
+        states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
+        for above in dict.fromkeys(node.parent for node in nodes):
+            depth = 0 if above < 0 else nodes[above].head + 1
+            states[above] = self._next(states[-2 if above < 0 else nodes[above].parent], said[above])
+            logits = self._ops.linear(states[above], self._matrices["head"], None)
+            children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
+            for rank in range(max(children) + 1):
+                token = draw_among(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
+                logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
+                if rank in children:
+                    said[children[rank]] = token
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(place, torch.stack(said, dim=1))
+        behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
 
     def _next(self, state: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """States [S, D] and tokens int32 [S] -> the states behind them."""

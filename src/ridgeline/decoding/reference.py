@@ -113,6 +113,7 @@ class Reference:
         for document in documents:
             self._documents.extend((*document, -1))
         self._least_chance = least_chance
+        self.quotes = not documents
 
     def start(self, tokens: Sequence[int]) -> Quotation:
         return Quotation(tokens, self._documents, self._least_chance)

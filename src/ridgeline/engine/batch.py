@@ -119,7 +119,7 @@ class Ragged:
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
     all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead, unread: as in
-    StepPlan."""
+    StepPlan. even: the logits of every query token are wanted, in order."""
 
     shape: Shape
     rows: torch.Tensor
@@ -130,6 +130,7 @@ class Batch:
     packed: torch.Tensor | None = None
     ahead: int = 0
     unread: Sequence[int] = ()
+    even: bool = False
 
 
 _ALIGN = 16
@@ -377,7 +378,9 @@ class BatchBuilder:
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
         ahead, unread = self._plan.ahead, self._plan.unread if max(self._plan.unread, default=0) > 2 else ()
-        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread)
+        shape, room = self.shape, self._room
+        drawn = shape.n_tokens == room.tokens == room.draws * room.wide and not shape.chunked and shape.sampling is None
+        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread, even=drawn and scores is None)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

@@ -67,11 +67,22 @@ class _Moved:
     wide: int = 1
     path: torch.Tensor | None = None
 
-    def last(self) -> torch.Tensor:
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [S * wide, D] those that drew each row's last token, [S, D]."""
+        if hidden.is_cuda:
+            return hidden.index_select(0, self._last())
+        # Behind a model's weights every call runs cold: a row alone makes few, and numpy's are shorter than torch's.
+        packed, path = self.packed.numpy(), None if self.path is None else self.path.numpy()
+        if len(packed) == 1:
+            node = max(0, int(packed[0, 0]) - 1)
+            return hidden.narrow(0, node if path is None else int(path[0, node]), 1)
+        found = np.maximum(packed[:, 0] - 1, 0).astype(np.int64)
+        if path is not None:
+            found = path[np.arange(len(found)), found]
+        return hidden.index_select(0, torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide)))
+
+    def _last(self) -> torch.Tensor:
         """The logit row that drew each row's last token, int64 [S]."""
-        if self.packed.device.type == "cpu" and self.path is None:  # numpy's calls are shorter there
-            found = np.maximum(self.packed.numpy()[:, 0] - 1, 0).astype(np.int64)
-            return torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide))
         node = (self.packed[:, 0] - 1).clamp(min=0).long()
         if self.path is not None:
             node = self.path.gather(1, node.unsqueeze(1)).squeeze(1)
@@ -126,7 +137,7 @@ class DeviceStep:
         if ragged is not None and ragged.tree is not None:
             position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
         step = StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
-        wanted = None if ragged is None else ragged.at
+        wanted = None if ragged is None or batch.even else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
         hidden = self.decoder.forward(got.tokens, self._views(got.slots), step, wanted)
@@ -161,12 +172,12 @@ class DeviceStep:
         drawn, logprobs = self._drawn(batch, hidden, bound)
         moved = self._advance(batch, drawn)
         if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
-            hidden = hidden.index_select(0, moved.last())
+            hidden = moved.last(hidden)
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
     def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish."""
-        heat = self.rows.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
+        heat = self.rows.heat(rows)
         behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
         self.drafter.draft(behind, ahead, unread, self._guest_views)
 
@@ -245,16 +256,20 @@ class DeviceStep:
         state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
         if ragged is None or wide == 1:
             return _Moved(self.ops.advance(state, batch.sampled, drawn))
-        root = None if ragged.tree is None else self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled)
         parent = None if ragged.tree is None else ragged.tree.parent
         packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
-        if path is not None and root is not None:
-            self._gather_path(batch, root, path, packed[:, 0])
+        if path is not None and self.ops.keep is not None:
+            for group, runs in enumerate(self.store.runs):
+                for run in runs:
+                    self.ops.keep(state, batch.sampled, packed, path, group, run)
+        elif path is not None:
+            self._gather_path(batch, path, packed[:, 0])
         return _Moved(packed, wide, path)
 
-    def _gather_path(self, batch: Batch, root: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the keys and values of kept nodes to where those of a chain would lie. root int32 [S]: the last known token's
-        slot; count int32 [S]: tokens gained, the nodes kept and one more."""
+    def _gather_path(self, batch: Batch, path: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the keys and values of kept nodes to where those of a chain would lie. count int32 [S]: tokens gained, the nodes
+        kept and one more, by which the rows have moved on."""
+        root = self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled) - count
         depth = self._count[1 : batch.shape.deep + 1].long()
         source = path[:, 1 : batch.shape.deep + 1]
         goes = (depth < count.unsqueeze(1)) & (source != depth)

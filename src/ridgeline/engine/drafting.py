@@ -14,7 +14,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.decoding.combined import FirstOf
 from ridgeline.decoding.draft_model import DraftModel, check_draft, read_vocabulary
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
-from ridgeline.decoding.heads import load_heads
+from ridgeline.decoding.heads import load_heads, tree
 from ridgeline.decoding.lookahead import Lookahead
 from ridgeline.decoding.medusa import Medusa
 from ridgeline.decoding.recurrent import Recurrent, load_recurrent
@@ -24,11 +24,11 @@ from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
-from ridgeline.models.hub import resolve_model
+from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.text.tokenizer import Tokenizer
 
 HOST = ("reference", "lookahead")
-MOST = {"reference": 11, "lookahead": 30, "recurrent": 6, "draft": 4, "medusa": 8, "recycling": 12}
+MOST = {"reference": 11, "lookahead": 30, "recurrent": 12, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""
@@ -41,13 +41,15 @@ LOGIT_ROWS = 1024
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What `speculate` names. host: drafters of HOST, in order. documents: a text that the reference drafter may quote.
-    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft."""
+    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft. chains: they
+    may not branch."""
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
     device: str = ""
     folder: Path | None = None
     most: int = 0
+    chains: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,15 +58,21 @@ class Wanted:
         return (*[size for size in fine if size < self.most], self.most)
 
 
-def read_wanted(config: EngineConfig) -> Wanted:
-    """Raises ConfigError for an option that names nothing we have."""
+def draft_of(folder: Path) -> Path | None:
+    """The recurrent draft that is shipped for the model in `folder`."""
+    return folder.parent / "recurrent" if folder == shipped_model() else None
+
+
+def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted:
+    """made_for_it: a recurrent draft of the model, which auto takes as well. Raises ConfigError for an option that names nothing
+    we have."""
     text, most = config.speculate.strip(), config.draft_tokens
     if text.startswith("{"):
         text, most = _from_json(text, most)
     if text in ("", "off"):
         return Wanted()
     if text == "auto":  # what gains most on the shipped model, and what needs nothing of any other
-        text = "reference"
+        text = "reference" if made_for_it is None else f"reference+recurrent:{made_for_it}"
     wanted = Wanted()
     for part in text.split("+"):
         name, _, rest = part.partition(":")
@@ -85,7 +93,7 @@ def read_wanted(config: EngineConfig) -> Wanted:
             "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
             param="speculate",
         )
-    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)))
+    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)), chains=config.deterministic)
 
 
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
@@ -173,9 +181,10 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
     if wanted.device == "recurrent" and wanted.folder is not None:
         weights = load_recurrent(wanted.folder, spec)
-        return Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place), OnDevice(
-            min(wanted.most, MOST["recurrent"])
-        )
+        rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
+        nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
+        recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
+        return recurrent, OnDevice(len(nodes), recurrent.parents)
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)

@@ -27,8 +27,9 @@ _REST, _LONGEST = 8, 64
 """Steps for which a choice stands, and for which drafting may be off, without being thought over."""
 _LEAST, _WORTH = 0.3, 1.03
 """Steps that a look costs at least, as equals need no comparing; what a size must promise, times the tokens of plain steps."""
-_MEMORY, _SURPRISE = 0.05, 1.5
-"""Least weight of a reading; times the mean as which a time counts at most, as what disturbs a step says nothing of drafts."""
+_MEMORY, _SURPRISE, _FREE = 0.05, 1.5, 0.05
+"""Least weight of a reading; times the mean as which a time counts at most, as what disturbs a step says nothing of drafts; what a
+question must gain at least."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 
@@ -221,7 +222,7 @@ class Pace:
         if nodes:
             # To verify at all takes about as long as two nodes.
             batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (nodes + 2) - batch.node)
-        return (gained - took) * batch.plain, (took - 1) * each
+        return (gained - took) * batch.plain, max(_FREE, (took - 1) * each)
 
     def _took(self, batch: _Batch, size: int, seconds: float) -> float:
         """Plain steps that a step with so many nodes took; -1: whatever the host drafted."""

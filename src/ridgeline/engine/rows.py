@@ -67,6 +67,12 @@ class Rows:
     def flat_tokens(self) -> torch.Tensor:
         return self.tokens.view(-1)
 
+    def heat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Temperatures float32 [S] of rows int32 [S]."""
+        if rows.is_cuda:
+            return self.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
+        return torch.from_numpy(self.knobs.numpy()[rows.numpy(), Knob.TEMPERATURE])
+
     def pack(self, plan: StepPlan, packet: Packet) -> list[Join]:
         """Add what `plan` changes to `packet`; returns the joins that count (of several for one row, the last)."""
         joins = list({join.row: join for join in plan.joins}.values())
@@ -108,7 +114,7 @@ class Rows:
             row, place, token = got["drafts"].unbind(0)
             at = row * self.width + self.ints[:, Int.KNOWN].index_select(0, row) + place
             self.flat_tokens.index_copy_(0, at.long(), token)
-        elif not self.tokens.is_cuda:
+        elif not self.tokens.is_cuda and max(plan.drafts) >= 0:
             tokens, known, end = self.tokens.numpy(), self.ints.numpy()[:, Int.KNOWN], 0
             for row_of, count in zip(plan.rows, plan.n_draft, strict=True):
                 end += count

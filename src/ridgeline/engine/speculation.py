@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter
+from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter, repeats
 from ridgeline.core.plan import StepResult
 from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.pace import Pace
@@ -83,6 +83,8 @@ _PRICE = 0.15
 """Plain steps that a question takes, where the device drafts as well and nobody can tell."""
 _BETWEEN = 32
 """Tokens of a request after which it is asked again whether its text can be quoted."""
+_GLANCE = 4
+"""Steps without drafts after which requests are looked at again for whether their last tokens repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,14 @@ class Drafts:
         self.resting = False
         self._host, self._device, self._pace = host, device, pace
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
+        parents = () if device is None else device.parents
+        self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
+        """The first nodes of the device's draft that are a chain."""
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
         self._rest = self._waiting = 0
         self._asked: list[Request] = []
-        self._quoted = 0.0
-        """What a question won lately that was asked to find out: what is expected for a new request."""
+        self._quoted = 0.5
+        """What a question won lately, at most 1: what is expected for a new request."""
 
     def waits(self, request: Request) -> bool:
         """A request is asked while that pays, and now and then to find out; in between it costs nothing."""
@@ -123,6 +128,8 @@ class Drafts:
         said = len(request.tokens)
         if request.asked_to < 0:
             request.asked_to, request.quoted = 0, self._quoted
+        if self._host.quotes and not (self._pace.fixed or request.gained or repeats(request.tokens)):
+            return False
         asks = said < request.asked_to or (request.quoted > 0 and self._pace.affords(self._rows))
         new = not request.asked_to
         due = new or said >= request.asked_to + _BETWEEN
@@ -149,9 +156,7 @@ class Drafts:
         # A draft is verified by the next step or never: afterwards other tokens stand in its places.
         offered, request.offered = min(most, request.offered), 0
         # What the device drafted is not known here, so no grammar could be asked.
-        if request.constraint is not None or (
-            request.sampling.penalized and self._sizes[:1] and self._sizes[-1].parents
-        ):
+        if request.constraint is not None:
             offered = 0
         found, request.found = request.found, None
         if found is None and self._host is not None and self.waits(request):
@@ -160,6 +165,8 @@ class Drafts:
             likely = sum(request.kept ** (node + 1) for node in range(len(found.tokens)))
             if not offered or likely > self._pace.gained(offered) - 1:
                 return found
+        if request.sampling.penalized:  # see _guess
+            return Draft(self._sizes[offered].tokens[: self._straight]) if offered else NOTHING
         return self._sizes[offered] if offered else NOTHING
 
     def _guess(self, host: HostDrafter, request: Request) -> Draft:
@@ -189,7 +196,9 @@ class Drafts:
         step.size, self._size = self._size, 0
         step.asked, self._asked = self._asked, []
         waiting, self._waiting = self._waiting, 0
-        if device is not None and rows:
+        # Where a text is quoted at length, what the device drafts beside it is seldom verified.
+        quoted = min(plan.drafts, default=DEVICE) >= 0 and min(one.quoted for one in step.requests) > 1
+        if device is not None and rows and not quoted:
             self._size = self._pace.choose(rows, min(device.most, max(0, self._logit_rows // rows - 1)))
         plan.ahead = self._size
         step.drafting = bool(step.size or plan.ahead or step.asked or plan.drafts)
@@ -197,6 +206,8 @@ class Drafts:
             self._offer(step, device)
         if rows and not (step.drafting or waiting or plan.joins or self.reach):
             self._rest = self._pace.rest(rows, host=self._host is not None, device=device is not None)
+            if self._host is not None and self._host.quotes:
+                self._rest = min(_GLANCE, self._rest)
             self.resting = self._rest > 0
 
     def _offer(self, step: FlyingStep, device: OnDevice) -> None:
@@ -244,8 +255,7 @@ class Drafts:
             saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady), _PRICE
         for request in step.asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
-            if _looking(request):
-                self._quoted += _MEMORY / 4 * (request.gained - price - self._quoted)
+            self._quoted += _MEMORY / 4 * (min(1, request.gained) - price - self._quoted)
         return saved
 
 

@@ -42,7 +42,8 @@ class KvStore:
     order "page": [page][layer][K | V][head][slot][dim], one run of bytes per page, so that offload and hand-over copy
     a page at once. "layer": [layer][page][K | V][head][slot][dim], what most engines do; kept to measure the
     difference. `kv[i]`: layer i's cache [pages, 2, kv_heads, page_tokens, head_dim] as ops.step.KvView wants it;
-    `groups[i]`: the group whose page table serves it. A layer with `share_from` has its source's.
+    `groups[i]`: the group whose page table serves it. A layer with `share_from` has its source's. `runs[group]`: the same memory
+    in few views [pages, heads of keys and values, page_tokens, head_dim].
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class KvStore:
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
         self.flat = _zeros(self.pages * sum(self._regions), dtype, device)
         own = self._views(layers)
-        self._runs = [self._stacked(group, layers) for group in range(len(layout.groups))]
+        self.runs = [self._stacked(group, layers) for group in range(len(layout.groups))]
         sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
         group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
         self.kv = tuple(own[source] for source in sources)
@@ -86,7 +87,7 @@ class KvStore:
         the page): all are read before any is written. Only a scratch slot may be a target more than once."""
         size = self.layout.page_tokens
         pages, places = source // size, source % size
-        for run in self._runs[group]:
+        for run in self.runs[group]:
             run[target // size, :, target % size] = run[pages, :, places]
 
     def _stacked(self, group: int, layers: Sequence[LayerSpec]) -> list[torch.Tensor]:

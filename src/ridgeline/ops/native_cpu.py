@@ -334,6 +334,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         advance=rows.advance,
         layers=ops.layers,
         verify=rows.verify,
+        keep=rows.keep,
         draw=rows.draw,
         chain=ops.chain,
         recurrent=ops.recurrent,

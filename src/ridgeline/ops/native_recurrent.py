@@ -1,4 +1,4 @@
-"""A recurrent draft's chain in one foreign call: see native/recurrent.cpp."""
+"""A recurrent draft's tree in one foreign call: see native/recurrent.cpp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Parts(ctypes.Structure):
     """Mirror of Parts in recurrent.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("embedding", "inner_norm", "norm", "ids")),
+        *((name, c_void_p) for name in ("embedding", "inner_norm", "norm", "ids", "parents", "ranks")),
         *((name, IntWeights) for name in ("mix", "gate_up", "down", "head")),
         *((name, c_int64) for name in ("d_model", "d_ff", "outputs", "gate")),
         ("eps", c_float),
@@ -37,7 +37,10 @@ class NativeRecurrent:
     def __init__(self, parts: RecurrentParts, kernels: Kernels) -> None:
         self._run, self._dtype, self._kept = kernels.recurrent, parts.embedding.dtype, parts
         self._parts = _Parts(
-            *(at(one) for one in (parts.embedding, parts.inner_norm, parts.norm, parts.ids)),
+            *(
+                at(one)
+                for one in (parts.embedding, parts.inner_norm, parts.norm, parts.ids, parts.parents, parts.ranks)
+            ),
             *(int_weights(one) for one in (parts.mix, parts.gate_up, parts.down, parts.head)),
             parts.embedding.shape[1],
             parts.gate_up.out // 2,

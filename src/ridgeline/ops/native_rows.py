@@ -16,16 +16,18 @@ STATE = 9
 """Numbers that state_of gives."""
 _DRAW = Struct(f"{STATE + 9}q")
 _GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 10}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
+_KEEP = Struct(f"{STATE + 12}q")
 
 
 class NativeRows:
     """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
 
-    __slots__ = ("_advance", "_gather", "_kernels", "_verify")
+    __slots__ = ("_advance", "_gather", "_keep", "_kernels", "_verify")
 
     def __init__(self, library: Library) -> None:
         self._kernels = library.kernels
         self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
+        self._keep = library.rows_keep
 
     def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
         """See ops.rows.gather."""
@@ -78,6 +80,22 @@ class NativeRows:
         out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
         self._verify(_VERIFY.pack(*state_of(state), *given, *out))
         return packed, path
+
+    def keep(
+        self,
+        state: RowState,
+        rows: torch.Tensor,
+        packed: torch.Tensor,
+        path: torch.Tensor,
+        group: int,
+        run: torch.Tensor,
+    ) -> None:
+        """See Ops.keep."""
+        count, wide = path.shape
+        size = run.element_size()
+        sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
+        given = (at(rows), at(packed), packed.stride(0), at(path), count, wide, group, run.data_ptr())
+        self._keep(_KEEP.pack(*state_of(state), *given, *sizes))
 
 
 def state_of(state: RowState) -> tuple[int, ...]:

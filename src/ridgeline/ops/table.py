@@ -233,7 +233,8 @@ def no_chain(parts: ChainParts) -> RunChain | None:
 @dataclass(frozen=True, slots=True)
 class RecurrentParts:
     """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; mix [D, D], gate_up [2 F, D], down [D, F], head [N, D];
-    norms float32 [D]; ids int32 [N]: the tokens that the head is for."""
+    norms float32 [D]; ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes of its largest draft
+    tree, parents before children, -1 for the last known token; a node is the child of that rank, 0 the likeliest."""
 
     embedding: torch.Tensor
     mix: IntMatrix
@@ -243,19 +244,24 @@ class RecurrentParts:
     inner_norm: torch.Tensor
     norm: torch.Tensor
     ids: torch.Tensor
+    parents: torch.Tensor
+    ranks: torch.Tensor
     activation: str
     eps: float
     offset: bool
 
 
 RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes `count` tokens behind what the rows know."""
+"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes that many nodes behind what the rows know."""
 
 
 Verify = Callable[
     [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
+
+
+KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
 
 DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -280,6 +286,8 @@ class Ops:
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
     gather, advance: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
+    keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
+        has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
     draw(state, heat float32 [R], rows int32 [S], logits [S * wide, V], depth int32 [S * wide] or None) -> tokens int32 [S * wide]:
         what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None: 0, 1, .., as in chains)
         with the rows' noise, as `sample`; None: nothing here does it in one call.
@@ -315,6 +323,7 @@ class Ops:
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     verify: Verify | None = None
+    keep: KeepPath | None = None
     draw: DrawRows | None = None
     chain: Callable[[ChainParts], RunChain | None] = no_chain
     recurrent: Callable[[RecurrentParts], RunRecurrent | None] | None = None

@@ -114,7 +114,7 @@ class Library:
 
     sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
-    rows_gather, rows_advance, rows_verify(arguments): see rows.cpp.
+    rows_gather, rows_advance, rows_verify, rows_keep(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
     """
 
@@ -126,6 +126,7 @@ class Library:
     rows_gather: Any
     rows_advance: Any
     rows_verify: Any
+    rows_keep: Any
     instructions: str
     compiler: str
 
@@ -185,7 +186,7 @@ def open_library(path: Path) -> Library:
     library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
-    for one in (brief.rl_rows_gather, brief.rl_rows_advance, brief.rl_rows_verify):
+    for one in (brief.rl_rows_gather, brief.rl_rows_advance, brief.rl_rows_verify, brief.rl_rows_keep):
         one.argtypes, one.restype = (ctypes.c_char_p,), None
     return Library(
         kernels,
@@ -196,6 +197,7 @@ def open_library(path: Path) -> Library:
         brief.rl_rows_gather,
         brief.rl_rows_advance,
         brief.rl_rows_verify,
+        brief.rl_rows_keep,
         library.rl_instructions().decode(),
         library.rl_compiler().decode(),
     )

@@ -107,6 +107,45 @@ void advance(const Advance& a) {
     }
 }
 
+namespace {
+
+// Rows that verified trees and were moved on: keys and values of the nodes they kept go to where a chain would have written them.
+// packed: of each row the tokens gained, the rest of its `stride` is not read. run: a group's keys and values, [pages, heads,
+// page_tokens] of `bytes` each, neighbours so many bytes apart.
+struct Keep {
+    State state;
+    const std::int32_t* rows;    // [n]
+    const std::int32_t* packed;  // [n, stride]
+    index stride;
+    const std::int64_t* path;  // [n, wide]
+    index n, wide, group;
+    char* run;
+    index heads, page_step, head_step, bytes;
+
+    char* slot(index row, index at) const {
+        const index page = state.tables[(group * state.rows + row) * state.pages + at / state.page_tokens];
+        return run + page * page_step + at % state.page_tokens * bytes;
+    }
+};
+
+// A path's nodes ascend, and none stands before its place in the path: in order, no slot is read after it was written.
+void keep(const Keep& k) {
+    for (index n = 0; n < k.n; ++n) {
+        const index row = k.rows[n], gained = k.packed[n * k.stride], root = k.state.of(row)[LENGTH] - gained;
+        for (index depth = 1; depth < gained; ++depth) {
+            const index node = k.path[n * k.wide + depth];
+            if (node == depth) continue;
+            const char* from = k.slot(row, root + node);
+            char* to = k.slot(row, root + depth);
+            for (index head = 0; head < k.heads; ++head)
+                std::memcpy(to + head * k.head_step, from + head * k.head_step, k.bytes);
+        }
+    }
+}
+
+}  // namespace
+
+RIDGELINE_API void rl_rows_keep(const Keep* k) { keep(*k); }
 RIDGELINE_API void rl_rows_gather(const Gather* g) { gather(*g); }
 RIDGELINE_API void rl_rows_advance(const Advance* a) { advance(*a); }
 
