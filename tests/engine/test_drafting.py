@@ -13,7 +13,8 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
-from ridgeline.engine.drafting import draft_of, read_wanted, weigh
+from ridgeline.core.speculate import read_wanted
+from ridgeline.engine.drafting import draft_of, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model

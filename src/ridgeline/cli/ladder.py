@@ -26,7 +26,8 @@ from ridgeline.compress.texts import default_calibration, judging_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import MAX_LOGPROBS
-from ridgeline.engine.drafting import read_wanted, weigh
+from ridgeline.core.speculate import read_wanted
+from ridgeline.engine.drafting import weigh
 from ridgeline.hardware.probe import probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model

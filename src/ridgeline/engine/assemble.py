@@ -17,8 +17,9 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import ModelSpec
+from ridgeline.core.speculate import read_wanted
 from ridgeline.engine.account import open_account
-from ridgeline.engine.drafting import LOGIT_ROWS, draft_of, open_drafters, read_wanted, weigh
+from ridgeline.engine.drafting import LOGIT_ROWS, draft_of, open_drafters, weigh
 from ridgeline.engine.engine import Engine, Grammars, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop

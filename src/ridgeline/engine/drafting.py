@@ -1,16 +1,15 @@
-"""From the option `speculate` to drafters: what it names, what they take beside the model, and the objects themselves."""
+"""The drafters that are wanted: what they take beside the model, and the objects themselves."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.draft import MAX_DRAFT, HostDrafter
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.draft import HostDrafter
 from ridgeline.core.sizing import Beside
 from ridgeline.core.spec import ModelSpec
+from ridgeline.core.speculate import MOST, Wanted, refusal
 from ridgeline.decoding.combined import FirstOf
 from ridgeline.decoding.draft_model import DraftModel, check_draft, read_vocabulary
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
@@ -27,100 +26,15 @@ from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.text.tokenizer import Tokenizer
 
-HOST = ("reference", "lookahead")
-MOST = {"reference": 11, "lookahead": 30, "recurrent": 12, "draft": 4, "medusa": 8, "recycling": 12}
-"""Nodes of the largest draft, untold."""
-METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
-"""vLLM's names in a --speculative-config -> ours."""
 LEAST_CHANCE = 0.35
 """Of a node that a reference drafter proposes on a CPU, where a step with drafts costs a fifth more before its first node."""
 LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What `speculate` names. host: drafters of HOST, in order. documents: a text that the reference drafter may quote.
-    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft. chains: they
-    may not branch."""
-
-    host: tuple[str, ...] = ()
-    documents: Path | None = None
-    device: str = ""
-    folder: Path | None = None
-    most: int = 0
-    chains: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes that are tried: each one to 4, then every half step of a doubling."""
-        fine = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
-        return (*[size for size in fine if size < self.most], self.most)
-
-
 def draft_of(folder: Path) -> Path | None:
     """The recurrent draft that is shipped for the model in `folder`."""
     return folder.parent / "recurrent" if folder == shipped_model() else None
-
-
-def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted:
-    """made_for_it: a recurrent draft of the model, which auto takes as well. Raises ConfigError for an option that names nothing
-    we have."""
-    text, most = config.speculate.strip(), config.draft_tokens
-    if text.startswith("{"):
-        text, most = _from_json(text, most)
-    if text in ("", "off"):
-        return Wanted()
-    if text == "auto":  # what gains most on the shipped model, and what needs nothing of any other
-        text = "reference" if made_for_it is None else f"reference+recurrent:{made_for_it}"
-    wanted = Wanted()
-    for part in text.split("+"):
-        name, _, rest = part.partition(":")
-        if name in HOST:
-            documents = Path(rest) if rest else wanted.documents
-            wanted = replace(wanted, host=(*wanted.host, name), documents=documents)
-        elif name in MOST and not wanted.device:
-            if (name == "recycling") is bool(rest):
-                raise _refusal(f"{part!r} must {'not ' if rest else ''}name a folder")
-            wanted = replace(wanted, device=name, folder=Path(rest) if rest else None)
-        else:
-            raise _refusal(
-                f"{part!r} is unknown" if name not in MOST else f"{part!r} is a second drafter on the device"
-            )
-    names = (*wanted.host, *filter(None, [wanted.device]))
-    if config.deterministic and names not in (("draft",), ("recurrent",)):
-        raise ConfigError(
-            "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
-            param="speculate",
-        )
-    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)), chains=config.deterministic)
-
-
-def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
-    """A --speculative-config as vLLM's users write it."""
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise _refusal(f"the JSON cannot be read ({error})") from None
-    method = given.get("method", "draft_model" if "model" in given else "")
-    if method not in METHODS:
-        raise _refusal(f"method {method!r} is none of {', '.join(METHODS)}")
-    name, count = METHODS[method], given.get("num_speculative_tokens")
-    if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
-        raise _refusal(f"num_speculative_tokens is {count!r}, not a number from 1 to {MAX_DRAFT}")
-    if name in HOST:
-        return name, most or count
-    if "model" not in given:
-        raise _refusal(f"method {method!r} needs a model")
-    return f"{name}:{given['model']}", most or count
-
-
-def _refusal(reason: str) -> ConfigError:
-    return ConfigError(
-        f"speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
-        "medusa:FOLDER; + joins host drafters with one of the others.",
-        param="speculate",
-    )
 
 
 def _draft_config(wanted: Wanted, spec: ModelSpec) -> tuple[Path, ModelConfig]:
@@ -168,7 +82,7 @@ def _open_host(name: str, wanted: Wanted, target: LoadedModel, folder: Path) -> 
     try:
         text = wanted.documents.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _refusal(f"the document {str(wanted.documents)!r} cannot be read ({error})") from None
+        raise refusal(f"the document {str(wanted.documents)!r} cannot be read ({error})") from None
     return Reference([Tokenizer.load(folder).encode(text, add_special_tokens=False)], least_chance=least)
 
 
