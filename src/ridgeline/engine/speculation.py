@@ -83,8 +83,9 @@ _PRICE = 0.15
 """Plain steps that a question takes, where the device drafts as well and nobody can tell."""
 _BETWEEN = 32
 """Tokens of a request after which it is asked again whether its text can be quoted."""
-_GLANCE = 4
-"""Steps without drafts after which requests are looked at again for whether their last tokens repeat."""
+_GLANCE, _HOPE = 4, 0.5
+"""Steps without drafts after which requests are looked at again for whether their last tokens repeat; tokens that a question is
+expected to win then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class Drafts:
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
         self._rest = self._waiting = 0
         self._asked: list[Request] = []
-        self._quoted = 0.5
-        """What a question won lately, at most 1: what is expected for a new request."""
+        self._quoted = 0.0
+        """What a question won lately that was asked to find out: what is expected for a new request."""
 
     def waits(self, request: Request) -> bool:
         """A request is asked while that pays, and now and then to find out; in between it costs nothing."""
@@ -127,7 +128,8 @@ class Drafts:
             return False
         said = len(request.tokens)
         if request.asked_to < 0:
-            request.asked_to, request.quoted = 0, self._quoted
+            # Where a glance promises something a request's own questions decide: in a batch one alone bears the price of all rows.
+            request.asked_to, request.quoted = 0, max(self._quoted, _HOPE if self._host.quotes else 0.0)
         if self._host.quotes and not (self._pace.fixed or request.gained or repeats(request.tokens)):
             return False
         asks = said < request.asked_to or (request.quoted > 0 and self._pace.affords(self._rows))
@@ -255,7 +257,8 @@ class Drafts:
             saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady), _PRICE
         for request in step.asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
-            self._quoted += _MEMORY / 4 * (min(1, request.gained) - price - self._quoted)
+            if _looking(request):
+                self._quoted += _MEMORY / 4 * (request.gained - price - self._quoted)
         return saved
 
 
