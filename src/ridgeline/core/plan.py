@@ -97,31 +97,21 @@ class StepPlan:
     def n_tokens(self) -> int:
         return sum(self.n_query)
 
+    @property
+    def _form(self) -> tuple[array[int], ...]:
+        return self.rows, self.generations, self.n_query, self.n_draft, self.samples, self.tree, self.unread
+
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
         drafted."""
-        if any((self.masks, self.score_ids, other.masks, other.score_ids)):
-            return False
-        return all(
-            mine is theirs or mine == theirs
-            for mine, theirs in (
-                (self.rows, other.rows),
-                (self.generations, other.generations),
-                (self.n_query, other.n_query),
-                (self.n_draft, other.n_draft),
-                (self.samples, other.samples),
-                (self.tree, other.tree),
-                (self.ahead, other.ahead),
-                (self.unread, other.unread),
-            )
-        )
+        alone = self.masks or self.score_ids or other.masks or other.score_ids
+        return not alone and self.ahead == other.ahead and self._form == other._form
 
     def form(self) -> tuple[bytes | int, ...] | None:
         """What steps that repeat each other have in common, to be looked up by; None for one that none repeats."""
         if self.masks or self.score_ids:
             return None
-        known = (self.rows, self.generations, self.n_query, self.n_draft, self.samples, self.tree, self.unread)
-        return (self.ahead, *(one.tobytes() for one in known))
+        return self.ahead, *(one.tobytes() for one in self._form)
 
 
 @dataclass(frozen=True, slots=True)
