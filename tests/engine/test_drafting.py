@@ -14,7 +14,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
 from ridgeline.core.speculate import read_wanted
-from ridgeline.engine.drafting import draft_of, weigh
+from ridgeline.engine.drafting import wanted_by, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
@@ -85,9 +85,9 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_auto_means() -> None:
     assert wanted("auto") == wanted("reference")
-    own = ASSETS / "recurrent"
-    assert draft_of(shipped_model()) == own and draft_of(ASSETS) is None
-    found = read_wanted(EngineConfig(speculate="auto"), own)
+    own, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
+    assert wanted_by(auto, ASSETS, "cpu") == wanted_by(auto, shipped_model(), "cuda") == wanted("auto")
+    found = wanted_by(auto, shipped_model(), "cpu")
     assert (found.host, found.device, found.folder) == (("reference",), "recurrent", own)
     assert engine("auto")._engine.engine.setup.facts["speculate"] == ["reference", "recurrent"]
     assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]

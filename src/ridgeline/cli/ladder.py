@@ -26,8 +26,7 @@ from ridgeline.compress.texts import default_calibration, judging_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import MAX_LOGPROBS
-from ridgeline.core.speculate import read_wanted
-from ridgeline.engine.drafting import weigh
+from ridgeline.engine.drafting import wanted_by, weigh
 from ridgeline.hardware.probe import probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -77,12 +76,12 @@ def run(given: Given) -> int:
     spec = served_spec(checkpoint, model)
     room = ROWS * spec.kv_bytes(spec.max_len) * 2
     engine = replace(resolved.engine, kv_cache_memory=resolved.engine.kv_cache_memory or room)
-    cuda = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    place = "cuda" if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()) else "cpu"
     formats = [one for one in rest.get("formats", FORMATS).split(",") if one]
     for one in formats:
         served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
-    ladder = rungs(model, engine, formats, "graphs" if cuda else "compiled")
-    drafters = weigh(read_wanted(ladder[-1].engine), spec, 1, 0).bytes
+    ladder = rungs(model, engine, formats, "graphs" if place == "cuda" else "compiled")
+    drafters = weigh(wanted_by(ladder[-1].engine, folder, place), spec, 1, 0).bytes
     climbed: list[Climbed] = []
     with Stages(Console(stderr=True)) as stages:
         for rung in ladder:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ridgeline.core.config import ModelConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.draft import HostDrafter
 from ridgeline.core.sizing import Beside
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import MOST, Wanted, refusal
+from ridgeline.core.speculate import MOST, Wanted, read_wanted, refusal
 from ridgeline.decoding.combined import FirstOf
 from ridgeline.decoding.draft_model import DraftModel, check_draft, read_vocabulary
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
@@ -32,9 +32,11 @@ LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
 
 
-def draft_of(folder: Path) -> Path | None:
-    """The recurrent draft that is shipped for the model in `folder`."""
-    return folder.parent / "recurrent" if folder == shipped_model() else None
+def wanted_by(config: EngineConfig, folder: Path, place: str) -> Wanted:
+    """What `config` wants for the model in `folder`: on a CPU, with auto, also the recurrent draft that is shipped for that
+    model. place: cpu or cuda. Raises ConfigError as read_wanted does."""
+    shipped = place == "cpu" and folder == shipped_model()
+    return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
 
 def _draft_config(wanted: Wanted, spec: ModelSpec) -> tuple[Path, ModelConfig]:
