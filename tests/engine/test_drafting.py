@@ -86,8 +86,10 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_auto_means() -> None:
     assert wanted("auto") == wanted("reference")
     own, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
-    assert wanted_by(auto, ASSETS, "cpu") == wanted_by(auto, shipped_model(), "cuda") == wanted("auto")
-    found = wanted_by(auto, shipped_model(), "cpu")
+    spec = read_model(shipped_model())[0]
+    assert wanted_by(auto, spec, ASSETS, "cpu") == wanted_by(auto, spec, shipped_model(), "cuda") == wanted("auto")
+    assert wanted_by(auto, replace(spec, quantization="int4"), shipped_model(), "cpu") == wanted("auto")
+    found = wanted_by(auto, spec, shipped_model(), "cpu")
     assert (found.host, found.device, found.folder) == (("reference",), "recurrent", own)
     assert engine("auto")._engine.engine.setup.facts["speculate"] == ["reference", "recurrent"]
     assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]

@@ -81,7 +81,8 @@ def run(given: Given) -> int:
     for one in formats:
         served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
     ladder = rungs(model, engine, formats, "graphs" if place == "cuda" else "compiled")
-    drafters = weigh(wanted_by(ladder[-1].engine, folder, place), spec, 1, 0).bytes
+    last = served_spec(checkpoint, ladder[-1].model)
+    drafters = weigh(wanted_by(ladder[-1].engine, last, folder, place), last, 1, 0).bytes
     climbed: list[Climbed] = []
     with Stages(Console(stderr=True)) as stages:
         for rung in ladder:

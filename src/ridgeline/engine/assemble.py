@@ -71,7 +71,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    wanted = wanted_by(config, folder, device.type)
+    wanted = wanted_by(config, spec, folder, device.type)
     beside = weigh(wanted, spec, config.max_num_seqs or LOGIT_ROWS, taken)
     plan = size(spec, config, total, device.type, model=model, beside=beside)
     ops = _operations(config, spec, device)

@@ -32,10 +32,11 @@ LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
 
 
-def wanted_by(config: EngineConfig, folder: Path, place: str) -> Wanted:
-    """What `config` wants for the model in `folder`: on a CPU, with auto, also the recurrent draft that is shipped for that
-    model. place: cpu or cuda. Raises ConfigError as read_wanted does."""
-    shipped = place == "cpu" and folder == shipped_model()
+def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -> Wanted:
+    """What `config` wants for the model in `folder`, served as `spec`: on a CPU, with auto, also the recurrent draft that is shipped
+    for that model, unless weights in few bits make steps too short for it to pay. place: cpu or cuda. Raises ConfigError as
+    read_wanted does."""
+    shipped = place == "cpu" and folder == shipped_model() and not spec.quantization
     return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
 
