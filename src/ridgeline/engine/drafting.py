@@ -33,9 +33,9 @@ LOGIT_ROWS = 1024
 
 
 def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -> Wanted:
-    """What `config` wants for the model in `folder`, served as `spec`: on a CPU, with auto, also the recurrent draft that is shipped
-    for that model, unless weights in few bits make steps too short for it to pay. place: cpu or cuda. Raises ConfigError as
-    read_wanted does."""
+    """What `config` wants for the model in `folder`, served as `spec`: on a CPU, with auto, also the recurrent draft that is
+    shipped for that model, unless weights in few bits make steps too short for it to pay. place: cpu or cuda. Raises ConfigError
+    as read_wanted does."""
     shipped = place == "cpu" and folder == shipped_model() and not spec.quantization
     return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
