@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -137,31 +139,30 @@ _ALIGN = 16
 """Items to which the parts of a packed step are aligned, as in Packet."""
 
 
-def _places(room: Room, tree: bool) -> tuple[dict[str, slice], int]:
-    """Where each part of a packed step lies, and how many items it has in all. int64 takes two items."""
+@lru_cache(maxsize=256)
+def _places(room: Room, tree: bool) -> tuple[dict[str, slice], list[int]]:
+    """Where each part of a packed step lies, and the sizes of all parts, each with the gap behind it. int64 takes two items."""
     rows, draws, tokens, wide = room.rows, room.draws, room.tokens, room.wide
     sizes = {"rows": rows, "sampled": draws, "q_start": rows + 1, "n_query": rows, "advance": rows}
     sizes |= {"n_draft": draws, "at": draws * wide, "row_of": tokens, "place": tokens}
     if tree:
         sizes |= {"shift": tokens, "ancestors": 2 * tokens, "parent": 2 * draws * wide, "depth": draws * wide}
-    places, first = {}, 0
-    for name, size in sizes.items():
-        places[name] = slice(first, first + size)
-        first += -(-size // _ALIGN) * _ALIGN
-    return places, first
+    cuts = [size for one in sizes.values() for size in (one, -one % _ALIGN)]
+    begins = [0, *accumulate(cuts)][:-1:2]
+    return {name: slice(at, at + sizes[name]) for name, at in zip(sizes, begins, strict=True)}, cuts
 
 
 def packed_size(room: Room, tree: bool = False) -> int:
     """Items of a packed step that is not pure decode."""
-    return _places(room, tree)[1]
+    return sum(_places(room, tree)[1])
 
 
 def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
     """The batch over a packed step, without drafts and wishes. For pure decode that is its rows."""
     if shape.decode:
         return Batch(shape, packed, packed, packed=packed)
-    places, _ = _places(room, shape.deep > 0)
-    part = {name: packed[place] for name, place in places.items()}
+    places, cuts = _places(room, shape.deep > 0)
+    part = dict(zip(places, packed.split(cuts)[::2], strict=True))
     rows, sampled = part.pop("rows"), part.pop("sampled")
     tree = None
     if shape.deep:
@@ -182,13 +183,12 @@ class BatchBuilder:
         self._rows = np.frombuffer(plan.rows, dtype=np.int32)
         self._n_query = np.frombuffer(plan.n_query, dtype=np.int32)
         self._n_draft = np.frombuffer(plan.n_draft, dtype=np.int32)
-        self._check()
+        most = self._check()
         self._branches: list[Branches] = []
-        samples = np.frombuffer(plan.samples, dtype=np.int8).astype(bool)
-        self._where = np.flatnonzero(samples)
-        self.shape = self._shape(residents)
+        self._where = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.int8))
+        self.shape = self._shape(residents, most)
         self._drawing = [] if self.shape.plain else [residents[row] for row in self._rows[self._where].tolist()]
-        scored = np.flatnonzero(np.frombuffer(plan.logits, dtype=np.int8) == Logits.ALL).tolist()
+        scored = (place for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL) if plan.score_ids else ()
         self._scored = {place: residents[plan.rows[place]] for place in scored}
         self._tops: tuple[int, ...] = ()
         self._places: tuple[int, ...] = ()
@@ -196,37 +196,41 @@ class BatchBuilder:
         self._score_counts: dict[int, int] = {}
         self._room = self.room()
 
-    def _check(self) -> None:
-        plan, most = self._plan, int(self._n_draft.max())
+    def _check(self) -> int:
+        """The most drafts of a row."""
+        plan, drafted = self._plan, sum(self._plan.n_draft)
+        most = max(plan.n_draft) if drafted else 0
         if most > MAX_DRAFT:
             raise EngineFailed(f"A row has {most} drafts; at most {MAX_DRAFT} can be verified at once.")
-        if int(self._n_draft.sum()) != len(plan.drafts):
-            raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {self._n_draft.sum()} drafts.")
+        if drafted != len(plan.drafts):
+            raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {drafted} drafts.")
         if len(plan.tree) not in (0, len(plan.drafts)):
             raise EngineFailed(f"The plan brings {len(plan.tree)} parents for {len(plan.drafts)} drafts.")
         if plan.tree and bool(((self._n_draft > 0) & (self._n_query != self._n_draft + 1)).any()):
             raise EngineFailed("A draft tree stands behind several query tokens; it hangs on the last known one alone.")
-        size = 4 * mask_words(self._vocab)
-        for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
-            if row in plan.masks and n_draft and len(plan.masks[row]) != (1 + n_draft) * size:
-                raise EngineFailed(f"Row {row} has masks of {len(plan.masks[row])} bytes for {n_draft} drafts.")
+        if plan.masks and drafted:
+            size = 4 * mask_words(self._vocab)
+            for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
+                if row in plan.masks and n_draft and len(plan.masks[row]) != (1 + n_draft) * size:
+                    raise EngineFailed(f"Row {row} has masks of {len(plan.masks[row])} bytes for {n_draft} drafts.")
+        return most
 
-    def _shape(self, residents: Residents) -> Shape:
+    def _shape(self, residents: Residents, most: int) -> Shape:
         everyone = len(self._where) == len(self._rows)
         max_query = int(self._n_query.max())
-        drawing = self._rows[self._where]
+        drawing = self._rows if everyone else self._rows[self._where]
         return Shape(
             n_tokens=int(self._n_query.sum()),
             n_rows=len(self._rows),
             n_draws=len(self._where),
             max_query=max_query,
-            wide=1 + int(self._n_draft.max()),
+            wide=1 + most,
             decode=everyone and max_query == 1,
             greedy=bool(residents.greedy[drawing].all()),
             plain=not self._plan.masks and bool(residents.plain[drawing].all()),
             sampling=None if everyone else self._where,
             deep=self._read_tree(),
-            chunked=bool((self._n_query > self._n_draft + 1).any()),
+            chunked=bool((self._n_query > self._n_draft + 1).any()) if most else max_query > 1,
         )
 
     def _read_tree(self) -> int:
@@ -261,8 +265,8 @@ class BatchBuilder:
 
     def _packed(self, room: Room) -> np.ndarray:
         n_query, n_draft, where = self._n_query, self._n_draft, self._where
-        places, size = _places(room, self.shape.deep > 0)
-        packed = np.zeros(size, dtype=np.int32)
+        places, cuts = _places(room, self.shape.deep > 0)
+        packed = np.zeros(sum(cuts), dtype=np.int32)
         part = {name: packed[place] for name, place in places.items()}
         n_rows, n_draws, n_tokens = self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens
         part["rows"][:n_rows] = self._rows

@@ -20,12 +20,14 @@ class Resident:
 
 
 class Residents:
-    """The rows 1 .. rows by number, and as columns for the questions asked of a whole step: generation (0: nobody),
-    greedy, and plain (a draw by temperature is all it asks for)."""
+    """The rows 1 .. rows by number, and as columns for the questions asked of a whole step: generation (0: nobody; -1 in the
+    first and in one behind the last, which stand for whatever is below and above), greedy, and plain (a draw by temperature is
+    all it asks for)."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.vocab = vocab
-        self.generation = np.zeros(rows + 1, dtype=np.int32)
+        self.generation = np.zeros(rows + 2, dtype=np.int32)
+        self.generation[[0, -1]] = -1
         self.greedy = np.ones(rows + 1, dtype=bool)
         self.plain = np.ones(rows + 1, dtype=bool)
         self._of: dict[int, Resident] = {}
@@ -38,7 +40,7 @@ class Residents:
         for row in plan.leaves:
             self._leave(row)
         for join in plan.joins:
-            if 0 < join.row < len(self.generation):
+            if 0 < join.row < len(self.plain):
                 self._enter(join)
 
     def forget(self, plan: StepPlan) -> None:
@@ -49,10 +51,8 @@ class Residents:
     def expel(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
         """The places in the step of rows that do not hold whom the plan means, because an upload was lost; and the plan with
         the scratch row in their stead, which draws nothing."""
-        rows = np.frombuffer(plan.rows, dtype=np.int32)
-        known = (rows > 0) & (rows < len(self.generation))
-        held = self.generation[np.where(known, rows, 0)]
-        lost = np.flatnonzero(~known | (held != np.frombuffer(plan.generations, dtype=np.int32))).tolist()
+        held = self.generation.take(np.frombuffer(plan.rows, dtype=np.int32), mode="clip")
+        lost = np.flatnonzero(held != np.frombuffer(plan.generations, dtype=np.int32)).tolist()
         if not lost:
             return plan, lost
         others, samples, logits = plan.rows[:], plan.samples[:], plan.logits[:]

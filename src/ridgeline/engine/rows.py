@@ -2,13 +2,16 @@
 
 tokens: int32 [R, max_len + MARGIN], all a row knows; the sampler appends, the next step gathers. ints: int32
 [R, INTS], knobs: float32 [R, KNOBS], columns as in Int and Knob. tables: int32 [groups, R, P], each row's pages in slot order.
-Row 0 is scratch: it is always done, so that padding may point at it and nothing moves.
+Row 0 is scratch: it is always done, so that padding may point at it and nothing moves. All lie in one array, so that what a plan
+changes, wherever it lies, is one scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -42,6 +45,10 @@ INTS = Int.STOP + MAX_STOP_IDS
 KNOBS = len(Knob)
 
 
+_ALIGN = 64
+"""Items to whose multiples the parts of a row are aligned, for kernels that read 16 bytes at a time."""
+
+
 class Rows:
     """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens."""
 
@@ -49,10 +56,15 @@ class Rows:
         self.width = max_len + MARGIN
         self.page_tokens = layout.page_tokens
         pages = -(-self.width // layout.page_tokens)
-        self.tokens = torch.zeros(rows + 1, self.width, dtype=torch.int32, device=device)
-        self.ints = torch.zeros(rows + 1, INTS, dtype=torch.int32, device=device)
-        self.knobs = torch.zeros(rows + 1, KNOBS, dtype=torch.float32, device=device)
-        self.tables = torch.zeros(len(layout.groups), rows + 1, pages, dtype=torch.int32, device=device)
+        shapes = ((rows + 1, self.width), (rows + 1, INTS), (rows + 1, KNOBS), (len(layout.groups), rows + 1, pages))
+        sizes = [-(-math.prod(shape) // _ALIGN) * _ALIGN for shape in shapes]
+        self._starts = (0, *accumulate(sizes[:-1]))
+        """Where tokens, ints, knobs and tables begin in memory."""
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        tokens, ints, knobs, tables = (
+            part[: math.prod(shape)].view(shape) for part, shape in zip(self._memory.split(sizes), shapes, strict=True)
+        )
+        self.tokens, self.ints, self.knobs, self.tables = tokens, ints, knobs.view(torch.float32), tables
         self.ints[0, Int.KNOWN] = 1
         self.ints[0, Int.DONE] = 1
         self.ints[0, Int.LIMIT] = max_len
@@ -73,31 +85,26 @@ class Rows:
             return self.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
         return torch.from_numpy(self.knobs.numpy()[rows.numpy(), Knob.TEMPERATURE])
 
-    def pack(self, plan: StepPlan, packet: Packet) -> list[Join]:
-        """Add what `plan` changes to `packet`; returns the joins that count (of several for one row, the last)."""
-        joins = list({join.row: join for join in plan.joins}.values())
-        if joins:
-            packet.add("join_rows", [join.row for join in joins])
-            packet.add("join_ints", [_ints(join) for join in joins])
-            packet.add("join_knobs", [_knobs(join) for join in joins], np.float32)
-            for join in joins:
-                packet.add(f"join_{join.row}", self._checked(join))
+    def pack(self, plan: StepPlan, packet: Packet) -> None:
+        """Add what `plan` changes to `packet`: items, and where in memory they go."""
+        where: list[np.ndarray] = []
+        items: list[np.ndarray] = []
+        if plan.joins:
+            for place, run in self._runs(plan.joins):
+                where.append(np.arange(place, place + len(run)))
+                items.append(run)
         if plan.pages:
-            where, pages = self._entries(plan.pages)
-            packet.add("page_at", where)
-            packet.add("pages", pages)
-        return joins
+            places, pages = self._entries(plan.pages)
+            where.append(places)
+            items.append(pages)
+        if where:
+            packet.add("where", np.concatenate(where), np.int64)
+            packet.add("items", np.concatenate(items))
 
-    def apply(self, got: Mapping[str, torch.Tensor], joins: Sequence[Join]) -> None:
-        """Write what `pack` sent: joins first, then page tables."""
-        if joins:
-            at = got["join_rows"].long()
-            self.ints.index_copy_(0, at, got["join_ints"])
-            self.knobs.index_copy_(0, at, got["join_knobs"])
-            for join in joins:
-                self.tokens[join.row, : len(join.tokens)].copy_(got[f"join_{join.row}"])
-        if "pages" in got:
-            self.tables.view(-1).index_copy_(0, got["page_at"].long(), got["pages"])
+    def apply(self, got: Mapping[str, torch.Tensor]) -> None:
+        """Write what `pack` sent."""
+        if "where" in got:
+            self._memory.index_copy_(0, got["where"], got["items"])
 
     def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
         """Add the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens. Not on a CPU, whose
@@ -121,6 +128,14 @@ class Rows:
                 if count and plan.drafts[end - 1] >= 0:
                     tokens[row_of, known[row_of] : known[row_of] + count] = plan.drafts[end - count : end]
 
+    def _runs(self, joins: Sequence[Join]) -> Iterator[tuple[int, np.ndarray]]:
+        """Where in memory the parts of each row begin, and what they are; of several joins for one row the last counts."""
+        tokens, ints, knobs, _ = self._starts
+        for row, join in {join.row: join for join in joins}.items():
+            yield tokens + row * self.width, self._checked(join)
+            yield ints + row * INTS, np.array(_ints(join), dtype=np.int32)
+            yield knobs + row * KNOBS, np.array(_knobs(join), dtype=np.float32).view(np.int32)
+
     def _checked(self, join: Join) -> np.ndarray:
         if not 0 < join.row < len(self.ints) or len(join.stop_ids) > MAX_STOP_IDS:
             raise EngineFailed(f"A join asks for row {join.row} and {len(join.stop_ids)} stop ids.")
@@ -129,12 +144,12 @@ class Rows:
         return np.array(join.tokens, dtype=np.int32)
 
     def _entries(self, quads: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Flat places in `tables` and their pages; of several entries for one place the last counts."""
+        """Where in memory entries of `tables` lie, and their pages; of several entries for one place the last counts."""
         flat = np.array(quads, dtype=np.int64).reshape(-1, 4)
         _, rows, pages = self.tables.shape
-        where = (flat[:, 1] * rows + flat[:, 0]) * pages + flat[:, 2]
+        where = self._starts[3] + (flat[:, 1] * rows + flat[:, 0]) * pages + flat[:, 2]
         last = dict(zip(where.tolist(), flat[:, 3].tolist(), strict=True))
-        return np.array(list(last), dtype=np.int32), np.array(list(last.values()), dtype=np.int32)
+        return np.array(list(last)), np.array(list(last.values()))
 
 
 def _ints(join: Join) -> list[int]:

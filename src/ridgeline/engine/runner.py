@@ -251,7 +251,7 @@ class Runner:
         packet = Packet()
         builder, refusal, graph = None, None, None
         try:
-            joins = self.rows.pack(plan, packet)
+            self.rows.pack(plan, packet)
             if reused is None and plan.rows:
                 try:
                     builder = BatchBuilder(plan, self._residents, packet)
@@ -262,7 +262,7 @@ class Runner:
             if plan.drafts and refusal is None:
                 self.rows.pack_drafts(plan, packet)
             got = packet.send(self.device)
-            self.rows.apply(got, joins)
+            self.rows.apply(got)
             self.store.copy_pages(plan.copies)
             if plan.drafts and refusal is None:
                 self.rows.write_drafts(plan, got)

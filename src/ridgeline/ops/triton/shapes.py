@@ -168,6 +168,10 @@ _GATE: _Table = {
         _For(16384, 0, None),
         _For(ANY, 0, MatrixTile(64, 128, 128, 4, 4)),
     ),
+    96: (
+        _For(16384, 0, None),
+        _For(ANY, 0, MatrixTile(128, 256, 64, 8, 4)),
+    ),
     128: (
         _For(16384, 0, None),
         _For(ANY, 0, MatrixTile(128, 128, 64, 8, 3)),
