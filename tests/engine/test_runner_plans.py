@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -365,14 +366,17 @@ def test_which_steps_have_a_graph() -> None:
 def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_runner(pair("llama-gqa")[1])._step.spec
 
-    def rooms(tokens: int) -> list[Room]:
-        return [room for room in mixed_rooms(64, tokens, spec) if room.tokens > 128]
+    def rooms(tokens: int, quantization: str = "") -> list[Room]:
+        of = replace(spec, quantization=quantization)
+        return [room for room in mixed_rooms(64, tokens, of) if room.tokens > 128]
 
     assert rooms(255) == [Room(33, 33, 192)], "few tokens"
     found = [(room.tokens, room.rows) for room in rooms(400)]
     assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
     monkeypatch.setattr(graphs_module, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
     assert [room.tokens for room in rooms(400) if room.rows == 65] == [256], "the device takes longer than Python"
+    found = [[room.tokens for room in rooms(400, name) if room.rows == 65] for name in ("int8", "fp8")]
+    assert found == [[256], [256, 384, 400]], "with inputs of 8 bits it takes half the time"
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:

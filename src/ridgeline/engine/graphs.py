@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
@@ -30,11 +30,11 @@ MIXED_ROWS = 32
 """Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Query tokens of those that have a graph."""
-CROWDED_TOKENS = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+CROWDED_TOKENS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
 """Query tokens of mixed steps of any number of rows that have one, beside the most that a step takes."""
-CROWDED_WORK = 1 << 35
-"""Query tokens times numbers of a feed-forward matrix above which they have none: the device takes longer than Python needs to
-launch such a step. An 8B gets there with 585 tokens, a 0.6B with 10,922."""
+CROWDED_WORK = 1 << 36
+"""Query tokens times numbers of a feed-forward matrix above which they have none, in 16 bits: the device takes longer than Python
+needs to launch such a step, which is 20 ms for 32 layers and at times 40. An 8B gets there with 1,170 tokens, in fp8 with 2,340."""
 LONE_ROWS = 2
 LENGTHS = (SHORT, MEDIUM)
 """Steps that decode up to LONE_ROWS rows have a graph for contexts of up to each of these, and one for others."""
@@ -54,7 +54,9 @@ def buckets(rows: int) -> list[int]:
 def mixed_rooms(rows: int, tokens: int, spec: ModelSpec) -> list[Room]:
     """Mixed steps that have a graph, of up to `rows` rows and `tokens` query tokens, in the order in which they are looked at.
     Each has one row more than a step may bring, so that its padding tokens have a row of their own."""
-    few, most = min(rows, MIXED_ROWS) + 1, CROWDED_WORK // (spec.d_model * max(layer.d_ff for layer in spec.layers))
+    form = NUMBER_FORMATS.get(spec.quantization)
+    work = CROWDED_WORK * (2 if form is not None and form.inputs_8bit else 1)
+    few, most = min(rows, MIXED_ROWS) + 1, work // (spec.d_model * max(layer.d_ff for layer in spec.layers))
     rooms = {Room(few, few, span) for span in MIXED_TOKENS if span <= tokens}
     for span in (*CROWDED_TOKENS, tokens):
         if CROWDED_TOKENS[0] <= span <= min(tokens, most):

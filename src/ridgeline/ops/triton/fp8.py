@@ -211,8 +211,8 @@ def _small_kernel(
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     at = tl.arange(0, INPUTS)
     w_row = w_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * inputs
-    known = (token < tokens)[:, None]
-    x_row = x_ptr + token.to(tl.int64)[:, None] * inputs
+    # For the tokens that a tile lacks others are read, each as often: one row that all programs read would be a crowd at one place.
+    x_row = x_ptr + (token % tokens).to(tl.int64)[:, None] * inputs
     # Integers (w8a8) have integer sums, which are exact however they are split.
     SUM: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros([OUTPUTS, TOKENS], dtype=SUM)
@@ -221,12 +221,11 @@ def _small_kernel(
         here = turn * INPUTS + at
         if WHOLE:
             w = tl.load(w_row + here[None, :])
-            # Nothing is read for the tokens that a tile lacks: one row that all programs read would be a crowd at one place.
-            x = tl.load(x_row + here[None, :], mask=known, other=0.0)
+            x = tl.load(x_row + here[None, :])
         else:
             inside = (here < inputs)[None, :]
             w = tl.load(w_row + here[None, :], mask=inside, other=0.0)
-            x = tl.load(x_row + here[None, :], mask=known & inside, other=0.0)
+            x = tl.load(x_row + here[None, :], mask=inside, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PROMOTE, out_dtype=SUM)
     if not SHARED:
         _finish(acc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, row, token, outputs, tokens, BIAS, ADD)
