@@ -30,6 +30,8 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.service.launch import launch
 
 MAX_LEN = 10_240
+LEAST_S = 0.3
+"""Seconds that the runs of one measurement take together, at least."""
 KERNEL_CACHE = "TRITON_CACHE_DIR"
 SHARE = f"share of {kernels.READ_TB_S} TB/s"
 
@@ -123,9 +125,12 @@ class Bench:
         return timed(self.local, shapes, self._vocab)
 
     def seconds(self, shapes: list[tuple[int, int]]) -> float:
-        """Median seconds of the runs after one that warms up."""
+        """Median seconds of the runs after one that warms up; short ones are repeated more often."""
         self.run(shapes)
-        return statistics.median(self.run(shapes).seconds for _ in range(self.repeats))
+        found: list[float] = []
+        while len(found) < self.repeats or sum(found) < LEAST_S:
+            found.append(self.run(shapes).seconds)
+        return statistics.median(found)
 
     def tpot_ms(self, batch: int, length: int) -> float:
         many = self.seconds([(length, 257)] * batch)
