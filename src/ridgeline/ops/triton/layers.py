@@ -3,8 +3,9 @@
 One token makes a decoder read every weight once, and nothing bounds it but that. Between two kernels the reading stops:
 the next may ask for weights only when it has room, and its first answers take a microsecond. Here one program per
 processor runs every layer. One of its warps streams the program's share of all weights through a ring in shared memory,
-without a stop, since no weight depends on a token; the others multiply what is there, and attend. Before each part of a
-layer all programs wait for each other, and the ring holds as much as memory brings in six microseconds.
+without a stop, since no weight depends on a token, and its share of old keys, which depend on none of this step; the others
+multiply what is there, and attend. Before each part of a layer all programs wait for each other, and the ring holds as much
+as memory brings in six microseconds.
 """
 
 # mypy: allow-untyped-defs
@@ -17,6 +18,7 @@ import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.step import KvView, StepInputs
@@ -34,21 +36,47 @@ from ridgeline.ops.triton.layers_forms import (
     taken,
 )
 from ridgeline.ops.triton.layers_integers import groups_of, room
-from ridgeline.ops.triton.layers_many_keys import MOST_PARTS
+from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, keys_asked
 from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
 
 REGISTERS = 168
 """Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
+FETCHING = gl.constexpr(40)
+"""Of a thread that fetches."""
 
 
 @jit
-def _fetch(descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES: gl.constexpr, FORM: gl.constexpr):
-    """Stream a program's share of all weights."""
+def _fetch(
+    descs,
+    kv_desc,
+    table_ptr,
+    draws_ptr,
+    layers,
+    token,
+    ring,
+    tickets,
+    works,
+    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
+    SHAPE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Stream a program's share of all weights, and of old keys and values."""
     done = (gl.to_tensor(0), gl.to_tensor(0))
+    rows_ptr, length_ptr, table_stride = token
+    row, length = gl.to_tensor(0), gl.to_tensor(0)
     for layer in range(layers):
         layer_ptr, draw_ptr = table_ptr + layer * FIELDS, draws_ptr + layer * 4
+        asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
         done = fetched(descs[0], layer_ptr, draw_ptr, ring, tickets, done, works[0], 0, STAGES, FORM)
+        if layer == 0:
+            # No weight depends on the kernel before this one, but keys do.
+            if PDL:
+                gdc_wait()
+            row, length = gl.load(rows_ptr), gl.load(length_ptr)
+            asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        done = (fetch_keys(kv_desc, asked, ring, done[0], SHAPE, STAGES), done[1])
         done = fetched(descs[1], layer_ptr, draw_ptr, ring, tickets, done, works[1], 1, STAGES, FORM)
         done = fetched(descs[2], layer_ptr, draw_ptr, ring, tickets, done, works[2], 2, STAGES, FORM)
         done = fetched(descs[3], layer_ptr, draw_ptr, ring, tickets, done, works[3], 3, STAGES, FORM)
@@ -89,11 +117,7 @@ def _multiply(
     OFFSET: gl.constexpr,
     FORM: gl.constexpr,
     BIASES: gl.constexpr,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    HALF: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
+    SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -115,7 +139,7 @@ def _multiply(
         layer_ptr = table_ptr + layer * FIELDS
         # What does not depend on other programs is asked for before they are awaited.
         gain = gain_of(layer_ptr + NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
-        ahead = asked_ahead(layer_ptr, token, strides, HEADS, KV_HEADS, DIM, HALF, PAGE_TOKENS, dtype)
+        ahead = asked_ahead(layer_ptr, token, strides, SHAPE, dtype)
         if layer > 0:
             goal += programs
             _await(counter_ptr, goal)
@@ -124,22 +148,21 @@ def _multiply(
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
-        attention(
+        at = attention(
             ahead,
             qkv_ptr,
             attended_ptr,
             buffers,
-            ring[3],
+            ring,
+            done[0],
             eps,
             scale,
-            HEADS,
-            KV_HEADS,
-            DIM,
-            HALF,
-            PAGE_TOKENS,
+            STAGES,
+            SHAPE,
             NORMS,
             OFFSET,
         )
+        done = (at, done[1])
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
@@ -166,6 +189,18 @@ def _multiply(
             _arrive(counter_ptr)
 
 
+@jit
+def _works(sizes, ROWS: gl.constexpr, EACH: gl.constexpr):
+    """Of each weight: groups of rows, stages of a group, and rows between gate and up. EACH: inputs of a line."""
+    qkv, heads, model, features = sizes
+    return (
+        (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * EACH), 0),
+        (gl.cdiv(model, ROWS[1]), gl.cdiv(heads, LINES_OF_STAGE // ROWS[1] * EACH), 0),
+        (gl.cdiv(features, ROWS[2]), gl.cdiv(model, LINES_OF_STAGE // ROWS[2] * EACH), features),
+        (gl.cdiv(model, ROWS[3]), gl.cdiv(features, LINES_OF_STAGE // ROWS[3] * EACH), 0),
+    )
+
+
 @jit(do_not_specialize=["layers"])
 def layers_kernel(
     qkv_desc,
@@ -176,6 +211,7 @@ def layers_kernel(
     out_scale_desc,
     gate_up_scale_desc,
     down_scale_desc,
+    kv_desc,
     table_ptr,
     stream_ptr,
     qkv_ptr,
@@ -209,11 +245,7 @@ def layers_kernel(
     OFFSET: gl.constexpr,
     FORM: gl.constexpr,
     BIASES: gl.constexpr,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    HALF: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
+    SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -222,8 +254,9 @@ def layers_kernel(
 
     The descriptors cut weights [place, rows, k] into stages of ROWS rows, all lines of 128 bytes. table int64 [layers, FIELDS].
     stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, as the cache. rows, length, position int32
-    [1]: see StepInputs; slot int64 [groups]. part float32 [KV_HEADS, MOST_PARTS, group, DIM] and part_sums [.., 2]: of a
-    program's keys, for each query head of a group. arrivals: int32 [KV_HEADS], zero between attentions.
+    [1]: see StepInputs; slot int64 [groups]. part float32 [MOST_PARTS, heads] and part_sums [MOST_PARTS, query heads]: attention to
+    a program's keys, and the logarithm of its sum of exponentials, to the base of 2. arrivals: int32 [KV heads], zero between
+    attentions. SHAPE: query heads, KV heads, their size, half of what turns of them, slots of a page.
     counter: int64, counts arrivals; draws: int64 [layers, 4], tickets for groups of rows; both for launches with as many programs,
     layers and groups, zero at first. LINES: of 128 inputs or bytes that hold `heads`, `model` and `features` inputs and what warps
     exchange of attention, powers of two. Weights of e4m3 have a scale per row, and inputs are rounded to it. FORM: bits of codes,
@@ -257,14 +290,8 @@ def layers_kernel(
         ring = (weights, full, free, held)
         tickets = ticket_slots()
     fence_async_shared()
-    # Inputs of a line.
     EACH: gl.constexpr = PIECE * 8 // FORM[0] if FORM[0] else PIECE
-    works = (
-        (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * EACH), 0),
-        (gl.cdiv(model, ROWS[1]), gl.cdiv(heads, LINES_OF_STAGE // ROWS[1] * EACH), 0),
-        (gl.cdiv(features, ROWS[2]), gl.cdiv(model, LINES_OF_STAGE // ROWS[2] * EACH), features),
-        (gl.cdiv(model, ROWS[3]), gl.cdiv(features, LINES_OF_STAGE // ROWS[3] * EACH), 0),
-    )
+    works = _works((qkv, heads, model, features), ROWS, EACH)
     descs = (
         (qkv_desc, qkv_scale_desc),
         (out_desc, out_scale_desc),
@@ -295,19 +322,32 @@ def layers_kernel(
                     OFFSET,
                     FORM,
                     BIASES,
-                    HEADS,
-                    KV_HEADS,
-                    DIM,
-                    HALF,
-                    PAGE_TOKENS,
+                    SHAPE,
                     NORMS,
                     PDL,
                 ),
             ),
-            (_fetch, (descs, table_ptr, draws_ptr, layers, ring, tickets, works, STAGES, FORM)),
+            (
+                _fetch,
+                (
+                    descs,
+                    kv_desc,
+                    table_ptr,
+                    draws_ptr,
+                    layers,
+                    (rows_ptr, length_ptr, table_stride),
+                    ring,
+                    tickets,
+                    works,
+                    STAGES,
+                    FORM,
+                    SHAPE,
+                    PDL,
+                ),
+            ),
         ],
         [1],
-        [40],
+        [FETCHING],
     )
 
 
@@ -324,7 +364,7 @@ class Layers:
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
-        self._tables: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+        self._tables: dict[tuple[tuple[int, ...], ...], tuple[TensorDescriptor, torch.Tensor]] = {}
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         """stream, which is changed, behind the last layer."""
@@ -335,7 +375,7 @@ class Layers:
         layers_kernel[(self._programs,)](
             *self._cut.blocks,
             *self._cut.scale_blocks,
-            self._table(views),
+            *self._table(views),
             stream,
             *(stream.new_empty(size) for size in (rows, heads, features)),
             step.rows,
@@ -343,7 +383,7 @@ class Layers:
             step.position,
             view.slots,
             stream.new_empty(MOST_PARTS.value * shape.n_heads * dim, dtype=torch.float32),
-            stream.new_empty(MOST_PARTS.value * shape.n_heads * 2, dtype=torch.float32),
+            stream.new_empty(MOST_PARTS.value * shape.n_heads, dtype=torch.float32),
             self._arrivals,
             self._counter,
             self._draws,
@@ -364,11 +404,7 @@ class Layers:
             OFFSET=shape.norm_offset,
             FORM=(one.qkv.bits, one.qkv.grouped),
             BIASES=sum(1 << index for index, each in enumerate(one.weights) if each.bias is not None),
-            HEADS=shape.n_heads,
-            KV_HEADS=shape.n_kv_heads,
-            DIM=dim,
-            HALF=shape.cos_sin.shape[2],
-            PAGE_TOKENS=view.page_tokens,
+            SHAPE=(shape.n_heads, shape.n_kv_heads, dim, shape.cos_sin.shape[2], view.page_tokens),
             NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
             num_warps=8,
             maxnreg=REGISTERS,
@@ -376,8 +412,9 @@ class Layers:
         )
         return stream
 
-    def _table(self, views: Sequence[KvView]) -> torch.Tensor:
-        """What the kernel must know of each layer; made where these caches are first used, before a graph is captured."""
+    def _table(self, views: Sequence[KvView]) -> tuple[TensorDescriptor, torch.Tensor]:
+        """The caches for the copy engine, and what the kernel must know of each layer; made where these caches are first used,
+        before a graph is captured."""
         slots = views[0].slots
         own = tuple(
             (
@@ -389,6 +426,7 @@ class Layers:
             for view in views
         )
         if own not in self._tables:
-            rows = [[*fields, *one] for fields, one in zip(self._fields, own, strict=True)]
-            self._tables[own] = torch.tensor(rows, dtype=torch.int64, device=slots.device)
+            blocks, where = key_blocks([view.kv for view in views])
+            rows = [[*fields, *one, place] for fields, one, place in zip(self._fields, own, where, strict=True)]
+            self._tables[own] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
         return self._tables[own]

@@ -1,90 +1,355 @@
-"""Attention of one token in the kernel of all layers: who does which part of it, and what is asked for before it begins.
+"""Attention of one token in the kernel of all layers, on tensor cores.
 
-A processor takes about 32 KB in a microsecond beside its weights. With few keys putting parts together costs more than that.
+A program has all query heads of a KV head and some of its keys, which come with the ring, a stage of keys and one of values in
+turns. A warp takes 16 of a stage's keys, and of their values PIECE numbers, from shared memory to registers. The order in which
+the matrix unit sees a head's numbers is such that a thread has neighbours of 16 bytes of both. Warps, and then programs, put
+together what each knows of its own keys (flash decoding, Dao et al. 2023).
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from ridgeline.ops.triton.layers_few_keys import few_asked, few_attended
-from ridgeline.ops.triton.layers_many_keys import MOST_PARTS, TILE, many_attended
-from ridgeline.ops.triton.layers_table import COS_SIN, HEAD_NORM, KV, PAGES, SLOT, WINDOW, pointer
+from ridgeline.ops.triton.layers_keys import PIECE, share_of, slots_of_stage, stage_taken, stages_ended
+from ridgeline.ops.triton.layers_table import COS_SIN, HEAD_NORM, KV, SLOT, WINDOW, pointer
 
-FEW_KEYS = gl.constexpr(512)
-"""Up to which a program takes one query head and all of its keys, and nothing must be put together."""
-BROUGHT = gl.constexpr(512)
-"""Keys that a program asks for ahead of attention, beside those it loads."""
-BRING = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+WARPS = gl.constexpr(8)
+KEYS = gl.constexpr(16)
+"""Of a warp at a time."""
+HELD = gl.constexpr(16)
+"""Rows of the matrix unit: query heads, and behind them the key and the value."""
+MEMBERS = gl.constexpr(8)
+"""Query heads of a KV head, at most: columns of the matrix unit's other side."""
+AT_A_TIME = gl.constexpr(16)
+"""Parts that are put together at a time."""
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
+
+
+@triton.constexpr_function
+def _bits(size, step, dim, rank=2):
+    """Bases of a layout that walk through `size` places of a dimension, `step` apart."""
+    return [[step << bit if axis == dim else 0 for axis in range(rank)] for bit in range(size.bit_length() - 1)]
+
+
+@triton.constexpr_function
+def _turning(DIM):
+    """(low, high, other) of 8, 16 and 32: numbers of a head that neighbouring threads have. Eight threads read lines of two keys,
+    which must not meet in a bank."""
+    return {64: (16, 32, 8), 128: (8, 32, 16), 256: (8, 16, 32)}[DIM]
+
+
+@triton.constexpr_function
+def _keys_layout(DIM):
+    """Of queries [WARPS, 16, DIM], each warp the same."""
+    low, high, other = _turning(DIM)
+    own = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
+    return gl.DistributedLinearLayout(
+        own, [[0, 0, low], [0, 0, high], *_bits(8, 1, 1, 3)], _bits(8, 1, 0, 3), [], [8, 16, DIM]
+    )
+
+
+@triton.constexpr_function
+def _key_lines(DIM):
+    """Of a stage of keys: warps of the same keys, in which they have different values, have all numbers of them."""
+    low, high, other = _turning(DIM)
+    pieces = DIM // 64
+    own = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
+    lanes = [[0, low], [0, high], *_bits(8, pieces, 0)]
+    warps = [[0, 0]] * (pieces.bit_length() - 1) + _bits(8 // pieces, 16 * pieces, 0)
+    return gl.DistributedLinearLayout(own, lanes, warps, [], [128, 64])
+
+
+@triton.constexpr_function
+def _shared_keys(DIM):
+    """Of keys [8 / pieces, pieces, 16, DIM], the same for all pieces."""
+    low, high, other = _turning(DIM)
+    pieces = DIM // 64
+    own = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
+    lanes = [[0, 0, 0, low], [0, 0, 0, high], *_bits(8, 1, 2, 4)]
+    warps = [*_bits(pieces, 1, 1, 4), *_bits(8 // pieces, 1, 0, 4)]
+    return gl.DistributedLinearLayout(own, lanes, warps, [], [8 // pieces, pieces, 16, DIM])
+
+
+@triton.constexpr_function
+def _value_lines(DIM):
+    """Of a stage of values: a warp has PIECE numbers of 16 slots."""
+    pieces = DIM // 64
+    own = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
+    lanes = [[2 * pieces, 0], [4 * pieces, 0], [0, 8], [0, 16], [0, 32]]
+    return gl.DistributedLinearLayout(
+        own, lanes, _bits(pieces, 1, 0) + _bits(8 // pieces, 16 * pieces, 0), [], [128, 64]
+    )
+
+
+@triton.constexpr_function
+def _flat(DIM):
+    """Of [heads, DIM]: a warp has whole heads."""
+    return gl.SliceLayout(0, _across(DIM))
+
+
+@triton.constexpr_function
+def _across(DIM):
+    """Of [WARPS, heads, DIM]: a thread has the same of all warps."""
+    lanes = min(32, DIM // 4)
+    return gl.BlockedLayout([8, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
+
+
+@triton.constexpr_function
+def _pairs_across(DIM):
+    """Of [WARPS, heads, 2], alike."""
+    lanes = min(32, DIM // 4)
+    return gl.BlockedLayout([8, 1, 2], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
 
 
 @jit
-def _bring(cache, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr):
-    """Ask for the keys and values of slots from `first` to `last` to be brought nearer, which takes microseconds while weights
-    stream; nobody waits."""
-    kv_ptr, pages_ptr, page_stride, kind_stride = cache
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    for begin in range(first, last, 256):
-        slot = begin + gl.arange(0, 256, LAYOUT)
-        page = gl.load(pages_ptr + slot // PAGE_TOKENS, mask=slot < last, other=0).to(gl.int64)
-        at = kv_ptr + page * page_stride + slot % PAGE_TOKENS * DIM
-        for line in gl.static_range(DIM // 64):
-            gl.inline_asm_elementwise(BRING, "=r,l", [at + line * 64], gl.int32, False, 1)
-            gl.inline_asm_elementwise(BRING, "=r,l", [at + kind_stride + line * 64], gl.int32, False, 1)
+def _row(layout: gl.constexpr):
+    return gl.arange(0, HELD, gl.SliceLayout(1, layout))[:, None]
 
 
 @jit
-def _share(length, window, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Of this program: whether it has a query head alone, that head or the KV head; the KV head; which part of how many; slots from
-    and to."""
-    # Of the slots the newest is this token's own, which no cache holds yet.
-    start = gl.where(window > 0, gl.maximum(length - window, 0), 0)
-    slots = length - 1 - start
-    alone = slots <= FEW_KEYS
-    units = gl.where(alone, HEADS, KV_HEADS)
-    unit, part = gl.program_id(0) % units, gl.program_id(0) // units
-    head = gl.where(alone, unit // (HEADS // KV_HEADS), unit)
-    most = gl.where(alone, 1, gl.minimum(gl.num_programs(0) // KV_HEADS, MOST_PARTS))
-    each = gl.maximum(gl.cdiv(gl.cdiv(slots, most), TILE), 1) * TILE
-    each = gl.where(alone, FEW_KEYS, each)
-    parts = gl.maximum(gl.cdiv(slots, each), 1)
-    first = start + part * each
-    last = gl.where(part < parts, gl.minimum(first + each, length - 1), 0)
-    return alone, unit, head, part, parts, first, last
+def _at(DIM: gl.constexpr, layout: gl.constexpr):
+    return gl.arange(0, DIM, gl.SliceLayout(0, layout))[None, :]
 
 
 @jit
-def asked_ahead(
-    layer_ptr,
-    token,
-    strides,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    HALF: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
-    dtype: gl.constexpr,
-):
+def _angles(angle_ptr, DIM: gl.constexpr, HALF: gl.constexpr):
+    """Cosine and sine of each element, [1, DIM]; 1 and 0 where nothing turns."""
+    at = _at(DIM, _flat(DIM))
+    angle = angle_ptr + gl.where(at < HALF, at, at - HALF)
+    cos = gl.load(angle, mask=at < 2 * HALF, other=1.0)
+    return cos, gl.load(angle + HALF, mask=at < 2 * HALF, other=0.0)
+
+
+@jit
+def asked_ahead(layer_ptr, token, strides, SHAPE: gl.constexpr, dtype: gl.constexpr):
     """This program's share of attention in a layer, and what it needs of it that no program computes now: see attention."""
-    row, length, position, slot_ptr, table_stride = token
+    _row, length, position, slot_ptr, _table_stride = token
     page_stride, kind_stride, head_stride = strides
-    window, slot = gl.load(layer_ptr + WINDOW).to(gl.int32), gl.load(layer_ptr + SLOT)
-    share = _share(length, window, HEADS, KV_HEADS)
-    alone, _unit, head, _part, _parts, first, last = share
-    kv_ptr = pointer(layer_ptr + KV, dtype) + head.to(gl.int64) * head_stride
-    pages_ptr = gl.load(layer_ptr + PAGES).to(gl.pointer_type(gl.int32)) + row.to(gl.int64) * table_stride
+    DIM: gl.constexpr = SHAPE[2]
+    HALF: gl.constexpr = SHAPE[3]
+    PAGE_TOKENS: gl.constexpr = SHAPE[4]
+    window = gl.load(layer_ptr + WINDOW).to(gl.int32)
+    slot = gl.load(slot_ptr + gl.load(layer_ptr + SLOT))
+    share = share_of(length, window, SHAPE)
+    place_ptr = pointer(layer_ptr + KV, dtype) + share[0].to(gl.int64) * head_stride
+    place_ptr += slot // PAGE_TOKENS * page_stride + slot % PAGE_TOKENS * DIM
     angle_ptr = pointer(layer_ptr + COS_SIN, gl.float32) + position.to(gl.int64) * (2 * HALF)
     norm_ptrs = (pointer(layer_ptr + HEAD_NORM, dtype), pointer(layer_ptr + HEAD_NORM + 1, dtype))
-    # Keys of a head; the row's page table; elements from one page to the next, and from keys to values.
-    cache = (kv_ptr, pages_ptr, page_stride, kind_stride)
-    slot = gl.load(slot_ptr + slot)
-    few = few_asked(cache, first, gl.where(alone, last, 0), angle_ptr, DIM, HALF, PAGE_TOKENS)
-    # A tile of many keys is not loaded yet: beside those of few keys it would not fit into registers.
-    begin = first + gl.where(alone, TILE, 0)
-    _bring(cache, begin, gl.minimum(last, begin + BROUGHT), DIM, PAGE_TOKENS)
-    return cache, share, slot, norm_ptrs, angle_ptr, few
+    return share, (place_ptr, kind_stride), _angles(angle_ptr, DIM, HALF), norm_ptrs
+
+
+@jit
+def _partner(at, HALF: gl.constexpr):
+    """The element that one turns with."""
+    return gl.where(at < HALF, at + HALF, gl.where(at < 2 * HALF, at - HALF, at))
+
+
+@jit
+def _heads(
+    qkv_ptr,
+    head,
+    norm_ptrs,
+    angles,
+    eps,
+    SHAPE: gl.constexpr,
+    NORMS: gl.constexpr,
+    OFFSET: gl.constexpr,
+):
+    """The query heads of a KV head, its key and its value as attention takes them, see qkv_write, [HELD, DIM]."""
+    HEADS: gl.constexpr = SHAPE[0]
+    KV_HEADS: gl.constexpr = SHAPE[1]
+    DIM: gl.constexpr = SHAPE[2]
+    HALF: gl.constexpr = SHAPE[3]
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    dtype: gl.constexpr = qkv_ptr.dtype.element_ty
+    at, row = _at(DIM, _flat(DIM)), _row(_flat(DIM))
+    line = gl.where(row < GROUP, head * GROUP + row, HEADS + head + (row - GROUP) * KV_HEADS) * DIM
+    real = row < GROUP + 2
+    x = gl.load(qkv_ptr + line + at, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    other = gl.load(qkv_ptr + line + _partner(at, HALF), mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    if NORMS:
+        SHIFT: gl.constexpr = 1.0 if OFFSET else 0.0
+        norm = gl.rsqrt(gl.sum(x * x, 1) / DIM + eps)[:, None]
+        for which in gl.static_range(2):
+            if NORMS >> which & 1:
+                normed = (row < GROUP) if which == 0 else (row == GROUP)
+                gain, other_gain = gl.load(norm_ptrs[which] + at), gl.load(norm_ptrs[which] + _partner(at, HALF))
+                x = gl.where(normed, (x * norm * (gain.to(gl.float32) + SHIFT)).to(dtype).to(gl.float32), x)
+                turning = (other * norm * (other_gain.to(gl.float32) + SHIFT)).to(dtype).to(gl.float32)
+                other = gl.where(normed, turning, other)
+    turned = x * angles[0] + gl.where(at < HALF, -other, other) * angles[1]
+    return gl.where(row <= GROUP, turned, x).to(dtype)
+
+
+@jit
+def _keys(ring, at, real, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+    """Of a stage [WARPS, KEYS, DIM], anything if it is not `real`."""
+    PIECES: gl.constexpr = DIM // PIECE
+    keys = stage_taken(ring, at, real, _key_lines(DIM), dtype, STAGES)
+    keys = gl.convert_layout(gl.reshape(keys, (WARPS // PIECES, 1, KEYS, DIM)), _shared_keys(DIM))
+    every = gl.zeros([WARPS // PIECES, PIECES, KEYS, DIM], dtype, _shared_keys(DIM))
+    return gl.reshape(gl.broadcast(keys, every)[0], (WARPS, KEYS, DIM))
+
+
+@jit
+def _values(ring, at, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+    """Of a stage [WARPS, KEYS, PIECE]."""
+    PIECES: gl.constexpr = DIM // PIECE
+    values = stage_taken(ring, at, True, _value_lines(DIM), dtype, STAGES)
+    values = gl.permute(gl.reshape(values, (WARPS // PIECES, KEYS, PIECES, PIECE)), (0, 2, 1, 3))
+    return gl.reshape(values, (WARPS, KEYS, PIECE))
+
+
+@jit
+def _zeroed(values, begin, start, last, DIM: gl.constexpr):
+    """Values of slots that are not seen may be anything, also nothing that zero times it is zero."""
+    slot = _slots(begin, gl.SliceLayout(2, values.type.layout), DIM)[:, :, None]
+    return gl.where((slot >= start) & (slot < last), values, 0.0)
+
+
+@jit
+def _slots(first, layout: gl.constexpr, DIM: gl.constexpr):
+    """Of a stage, [WARPS, KEYS]."""
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
+    return first + warp // (DIM // PIECE) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :]
+
+
+@jit
+def _for_scores(x, DIM: gl.constexpr):
+    """Keys or queries [WARPS, 16, DIM] in the order in which the matrix unit sees their numbers, in two halves [.., DIM / 2], whose
+    products need not wait for each other."""
+    x = gl.reshape(x, (WARPS, 16, DIM // 64, 2, 2, 2, 2, 2, 2))
+    if DIM == 64:
+        x = gl.permute(x, (0, 1, 2, 6, 7, 3, 4, 8, 5))
+    elif DIM == 128:
+        x = gl.permute(x, (0, 1, 2, 6, 7, 3, 5, 8, 4))
+    else:
+        x = gl.permute(x, (0, 1, 2, 6, 7, 4, 5, 8, 3))
+    return gl.split(gl.reshape(x, (WARPS, 16, DIM // 2, 2)))
+
+
+@jit
+def _queries(rows, DIM: gl.constexpr):
+    """Rows [1, HELD, DIM] in shared memory as the left side of scores, the same for each warp."""
+    LAYOUT: gl.constexpr = _keys_layout(DIM)
+    q = gl.broadcast(rows.load(LAYOUT), gl.zeros([WARPS, HELD, DIM], rows.dtype, LAYOUT))[0]
+    first, second = _for_scores(q, DIM)
+    return gl.convert_layout(first, LEFT), gl.convert_layout(second, LEFT)
+
+
+@jit
+def _scores(q, keys):
+    """[WARPS, MEMBERS, KEYS]."""
+    DIM: gl.constexpr = keys.shape[2]
+    none = gl.zeros([WARPS, HELD, KEYS], gl.float32, MMA)
+    first, second = _for_scores(keys, DIM)
+    first = mma_v2(q[0], gl.convert_layout(gl.permute(first, (0, 2, 1)), RIGHT), none)
+    second = mma_v2(q[1], gl.convert_layout(gl.permute(second, (0, 2, 1)), RIGHT), none)
+    return _of_queries(first) + _of_queries(second)
+
+
+@jit
+def _of_queries(scores):
+    scores = gl.permute(gl.reshape(scores, (WARPS, 2, MEMBERS, KEYS)), (0, 2, 3, 1))
+    return gl.split(scores)[0]
+
+
+@jit
+def _weighed(out, weights, values):
+    """out [WARPS, DIM, MEMBERS] and the values weighed, in an order that `_in_order` undoes."""
+    DIM: gl.constexpr = values.shape[2]
+    values = gl.permute(gl.reshape(values, (WARPS, KEYS, DIM // 64, 8, 4, 2)), (0, 2, 4, 5, 3, 1))
+    values = gl.convert_layout(gl.reshape(values, (WARPS, DIM, KEYS)), LEFT)
+    return mma_v2(values, gl.convert_layout(gl.permute(weights, (0, 2, 1)), RIGHT), out)
+
+
+@jit
+def _in_order(out):
+    """[WARPS, members, DIM]."""
+    DIM: gl.constexpr = out.shape[1]
+    out = gl.permute(gl.reshape(out, (WARPS, DIM // 64, 4, 2, 8, out.shape[2])), (0, 5, 1, 4, 2, 3))
+    return gl.reshape(out, (WARPS, out.shape[1], DIM))
+
+
+@jit
+def _finite(top):
+    """What exponents are taken off: without a key yet there is nothing to scale, and no infinity may meet another."""
+    return gl.where(top == -float("inf"), 0.0, top)
+
+
+@jit
+def _seen(q, ring, at, share, scale, dtype: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+    """What each warp knows of its keys (Milakov and Gimelshein 2018): largest score, as a power of 2, and sum of exponentials,
+    [WARPS, MEMBERS], and the values weighted by them [WARPS, PIECE, MEMBERS]; nothing for members that the group has not."""
+    _head, _part, _parts, first, last, start = share
+    TILE: gl.constexpr = slots_of_stage(DIM)
+    out = gl.zeros([WARPS, PIECE, MEMBERS], gl.float32, MMA)
+    total = gl.sum(_of_queries(gl.zeros([WARPS, HELD, KEYS], gl.float32, MMA)), 2)
+    top = total - float("inf")
+    keys = _keys(ring, at, first < last, dtype, DIM, STAGES)
+    for begin in range(first, last, TILE):
+        scores = _scores(q, keys) * scale
+        # What is multiplied next comes while scores are weighed.
+        values = _values(ring, at + 1, dtype, DIM, STAGES)
+        keys = _keys(ring, at + 2, begin + TILE < last, dtype, DIM, STAGES)
+        stages_ended(ring, at, STAGES)
+        SLOTS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+        member = gl.arange(0, MEMBERS, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))[None, :, None]
+        slot = _slots(begin, SLOTS, DIM)[:, None, :]
+        scores = gl.where((slot >= start) & (slot < last) & (member < GROUP), scores, -float("inf"))
+        most = gl.maximum(top, gl.max(scores, 2))
+        old, weights = gl.exp2(top - _finite(most)), gl.exp2(scores - _finite(most)[:, :, None])
+        top, total = most, total * old + gl.sum(weights, 2)
+        out = out * gl.convert_layout(old, gl.SliceLayout(1, MMA))[:, None, :]
+        if (begin < start) | (begin + TILE > last):
+            values = _zeroed(values, begin, start, last, DIM)
+        out = _weighed(out, weights.to(dtype), values)
+        at += 2
+    return top, total, out
+
+
+@jit
+def _over_warps(top, total, out, held, PADDED: gl.constexpr, DIM: gl.constexpr):
+    """What is known of all keys of a program: [PADDED], [PADDED], [PADDED, DIM]. held: memory to exchange values in; PADDED:
+    members that may have something."""
+    PIECES: gl.constexpr = DIM // PIECE
+    top = gl.max(gl.reshape(top, (WARPS, MEMBERS // PADDED, PADDED)), 1)
+    total = gl.sum(gl.reshape(total, (WARPS, MEMBERS // PADDED, PADDED)), 1)
+    out = _in_order(gl.sum(gl.reshape(out, (WARPS, PIECE, MEMBERS // PADDED, PADDED)), 2))
+    out = gl.permute(gl.reshape(out, (WARPS // PIECES, PIECES, PADDED, PIECE)), (0, 2, 1, 3))
+    both = gl.convert_layout(gl.join(top, total), _pairs_across(DIM))
+    room = held._reinterpret(gl.float32, [WARPS // PIECES, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+    gl.thread_barrier()
+    room.store(gl.reshape(out, (WARPS // PIECES, PADDED, DIM)))
+    gl.thread_barrier()
+    # Warps of the same keys know the same of them.
+    top, total = gl.split(gl.max(gl.reshape(both, (WARPS // PIECES, PIECES, PADDED, 2)), 1))
+    SUMS: gl.constexpr = gl.SliceLayout(2, _across(DIM))
+    return _joined(gl.convert_layout(top, SUMS), gl.convert_layout(total, SUMS), room.load(_across(DIM)))
+
+
+@jit
+def _joined(top, total, out):
+    """Softmax over several sets of keys from what is known of each: [members], [members], [members, DIM]."""
+    most = gl.max(top, 0)
+    weight = gl.exp2(top - _finite(most)[None, :])
+    EACH: gl.constexpr = gl.SliceLayout(1, _flat(out.shape[2]))
+    total = gl.convert_layout(gl.sum(total * weight, 0), EACH)
+    return gl.convert_layout(most, EACH), total, gl.sum(out * weight[:, :, None], 0)
+
+
+@jit
+def _of_both(some, others):
+    """The same of two sets of keys."""
+    most = gl.maximum(some[0], others[0])
+    old, new = gl.exp2(some[0] - _finite(most)), gl.exp2(others[0] - _finite(most))
+    return most, some[1] * old + others[1] * new, some[2] * old[:, None] + others[2] * new[:, None]
 
 
 @jit
@@ -93,53 +358,123 @@ def attention(
     qkv_ptr,
     attended_ptr,
     buffers,
-    held,
+    ring,
+    at,
     eps,
     scale,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    HALF: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """attended [HEADS, DIM] of a layer, and the newest key and value into the cache. ahead: see asked_ahead; buffers: see
-    layers_kernel."""
-    cache, share, slot, norm_ptrs, angle_ptr, few = ahead
-    alone, unit, head, part, parts, first, last = share
-    place_ptr = cache[0] + slot // PAGE_TOKENS * cache[2] + slot % PAGE_TOKENS * DIM
-    if part < parts:
-        if alone:
-            key_ptr = qkv_ptr + (HEADS + head) * DIM
-            head_ptrs = (qkv_ptr + unit * DIM, key_ptr, key_ptr + KV_HEADS * DIM)
-            out, key, value = few_attended(
-                few, cache, head_ptrs, norm_ptrs, first, last, held, eps, scale, DIM, HALF, PAGE_TOKENS, NORMS, OFFSET
-            )
-            at = gl.arange(0, DIM, out.type.layout)
-            gl.store(attended_ptr + unit * DIM + at, out.to(qkv_ptr.dtype.element_ty))
-            if unit % (HEADS // KV_HEADS) == 0:
-                along = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, key.type.layout)))[None, None, :]
-                gl.store(place_ptr + along, key)
-                gl.store(place_ptr + cache[3] + along, value)
-        else:
-            many_attended(
-                cache,
-                qkv_ptr,
-                attended_ptr,
-                place_ptr,
-                buffers,
-                (head, part, parts, first, last),
-                norm_ptrs,
-                angle_ptr,
-                held,
-                eps,
-                scale,
-                HEADS,
-                KV_HEADS,
-                DIM,
-                HALF,
-                PAGE_TOKENS,
-                NORMS,
-                OFFSET,
-            )
+    """attended [query heads, size] of a layer, or the parts of it, and the newest key and value into the cache; stages taken since
+    the kernel began, of which there were `at` before. ahead: see asked_ahead; buffers: see layers_kernel."""
+    share = ahead[0]
+    if share[1] < share[2]:
+        _attended(ahead, qkv_ptr, attended_ptr, buffers, ring, at, eps, scale, STAGES, SHAPE, NORMS, OFFSET)
+    return at + 2 * gl.cdiv(gl.maximum(share[4] - share[3], 0), slots_of_stage(SHAPE[2]))
+
+
+@jit
+def _attended(
+    ahead,
+    qkv_ptr,
+    attended_ptr,
+    buffers,
+    ring,
+    at,
+    eps,
+    scale,
+    STAGES: gl.constexpr,
+    SHAPE: gl.constexpr,
+    NORMS: gl.constexpr,
+    OFFSET: gl.constexpr,
+):
+    """A part of attention of a KV head's query heads; the first has the newest key, and writes it."""
+    share, newest, angles, norm_ptrs = ahead
+    head, part, parts = share[0], share[1], share[2]
+    held = ring[3]
+    dtype: gl.constexpr = qkv_ptr.dtype.element_ty
+    HEADS: gl.constexpr = SHAPE[0]
+    DIM: gl.constexpr = SHAPE[2]
+    GROUP: gl.constexpr = HEADS // SHAPE[1]
+    PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
+    heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, SHAPE, NORMS, OFFSET)
+    # For the matrix unit without conflicts of banks, and row by row.
+    mixed = held._reinterpret(dtype, [1, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    rows = held._reinterpret(dtype, [2, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
+    gl.thread_barrier()
+    mixed.store(gl.expand_dims(heads, 0))
+    rows.store(heads)
+    gl.thread_barrier()
+    if part == 0:
+        row = _row(_flat(DIM))
+        along = gl.where(row == GROUP, 0, newest[1]) + _at(DIM, _flat(DIM))
+        gl.store(newest[0] + along, heads, mask=(row == GROUP) | (row == GROUP + 1))
+    q = _queries(mixed, DIM)
+    own = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
+    score = gl.sum(own * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
+    score = gl.where(part == 0, score, -float("inf"))
+    value = rows.slice(GROUP + 1, 1, 0).load(_flat(DIM)).to(gl.float32)
+    top, total, out = _seen(q, ring, at, share, scale, dtype, GROUP, DIM, STAGES)
+    top, total, out = _over_warps(top, total, out, held, PADDED, DIM)
+    top, total, out = _of_both((top, total, out), (score, 1.0, value))
+    attended_ptr += head * GROUP * DIM
+    if parts == 1:
+        _write(attended_ptr, out, total, GROUP)
+    else:
+        _part(attended_ptr, out, top, total, buffers, share, HEADS, GROUP)
+
+
+@jit
+def _write(attended_ptr, out, total, GROUP: gl.constexpr):
+    DIM: gl.constexpr = out.shape[1]
+    member = gl.arange(0, out.shape[0], gl.SliceLayout(1, _flat(DIM)))[:, None]
+    out = (out / total[:, None]).to(attended_ptr.dtype.element_ty)
+    gl.store(attended_ptr + member * DIM + _at(DIM, _flat(DIM)), out, mask=member < GROUP)
+
+
+@jit
+def _part(attended_ptr, out, top, total, buffers, share, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """What a program knows of its keys for the others, and of all keys if it is the last to end."""
+    DIM: gl.constexpr = out.shape[1]
+    part_ptr, sums_ptr, arrivals_ptr, _counter_ptr = buffers
+    head, part, parts = share[0], share[1], share[2]
+    member = gl.arange(0, out.shape[0], gl.SliceLayout(1, _flat(DIM)))
+    line = part * HEADS + head * GROUP + member
+    gl.store(
+        part_ptr + line[:, None] * DIM + _at(DIM, _flat(DIM)), out / total[:, None], mask=(member < GROUP)[:, None]
+    )
+    gl.store(sums_ptr + line, top + gl.log2(total), mask=member < GROUP)
+    gl.thread_barrier()
+    if gl.atomic_add(arrivals_ptr + head, 1, sem="acq_rel") == parts - 1:
+        gl.store(arrivals_ptr + head, 0)
+        _together(attended_ptr, part_ptr, sums_ptr, head, parts, HEADS, GROUP, out.shape[0], DIM)
+
+
+@jit
+def _together(
+    attended_ptr,
+    part_ptr,
+    sums_ptr,
+    head,
+    parts,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PADDED: gl.constexpr,
+    DIM: gl.constexpr,
+):
+    """Attention of a KV head's query heads from what programs know; a thread has the same numbers of all parts."""
+    LAYOUT: gl.constexpr = _across(DIM)
+    SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    member = gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
+    at = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    none = gl.zeros([PADDED, DIM], gl.float32, _flat(DIM))
+    seen = (gl.sum(none, 1) - float("inf"), gl.sum(none, 1), none)
+    for begin in range(0, parts, AT_A_TIME):
+        other = begin + gl.arange(0, AT_A_TIME, gl.SliceLayout(1, SUMS))[:, None]
+        line, real = other * HEADS + head * GROUP + member, (other < parts) & (member < GROUP)
+        top = gl.load(sums_ptr + line, mask=real, other=-float("inf"), cache_modifier=".cg")
+        out = gl.load(part_ptr + line[:, :, None] * DIM + at, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
+        seen = _of_both(seen, _joined(top, gl.full(top.shape, 1.0, gl.float32, SUMS), out))
+    _write(attended_ptr, seen[2], seen[1], GROUP)

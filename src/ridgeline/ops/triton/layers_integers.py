@@ -21,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ridgeline.ops.triton.layers_table import (
     BIAS_AT,
-    IN_FLIGHT,
     LINES_OF_STAGE,
     MEMORY,
     PLACE,
@@ -30,6 +29,7 @@ from ridgeline.ops.triton.layers_table import (
     Layer,
     Places,
     gated,
+    next_stage,
     pointer,
 )
 
@@ -68,8 +68,7 @@ def fetch_integers(
     FORM: gl.constexpr,
 ):
     """Stream a program's share of weight WHICH of a layer. at: stages since the kernel began. HALVES: see fetch_product."""
-    weights, full, free = ring[0], ring[1], ring[2]
-    scales = ring[4]
+    weights, full, scales = ring[0], ring[1], ring[4]
     w_desc, scale_desc = descs
     groups, chunks, apart = work
     BYTES: gl.constexpr = LINES_OF_STAGE * 128 + (ROWS * scales.shape[2] * 2 if FORM[1] else 0)
@@ -80,12 +79,7 @@ def fetch_integers(
     for group in range(gl.program_id(0), groups, gl.num_programs(0)):
         for half in gl.static_range(HALVES):
             for chunk in range(chunks):
-                stage = at % STAGES
-                mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
-                if at >= IN_FLIGHT:
-                    before = at - IN_FLIGHT
-                    mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
-                mbarrier.expect(full.index(stage), BYTES)
+                stage = next_stage(ring, at, BYTES, STAGES)
                 row = group * ROWS + half * apart
                 place = [matrix, chunk * PIECES, row, 0]
                 tma.async_copy_global_to_shared(w_desc, place, full.index(stage), weights.index(stage))

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.triton.layers_table import BIAS_AT, IN_FLIGHT, LINES_OF_STAGE, SCALE, gated, pointer
+from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, next_stage, pointer
 
 TICKETS = gl.constexpr(16)
 """Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
@@ -69,13 +69,10 @@ def _drawn(draw_ptr, every):
 def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES: gl.constexpr, STAGES: gl.constexpr):
     """Draw groups of rows of one weight and stream them. done: stages and tickets since the kernel began. HALVES: 2 for gate and
     up, whose rows come in turns. Each program draws one ticket too many, so that all launches draw as many."""
-    weights, full, free = ring[0], ring[1], ring[2]
     groups, chunks, apart = work
     at, drawn = done
     ROWS: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = w_desc.block_shape[2]
-    # With half the bytes to read, programs meet twice as often: what is read then counts more than a stream without gaps.
-    WAITED: gl.constexpr = IN_FLIGHT - 1 if weights.dtype == gl.float8e4nv else IN_FLIGHT
     matrix = gl.load(place_ptr).to(gl.int32)
     every = (groups + gl.num_programs(0)).to(gl.int64)
     group = _drawn(draw_ptr, every)
@@ -83,14 +80,9 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
     while group < groups:
         for half in gl.static_range(HALVES):
             for chunk in range(chunks):
-                stage = at % STAGES
-                mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
-                if at >= WAITED:
-                    before = at - WAITED
-                    mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
-                mbarrier.expect(full.index(stage), LINES_OF_STAGE * 128)
+                stage = next_stage(ring, at, LINES_OF_STAGE * 128, STAGES)
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
-                tma.async_copy_global_to_shared(w_desc, place, full.index(stage), weights.index(stage))
+                tma.async_copy_global_to_shared(w_desc, place, ring[1].index(stage), ring[0].index(stage))
                 at += 1
         group = _drawn(draw_ptr, every)
         drawn = _hand_on(tickets, drawn, group)

@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ridgeline.ops.table import QkvShape
@@ -32,16 +33,32 @@ ALIGNED = 16
 
 # What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
 # scales, or places of these where groups have some; pointers to biases, to the norms before attention and feed-forward, of queries
-# and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none.
+# and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none; the cache's place in its
+# descriptor.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
 NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(one) for one in (12, 14, 16, 17, 18, 19, 20))
-FIELDS = gl.constexpr(21)
+CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
 
 
 @jit
 def pointer(field_ptr, dtype: gl.constexpr):
     """A pointer in the table, of ALIGNED bytes."""
     return gl.multiple_of(gl.load(field_ptr).to(gl.pointer_type(dtype)), 16)
+
+
+@jit
+def next_stage(ring, at, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """The stage that comes next, free, and told to expect BYTES. at: stages since the kernel began."""
+    weights, full, free = ring[0], ring[1], ring[2]
+    # With half the bytes to read, programs meet twice as often: what is read then counts more than a stream without gaps.
+    WAITED: gl.constexpr = IN_FLIGHT - 1 if weights.dtype == gl.float8e4nv else IN_FLIGHT
+    stage = at % STAGES
+    mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
+    if at >= WAITED:
+        before = at - WAITED
+        mbarrier.wait(full.index(before % STAGES), before // STAGES & 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    return stage
 
 
 @jit
@@ -142,9 +159,9 @@ def lines(k: int, values: torch.Tensor) -> int:
 def held(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
     heads, model, features = (lines(one.inputs, one.values) for one in (layer.out, layer.qkv, layer.down))
+    # What warps know of values in float32, and before that two copies of 16 heads. A line of integers has two digits of each input.
     group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
-    # A line of integers has two digits of each input.
-    return heads, model, features, group * layer.shape.head_dim // (8 if layer.qkv.bits else 4)
+    return heads, model, features, max(16 * group, layer.shape.head_dim // 2) // (2 if layer.qkv.bits else 1)
 
 
 def stages(most: int) -> int:

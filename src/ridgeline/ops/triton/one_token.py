@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ridgeline.ops.step import MEDIUM, SHORT, KvView, StepInputs
+from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, RunLayers
 from ridgeline.ops.triton.layers import Layers
 from ridgeline.ops.triton.layers_forms import stages_of
 from ridgeline.ops.triton.layers_integers import LINE
+from ridgeline.ops.triton.layers_keys import streamable
 from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
@@ -18,9 +19,6 @@ FEWEST_STAGES = 6
 LEAST_BYTES: dict[type, int] = {torch.Tensor: 160 << 20, Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
 """Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
 measured."""
-MOST_SLOTS: dict[type, int] = {torch.Tensor: SHORT, Fp8Matrix: MEDIUM, IntMatrix: MEDIUM}
-"""Of a context, by the form of weights: what waiting less for weights saves, attention in the kernel loses again, 37 microseconds a
-thousand slots of an 8B. For bounds in between there are no graphs."""
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 8
 """Query heads of a KV head: each of a program's threads holds numbers of all of them."""
@@ -47,24 +45,23 @@ def knows(parts: Sequence[LayerParts]) -> bool:
 
 
 class OneToken:
-    """Runs a stream [1, d_model] through `parts`; one of more tokens, of a long context, in which attention alone fills the device,
-    over another cache or through a part of the layers goes `otherwise`."""
+    """Runs a stream [1, d_model] through `parts`; one of more tokens, over another cache or through a part of the layers goes
+    `otherwise`."""
 
-    __slots__ = ("_count", "_dtype", "_layers", "_most", "_otherwise")
+    __slots__ = ("_count", "_dtype", "_layers", "_otherwise")
 
     def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
         self._otherwise, self._dtype, self._count = otherwise, parts[0].attention_norm.dtype, len(parts)
-        self._most = MOST_SLOTS[type(parts[0].qkv.packed)]
         self._layers = Layers([_layer(one) for one in parts])
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        short = stream.shape[0] == 1 and step.max_length <= self._most and len(views) == self._count
-        taken = short and step.key_positions is None and self._attends(views)
+        whole = stream.shape[0] == 1 and len(views) == self._count
+        taken = whole and step.key_positions is None and self._attends(views)
         return (self._layers if taken else self._otherwise)(stream, views, step)
 
     def _attends(self, views: Sequence[KvView]) -> bool:
         first = views[0]
-        return all(
+        return streamable([view.kv for view in views]) and all(
             view.kv.dtype == self._dtype
             and view.softcap is None
             and (view.scale, view.page_tokens, view.kv.stride(), view.table.stride())

@@ -1,0 +1,147 @@
+"""Attention in the kernel of all layers: who does which part of it, and how keys and values of many slots come through the ring.
+
+Keys of earlier tokens do not wait for this step's: the warp that streams weights brings a program's share of them between the
+weights before and behind attention, so that they lie in shared memory when queries are known.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ridgeline.ops.triton.layers_table import ALIGNED, CACHE, LINES_OF_STAGE, PAGES, WINDOW, next_stage, places
+
+MOST_PARTS = gl.constexpr(64)
+"""Programs that share the keys of a KV head, at most."""
+ALONE = gl.constexpr(128)
+"""Slots up to which one program takes all keys of a KV head: putting parts together costs more."""
+PIECE = gl.constexpr(64)
+"""Numbers of a head in a line of a stage."""
+LEAST_LINES = 8
+"""Of a page, with which a copy into a stage may begin."""
+
+
+@triton.constexpr_function
+def slots_of_stage(DIM):
+    return LINES_OF_STAGE.value * PIECE.value // DIM
+
+
+@jit
+def share_of(length, window, SHAPE: gl.constexpr):
+    """Of this program: the KV head, which part of how many, slots from and to, and the first that is seen at all; slots count from
+    the start of a stage."""
+    KV_HEADS: gl.constexpr = SHAPE[1]
+    TILE: gl.constexpr = slots_of_stage(SHAPE[2])
+    # Of the slots the newest is this token's own, which no cache holds yet.
+    start = gl.where(window > 0, gl.maximum(length - window, 0), 0)
+    begin = start // TILE * TILE
+    slots = length - 1 - begin
+    head, part = gl.program_id(0) % KV_HEADS, gl.program_id(0) // KV_HEADS
+    most = gl.minimum(gl.num_programs(0) // KV_HEADS, MOST_PARTS)
+    each = gl.cdiv(gl.cdiv(slots, gl.where(slots <= ALONE, 1, most)), TILE) * TILE
+    parts = gl.maximum(gl.cdiv(slots, gl.maximum(each, 1)), 1)
+    first = begin + part * each
+    last = gl.where(part < parts, gl.minimum(first + each, length - 1), 0)
+    return head, part, parts, first, last, start
+
+
+@triton.constexpr_function
+def _slots_of_copy(DIM, PAGE_TOKENS):
+    return min(LINES_OF_STAGE.value * PIECE.value // DIM, PAGE_TOKENS)
+
+
+@jit
+def _pages(pages_ptr, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr):
+    """Pages of a stage's slots from `first` on; scratch for those from `last` on."""
+    EACH: gl.constexpr = _slots_of_copy(DIM, PAGE_TOKENS)
+    pages = ()
+    for index in gl.static_range(slots_of_stage(DIM) // EACH):
+        slot = first + index * EACH
+        pages += (gl.load(pages_ptr + slot // PAGE_TOKENS, mask=slot < last, other=0),)  # type: ignore[assignment]
+    return pages
+
+
+@jit
+def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
+    """Which keys of a layer this program's ring brings, and the first pages, for which nobody waits yet."""
+    row, length, table_stride = token
+    window = gl.load(layer_ptr + WINDOW).to(gl.int32)
+    head, _part, _parts, first, last, _start = share_of(length, window, SHAPE)
+    pages_ptr = gl.load(layer_ptr + PAGES).to(gl.pointer_type(gl.int32)) + row.to(gl.int64) * table_stride
+    place = gl.load(layer_ptr + CACHE).to(gl.int32)
+    return place, head, first, last, pages_ptr, _pages(pages_ptr, first, last, SHAPE[2], SHAPE[4])
+
+
+@jit
+def fetch_keys(kv_desc, asked, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+    """Stream a program's share of keys and values, in turns, see keys_asked; stages since the kernel began."""
+    place, head, first, last, pages_ptr, pages = asked
+    KV_HEADS: gl.constexpr = SHAPE[1]
+    DIM: gl.constexpr = SHAPE[2]
+    PAGE_TOKENS: gl.constexpr = SHAPE[4]
+    EACH: gl.constexpr = _slots_of_copy(DIM, PAGE_TOKENS)
+    LINES: gl.constexpr = EACH * DIM // PIECE
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    for begin in range(first, last, slots_of_stage(DIM)):
+        next_pages = _pages(pages_ptr, begin + slots_of_stage(DIM), last, DIM, PAGE_TOKENS)
+        line = begin % PAGE_TOKENS * (DIM // PIECE)
+        for kind in gl.static_range(2):
+            stage = next_stage(ring, at, LINES_OF_STAGE * 128, STAGES)
+            room = ring[0].index(stage)._reinterpret(kv_desc.dtype, [LINES_OF_STAGE, PIECE], BLOCK)
+            for index in gl.static_range(LINES_OF_STAGE // LINES):
+                into = room.slice(index * LINES, LINES, 0)
+                where = [place, pages[index], kind * KV_HEADS + head, line, 0]
+                tma.async_copy_global_to_shared(kv_desc, where, ring[1].index(stage), into)
+            at += 1
+        pages = next_pages
+    return at
+
+
+@jit
+def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGES: gl.constexpr):
+    """Lines [LINES_OF_STAGE, PIECE] of a stage of keys or values, in registers; nobody waits for one that is not `real`."""
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    stage = at % STAGES
+    mbarrier.wait(ring[1].index(stage), at // STAGES & 1, pred=real)
+    room = ring[0].index(stage)._reinterpret(dtype, [LINES_OF_STAGE, PIECE], LINES)
+    return room.load(layout)
+
+
+@jit
+def stages_ended(ring, at, STAGES: gl.constexpr):
+    """A stage and the next are free."""
+    mbarrier.arrive(ring[2].index(at % STAGES), count=1)
+    mbarrier.arrive(ring[2].index((at + 1) % STAGES), count=1)
+
+
+def streamable(caches: Sequence[torch.Tensor]) -> bool:
+    """Whether the copy engine can bring keys from caches [pages, 2, heads, tokens, dim] of the same strides: pages are of a power
+    of two slots, and one behind the other in 16 bytes."""
+    where, (_, _, heads, tokens, dim) = places(caches), caches[0].shape
+    return (
+        where.lowest.stride()[1:] == (heads * tokens * dim, tokens * dim, dim, 1)
+        and tokens & (tokens - 1) == 0
+        and tokens * dim >= LEAST_LINES * PIECE.value
+        and where.lowest.stride(0) * where.lowest.element_size() % ALIGNED == 0
+        and (where.step | where.lowest.data_ptr()) % ALIGNED == 0
+        and max(where.places) < 1 << 31
+    )
+
+
+def key_blocks(caches: Sequence[torch.Tensor]) -> tuple[TensorDescriptor, tuple[int, ...]]:
+    """Caches [pages, 2, heads, tokens, dim] for the copy engine, as [place, pages, kinds and heads, lines, PIECE]; the place of
+    each."""
+    where = places(caches)
+    pages, _, heads, tokens, dim = where.lowest.shape
+    shape = [max(where.places) + 1, pages, 2 * heads, tokens * dim // PIECE.value, PIECE.value]
+    strides = [where.step // 2, where.lowest.stride(0), tokens * dim, PIECE.value, 1]
+    lines = min(LINES_OF_STAGE.value, tokens * dim // PIECE.value)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    return TensorDescriptor(where.lowest, shape, strides, [1, 1, 1, lines, PIECE.value], layout), where.places
