@@ -14,8 +14,9 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
-from ridgeline.ops.step import MEDIUM, SHORT
+from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton.layers import Layers
+from ridgeline.ops.triton.layers_keys import ALONE
 from ridgeline.wire.messages import Submit
 
 pytestmark = [
@@ -44,8 +45,8 @@ calls: list[int] = []
 SAID = 48
 APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
-FROM = {"short": 60, "across SHORT": SHORT - SAID // 2, "across MEDIUM": MEDIUM - SAID // 2, "long": MEDIUM + 300}
-"""Tokens of a prompt. Behind SHORT slots steps in 16 bits run kernel by kernel, behind MEDIUM all."""
+FROM = {"short": 60, "across ALONE": ALONE.value - SAID // 2, "across SHORT": SHORT - SAID // 2, "long": 6444}
+"""Tokens of a prompt. Behind ALONE slots a KV head's keys are of several programs, behind SHORT steps have another graph."""
 
 
 @pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])

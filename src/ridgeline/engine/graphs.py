@@ -22,7 +22,7 @@ from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
-from ridgeline.ops.step import MEDIUM, SHORT
+from ridgeline.ops.step import SHORT
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,8 +36,7 @@ CROWDED_WORK = 1 << 36
 """Query tokens times numbers of a feed-forward matrix above which they have none, in 16 bits: the device takes longer than Python
 needs to launch such a step, which is 20 ms for 32 layers and at times 40. An 8B gets there with 1,170 tokens, in fp8 with 2,340."""
 LONE_ROWS = 2
-LENGTHS = (SHORT, MEDIUM)
-"""Steps that decode up to LONE_ROWS rows have a graph for contexts of up to each of these, and one for others."""
+"""Steps that decode up to so many rows have a graph for contexts of up to SHORT slots, and one for others."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 """Rows of steps with drafts that have a graph."""
 HOST_ROWS, HOST_NODES, HOST_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 8), 256
@@ -179,8 +178,8 @@ class Graphs:
         work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mixed_graph, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
-            own = LENGTHS if size <= LONE_ROWS else ()
-            work += [(partial(self._decode_graph, longest=one), size) for one in own]
+            if size <= LONE_ROWS:
+                work.append((partial(self._decode_graph, longest=SHORT), size))
         for tree, rooms in self._draft_rooms.items():
             work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
         for size in reversed(self._sizes):
@@ -217,8 +216,8 @@ class Graphs:
     def forward(self, batch: Batch, room: Room, bound: int) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]. bound: of slots any row holds."""
         if batch.shape.decode:
-            own = LENGTHS if room.rows <= LONE_ROWS else ()
-            self._decode_graph(room.rows, next((one for one in own if bound <= one), None)).replay()
+            short = room.rows <= LONE_ROWS and bound <= SHORT
+            self._decode_graph(room.rows, SHORT if short else None).replay()
             return self._picked[: room.rows]
         if batch.scores is not None:  # a graph knows nothing of what is scored
             mixed = unpack(self._input[: packed_size(room)], mixed_step(room), room)

@@ -14,9 +14,6 @@ import torch
 SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
 for both."""
-MEDIUM = 6144
-"""Slots up to which one row's layers may run as one kernel, whose attention is slower than attention alone; with graphs of their
-own too."""
 
 
 @dataclass(frozen=True, slots=True)
