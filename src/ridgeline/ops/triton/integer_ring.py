@@ -34,7 +34,7 @@ from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.integer_shapes import IntRingTile
 from ridgeline.ops.triton.launch import overlap
-from ridgeline.ops.triton.ring import COUNTERS, _arrivals, _exchange, _finish, _share
+from ridgeline.ops.triton.ring import COUNTERS, _arrivals, _exchange, _finish, _held, _place, _share
 
 
 @jit
@@ -303,12 +303,17 @@ def _multiply(
                 up *= gl.load(matrix[0] + n + mine, mask=mine < n, other=0.0).to(gl.float32)[:, None]
         if PDL:
             gdc_wait()
+        first_row = tile // batches * ROWS
         if SPLIT == 1:
-            _finish(total, up, tensors, tile, 0, m, n, batches, BATCH, BIAS, ADD, KIND, PUT)
+            place = _place(tile, 0, m, n, batches, ROWS, BATCH, BATCH, PUT)
+            held = _held(tensors[1], place, ROWS, BATCH, ADD, PUT)
+            _finish(total, up, held, place, tensors, first_row, n, BIAS, ADD, KIND, PUT)
         else:
-            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, GOT)
             skip = gl.program_id(0) % SPLIT * (BATCH // SPLIT)
-            _finish(sums, ups, tensors, tile, skip, m, n, batches, BATCH, BIAS, ADD, KIND, GOT)
+            place = _place(tile, skip, m, n, batches, ROWS, BATCH // SPLIT, BATCH, GOT)
+            held = _held(tensors[1], place, ROWS, BATCH // SPLIT, ADD, GOT)
+            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, GOT)
+            _finish(sums, ups, held, place, tensors, first_row, n, BIAS, ADD, KIND, GOT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])

@@ -110,25 +110,45 @@ def _fetch(
 
 
 @jit
+def _place(
+    tile, skip, m, n, batches, ROWS: gl.constexpr, WIDE: gl.constexpr, BATCH: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of a tile's results from its token `skip` on, WIDE of them: offsets int64 [ROWS, WIDE] in out, and which are real."""
+    row = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = tile % batches * BATCH + skip + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
+    return token.to(gl.int64)[None, :] * n + row[:, None], (row < n)[:, None] & (token < m)[None, :]
+
+
+@jit
+def _held(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
+    """What out holds where a tile's results will go; zeros unless these join it. Nobody else writes there, so it is asked for
+    before the sums are there: a way to memory less behind them."""
+    where, real = place
+    held = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
+    if ADD:
+        held = gl.load(out_ptr + where, mask=real, other=0.0)
+    return held
+
+
+@jit
 def _finish(
     total,
     up,
+    held,
+    place,
     tensors,
-    tile,
-    skip,
-    m,
+    row,
     n,
-    batches,
-    BATCH: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
     KIND: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Turn sums of a tile, from its token `skip` on, into results, and store them in a layout that suits memory."""
+    """Turn sums of a tile whose first row is `row` into results, and store them at `place`, in its layout, which suits memory.
+    held: what they join."""
     bias_ptr, out_ptr = tensors[0], tensors[1]
-    ROWS: gl.constexpr = total.shape[0]
-    own = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+    where, real = place
+    own = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
     if BIAS:
         total += gl.load(bias_ptr + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
     if KIND != 0:
@@ -139,13 +159,9 @@ def _finish(
         if KIND == 2:
             inner = 1.5957691216057308 * (total + 0.044715 * total * total * total)
         total = total / (1.0 + gl.exp(-inner)) * up
-    row = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    token = tile % batches * BATCH + skip + gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
-    where = out_ptr + token.to(gl.int64)[None, :] * n + row[:, None]
-    real = (row < n)[:, None] & (token < m)[None, :]
     if ADD:
-        total = gl.convert_layout(total, LAYOUT) + gl.load(where, mask=real, other=0.0).to(gl.float32)
-    gl.store(where, gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT), mask=real)
+        total = gl.convert_layout(total, LAYOUT) + held.to(gl.float32)
+    gl.store(out_ptr + where, gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT), mask=real)
 
 
 @jit
@@ -211,13 +227,18 @@ def _multiply(
     # Threads of a warp along the rows, which lie side by side in memory: of what a warp holds, and of what it reads.
     HELD: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [HIGH, WARPS // HIGH], [0, 1])
     READ: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+    PUT: gl.constexpr = HELD if SPLIT == 1 else READ
+    OWN: gl.constexpr = BATCH // SPLIT
     if PDL:
         gdc_wait()
     first, count, _begin, run = _share(work, SPLIT)
+    skip = gl.program_id(0) % SPLIT * OWN
     at = 0
     up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
+        place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
+        held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
         total = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
         if SIDES == 2:
             up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
@@ -238,12 +259,12 @@ def _multiply(
         else:
             total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+        row = tile // batches * ROWS
         if SPLIT == 1:
-            _finish(total, up, tensors, tile, 0, m, n, batches, BATCH, BIAS, ADD, KIND, HELD)
+            _finish(total, up, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
         else:
-            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, READ)
-            skip = gl.program_id(0) % SPLIT * (BATCH // SPLIT)
-            _finish(sums, ups, tensors, tile, skip, m, n, batches, BATCH, BIAS, ADD, KIND, READ)
+            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, PUT)
+            _finish(sums, ups, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])
