@@ -32,14 +32,15 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Launch of the small product. outputs, inputs: of a tile; programs: how many are wanted, by splitting the inputs.
-    exact: see PROMOTE in the kernel."""
+    """Launch of the small product. outputs, inputs: of a tile; programs: how many are wanted, by splitting the inputs. asked:
+    bytes of each row of weights asked for before x is there, if a program takes so many. exact: see PROMOTE in the kernel."""
 
     outputs: int
     inputs: int
     programs: int
     warps: int
     stages: int
+    asked: int = 512
     exact: bool = False
 
 
@@ -176,6 +177,22 @@ def _finish(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _ask(w_ptr, first, outputs, inputs, begin, OUTPUTS: tl.constexpr, ASKED: tl.constexpr):
+    """Have ASKED bytes of each of OUTPUTS rows of weights fetched into L2, from input `begin` on, half of them a thread."""
+    part = tl.arange(0, 2 * OUTPUTS)
+    row = tl.minimum(first + part % OUTPUTS, outputs - 1)
+    address = (w_ptr + row.to(tl.int64) * inputs + begin + part // OUTPUTS * (ASKED // 2)).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, tl.full((2 * OUTPUTS,), ASKED // 2, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["tokens", "turns", "shares"])
 def _small_kernel(
     x_ptr,
@@ -200,12 +217,13 @@ def _small_kernel(
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    ASKED: tl.constexpr,
 ):
     """A tile [OUTPUTS, TOKENS] of W x^T, over `turns` blocks of the inputs. The weights are the left operand, whose side of
     the tensor-core instruction is the wide one. SHARED: `shares` programs per tile leave their sums in part_ptr, and the
     last to come adds them all, always in the same order. WHOLE: blocks of inputs are full. PROMOTE: inputs after which
     the tensor core's sum of 8-bit products, which keeps fewer bits than float32, is added to a float32 one; 0: products
-    in float16, exact, with sums in float32."""
+    in float16, exact, with sums in float32. ASKED: bytes of each row asked for before x is there."""
     tile, token_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
@@ -216,6 +234,8 @@ def _small_kernel(
     # Integers (w8a8) have integer sums, which are exact however they are split.
     SUM: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros([OUTPUTS, TOKENS], dtype=SUM)
+    if PDL and ASKED > 0:
+        _ask(w_ptr, tile * OUTPUTS, outputs, inputs, split * turns * INPUTS, OUTPUTS, ASKED)
     await_inputs(PDL)
     for turn in range(split * turns, tl.minimum((split + 1) * turns, tl.cdiv(inputs, INPUTS))):
         here = turn * INPUTS + at
@@ -254,6 +274,11 @@ def splits(outputs: int, inputs: int, tokens: int, tile: int, launch: Small) -> 
     return triton.cdiv(turns, each), each
 
 
+def _asks(weights: torch.Tensor, dealt: int, run: int, launch: Small) -> bool:
+    """Whether programs that take `run` inputs each, `dealt` together, may ask early: nothing behind a row, and sixteens alone."""
+    return dealt == weights.shape[1] and launch.asked <= run and weights.data_ptr() % 16 == 0
+
+
 def small(
     x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Small, add: bool = False
 ) -> None:
@@ -290,6 +315,7 @@ def small(
         TOKENS=tile,
         OUTPUTS=launch.outputs,
         INPUTS=launch.inputs,
+        ASKED=launch.asked if _asks(matrix.values, turns * split * launch.inputs, turns * launch.inputs, launch) else 0,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **overlap(out.device),

@@ -42,11 +42,13 @@ class _For:
 
 
 # Tokens -> rows in order, as in shapes. A ring fills a processor's memory: with half of it, two programs come to one
-# processor while others have none. Up to 16 tokens nothing is gained. Above 64, x is as large as the weights that it
-# meets, and a program's share of either comes through L2: a step of an 8B gained 0.5 % at 128 tokens and 0.7 % at 256. Small
-# weights still gain there, as what they wait for is the kernel before.
+# processor while others have none. Products of up to 16 tokens gain nothing by themselves, whole steps do: the ring fills while
+# what stands between two products runs. Above 64, x is as large as the weights that it meets, and a program's share of either
+# comes through L2: a step of an 8B gained 0.5 % at 128 tokens and 0.7 % at 256. Small weights still gain there, as what they
+# wait for is the kernel before.
 _PLAIN: dict[int, tuple[_For, ...]] = {
-    16: (),
+    1: (),
+    16: (_For(16384, RingTile(16, 64, 128, 4, 10, 96)),),
     32: (
         _For(16384, RingTile(32, 64, 128, 4, 8, 96)),
         _For(ANY, RingTile(32, 128, 128, 4, 5, 128)),
@@ -63,7 +65,11 @@ _PLAIN: dict[int, tuple[_For, ...]] = {
 }
 # The activation of a merged gate and up as part of it.
 _GATE: dict[int, tuple[_For, ...]] = {
-    16: (),
+    1: (),
+    16: (
+        _For(16384, None),
+        _For(ANY, RingTile(16, 128, 128, 4, 6, 128, programs=PROCESSORS)),
+    ),
     32: (
         _For(16384, None),
         _For(ANY, RingTile(32, 128, 128, 4, 5, 128)),
