@@ -122,6 +122,24 @@ def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
+@pytest.mark.parametrize(("share", "early"), [(3.5, True), (7, True), (9, False)])
+def test_several_rows_that_ask_for_keys_early(share: float, early: bool, batch: Callable[..., Any]) -> None:
+    """Programs a processor up to which rows that only decode do, in both tiles: with keys of this step among the first, rows cut
+    in parts, and a row of nothing."""
+    from ridgeline.ops.triton import attention as module
+
+    count = int(share * module._processors(torch.device(DEVICE))) // 2
+    rows = [(900, 1), (0, 1), (1, 1), *[(30 + row * 57 % 250, 1) for row in range(count - 3)]]
+    case = batch(rows, head_dim=128, junk=float("nan")).to(DEVICE, torch.float16)
+    call = module._Call(case.q, case.view, case.step, 2)
+    assert call.early == bool(call.ahead) == early and call.snug == (share < 4) and not call.sparse
+    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    assert want_lse is not None
+    seen = torch.isfinite(want_lse[:, 0])
+    out, _ = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    near(out[seen], want[seen], torch.float16)
+
+
 def test_long_contexts_of_few_rows(batch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that ask for keys before they wait, and rows whose first such keys are this step's."""
     from ridgeline.ops.triton import attention as module

@@ -152,10 +152,19 @@ class _Call:
         return max(1, units - self.step.rows.shape[0] if self.sparse else units)
 
     @property
+    def early(self) -> bool:
+        """Whether programs of several rows ask for keys before the wait though others share their processors. Steps that only
+        decode, as below."""
+        if self.step.max_query > 1 or self.group > tuning.SPLIT_QUERIES or self.step.rows.shape[0] == 1:
+            return False
+        few = self.programs <= tuning.MOST_EARLY_PROGRAMS * _processors(self.q.device)
+        return few and not (self.wide or self.lone) and self.tile(split=True).registers is not None
+
+    @property
     def ahead(self) -> int:
         """Slots that a program of the split kernel asks for before it waits for the kernel before it; 0: none."""
         tile, plain = self.tile(split=True), self.step.ancestors is None and not self.compacted
-        return tile.stages * tile.keys if (self.wide or self.lone) and plain else 0
+        return tile.stages * tile.keys if (self.wide or self.lone or self.early) and plain else 0
 
     def tile(self, split: bool) -> Tile:
         if self.q.dtype == torch.float32:
@@ -282,6 +291,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         QUERIES=max(16, packed),
         AHEAD=call.ahead,
         FUSED=not call.sparse,
+        maxnreg=call.tile(split=True).registers if call.early else None,
         PACKED=packed,
         PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * call.width)),
         **_shared(call, split=True),
