@@ -80,8 +80,9 @@ class _Cold(Exception):
 def _stopped_by_compiling() -> Iterator[None]:
     """Raises _Cold when a kernel has been compiled instead of being found on disk."""
 
-    def listen(*, cache_hit: bool, **_: object) -> None:
+    def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
+            log.info("compiling: %s is not on disk, and others may not be", src.name)
             raise _Cold
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen
