@@ -78,6 +78,7 @@ class Controlled:
     def __init__(self, inner: DeviceDrafter, share: torch.Tensor, script: Script) -> None:
         self._inner, self._share, self._script = inner, share, script
         self.layers: tuple[LayerSpec, ...] = inner.layers
+        self.attended = inner.attended
 
     def learns(self) -> bool:
         """So that it is shown logits, and draws are made where they can be replaced."""

@@ -20,15 +20,19 @@ from ridgeline.decoding.heads import Candidate, tree
 from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
+from ridgeline.models.rope import rope_table
 from ridgeline.ops import native_cpu
 from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops
 
-SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LayerSpec(4, 2, 16, 64, Rope(dim=16)),), 512, tied=True)
+LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))
+SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LAYER, LAYER), 512, tied=True)
 CPU = torch.device("cpu")
-KNOWN = (1, 2, 40, 333)
+KNOWN = (2, 3, 40, 333)
+PAGE, PAGES = 16, 32
 COUNT = 5
 CHAIN = tuple(Candidate(node - 1, node, 0) for node in range(COUNT))
 TREE = tree(UNMEASURED, 12)
@@ -36,7 +40,7 @@ TREE = tree(UNMEASURED, 12)
 
 def module(seed: int = 0) -> RecurrentModule:
     torch.manual_seed(seed)
-    draft = RecurrentModule(SPEC, torch.arange(0, 60, 2))
+    draft = RecurrentModule(SPEC, torch.arange(0, 60, 2), 1)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -55,24 +59,50 @@ def drafter(
     return Recurrent(load_recurrent(folder, SPEC), SPEC, ops, dtype, CPU, nodes)
 
 
-def rows(seed: int = 0) -> tuple[RowState, torch.Tensor]:
-    """A row for each of KNOWN behind the scratch row, and the hidden states they begin with."""
+def rows(seed: int = 0) -> tuple[RowState, torch.Tensor, torch.Tensor]:
+    """A row for each of KNOWN behind the scratch row, the hidden states they begin with, and a layer's cache."""
     chance = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 60, (len(KNOWN) + 1, 512), generator=chance, dtype=torch.int32)
     ints = torch.zeros(len(KNOWN) + 1, 14, dtype=torch.int32)
     ints[1:, Int.KNOWN] = torch.tensor(KNOWN)
+    ints[1:, Int.LENGTH] = torch.tensor(KNOWN) - 1
     ints[:, Int.KEY] = torch.arange(len(KNOWN) + 1)
     hidden = torch.randn(len(KNOWN), SPEC.d_model, generator=chance)
-    return RowState(tokens, ints, torch.zeros(1, len(KNOWN) + 1, 1, dtype=torch.int32), 16), hidden
+    kv = torch.randn(1 + len(KNOWN) * PAGES, 2, LAYER.n_kv_heads, PAGE, LAYER.head_dim, generator=chance)
+    own = 1 + torch.randperm(len(KNOWN) * PAGES, generator=chance).view(len(KNOWN), PAGES)
+    tables = torch.cat((torch.zeros(1, PAGES, dtype=torch.int32), own.int())).unsqueeze(0)
+    return RowState(tokens, ints, tables, PAGE), hidden, kv
+
+
+def held(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that a row has written, [1, kv_heads, KNOWN - 1, head_dim] each."""
+    state, _, kv = rows()
+    pages = kv[state.tables[0, row + 1].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return pages[0, None, :, : KNOWN[row] - 1], pages[1, None, :, : KNOWN[row] - 1]
+
+
+def following(draft: RecurrentModule, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+    """The module's next states of all rows, [len(KNOWN), d_model]; depth: tokens drafted so far."""
+    turn, found = rope_table(LAYER.rope, 600, CPU), []
+    for row, (one, token) in enumerate(zip(state, tokens, strict=True)):
+        (k, v), chains = held(row), KNOWN[row] - 1
+        wide = one.expand(1, chains, -1), token.expand(1, chains)
+        found.append(draft(*wide, k, v, turn[depth + 1 : depth + 1 + chains])[0, -1])
+    return torch.stack(found)
 
 
 def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT) -> torch.Tensor:
     """What it drafts for each row, int32 [rows, count]; nothing else of the rows may change."""
-    state, hidden = rows()
+    state, hidden, kv = rows()
+    kv = kv.to(dtype)
     before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
     each = torch.arange(1, len(KNOWN) + 1, dtype=torch.int32)
     temperature = torch.full((len(KNOWN),), heat)
-    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), lambda slots: [])
+
+    def views(slots: torch.Tensor) -> list[KvView]:
+        return [KvView(kv, state.tables[0], slots[0], None, None, SPEC.scale_of(LAYER))]
+
+    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), views)
     found = torch.stack([state.tokens[row + 1, at : at + count] for row, at in enumerate(known)])
     for row, at in enumerate(known):
         before[row + 1, at : at + count] = found[row]
@@ -87,22 +117,26 @@ def trained(folder: Path) -> RecurrentModule:
     named = {
         "embed_tokens.weight": "embedding",
         "mix.weight": "mix",
+        "q_proj.weight": "query",
+        "o_proj.weight": "out",
         "mlp.down_proj.weight": "down",
         "lm_head.weight": "head",
     }
     state = {name: weights.plain(key, torch.float32, CPU) for name, key in named.items()}
-    state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp_norm.weight": weights.inner_norm}
-    found.load_state_dict(state | {"norm.weight": weights.norm, "ids": weights.ids.long()})
+    norms = {"attn_norm.weight": "query_norm", "mlp_norm.weight": "inner_norm", "norm.weight": "norm"}
+    state |= {name: weights.norms[key] for name, key in norms.items()}
+    state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    found.load_state_dict(state | {"ids": weights.ids.long()})
     return found
 
 
 @torch.no_grad()
 def test_what_drafts_is_what_was_trained(folder: Path) -> None:
     """Greedy chains of the module."""
-    draft, (state, now) = trained(folder), rows()
+    draft, (state, now, _) = trained(folder), rows()
     tokens = torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])
-    for wanted in drafted(drafter(folder, REFERENCE), 0.0).T:
-        now = draft(now, tokens)
+    for depth, wanted in enumerate(drafted(drafter(folder, REFERENCE), 0.0).T):
+        now = following(draft, now, tokens, depth)
         logits = draft.lm_head(now)
         found = logits.gather(1, wanted.long().unsqueeze(1) // 2)
         assert bool((found >= logits.max(1, keepdim=True).values - 1e-4).all()), "the likeliest, up to rounding"
@@ -117,15 +151,19 @@ def test_what_it_learns_from() -> None:
         for parameter in teacher.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     text = torch.randint(0, 60, (2, 20))
-    losses = recurrent_losses(draft, teacher, text, Recipe(logits=0, overlap=1, temperature=0.8), stride=2)
-    hidden = teacher.hidden(text)
+    losses = recurrent_losses(draft, teacher, text, Recipe(logits=0, overlap=1, temperature=0.8))
+    cache = teacher.cache(*text.shape)
+    hidden, turn = teacher.hidden(text, cache), rope_table(LAYER.rope, 20, CPU)
     p = (teacher.logits(hidden) / 0.8).softmax(-1)[..., draft.ids]
     for depth in range(DEPTH):
         refused = []
-        for start in range(0, 20 - DEPTH, 2):
-            now = hidden[:, start]
+        for start in range(20 - DEPTH):
+            # All chains but the last one stand in for others: it sees the keys of the tokens up to its own.
+            now, k, v = hidden[:, start], cache[1].k[:, :, : start + 1], cache[1].v[:, :, : start + 1]
             for place in range(depth + 1):
-                now = draft(now, text[:, start + 1 + place])
+                tokens = text[:, start + 1 + place, None].expand(-1, start + 1)
+                own = turn[start + 1 + place].expand(start + 1, -1, -1)
+                now = draft(now[:, None].expand(-1, start + 1, -1), tokens, k, v, own)[:, -1]
             q = (draft.lm_head(now) / 0.8).softmax(-1)
             refused.append(1 - torch.minimum(p[:, start + 1 + depth], q).sum(-1))
         torch.testing.assert_close(losses[depth], torch.stack(refused).mean())
@@ -135,14 +173,14 @@ def test_what_it_learns_from() -> None:
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
     """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
-    draft, (state, hidden) = trained(folder), rows()
+    draft, (state, hidden, _) = trained(folder), rows()
     assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
     found = drafted(drafter(folder, REFERENCE, nodes=TREE), heat, count=len(TREE))
     states = {-2: hidden}
     said = {-1: torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])}
     for at, node in enumerate(TREE):
         above = -2 if node.parent < 0 else TREE[node.parent].parent
-        states[node.parent] = draft(states[above], said[node.parent])
+        states[node.parent] = following(draft, states[above], said[node.parent], node.head)
         place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
         keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
         scores = draft.lm_head(states[node.parent]) - heat * exponential(keys, draft.ids.int()).log()
@@ -199,6 +237,9 @@ def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))
     with pytest.raises(ConfigError, match="tensor gate_up.codes is"):
+        load_recurrent(folder, SPEC)
+    (folder / "config.json").write_text(json.dumps(config | {"attended_layer": 2}))
+    with pytest.raises(ConfigError, match="tensor query.codes is"):
         load_recurrent(folder, SPEC)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")

@@ -38,7 +38,8 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
     medusa = Medusa(heads, model.decoder.logits, 6)
     recycling = Recycling(model.spec.vocab_size, torch.device(device))
     with tempfile.TemporaryDirectory() as name:
-        draft = RecurrentModule(model.spec, torch.arange(model.spec.vocab_size - 3))
+        draft = RecurrentModule(model.spec, torch.arange(model.spec.vocab_size - 3), len(model.spec.layers) // 2)
+        torch.nn.init.normal_(draft.o_proj.weight, std=0.1)
         save_recurrent(draft, Path(name), model.spec)
         weights = load_recurrent(Path(name), model.spec)
     facts = (weights, model.spec, model.ops, torch.float32, torch.device(device))

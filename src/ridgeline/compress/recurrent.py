@@ -1,13 +1,14 @@
 """A recurrent draft as a module that can be trained: the network of decoding.recurrent, its loss, and the folder it is saved in.
 
-It learns from the model it drafts for: chains begin behind many tokens of a text at once, each from the model's hidden state there,
-and go on through the text's own tokens, as a draft goes on through tokens that were kept (the unrolled training of EAGLE-3, Li et
-al. 2025, section 3.2).
+It learns from the model it drafts for: chains begin behind every token of a text at once, each from the model's hidden state there
+and with the keys and values that the model has written up to there, and go on through the text's own tokens, as a draft goes on
+through tokens that were kept (the unrolled training of EAGLE-3, Li et al. 2025, section 3.2).
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder
+from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder, rotate
 from ridgeline.compress.distill import Recipe
+from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec, NumberFormat
 from ridgeline.decoding.recurrent import BITS
 from ridgeline.quant.integer import round_to_nearest
@@ -25,60 +27,108 @@ DEPTH = 4
 """Tokens of the chains that it is trained on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What chains that begin behind each of `tokens` tokens learn from. hidden: the model's states there, [rows, tokens, d_model].
+    k, v: its keys and values there, of the layer that is attended to, [rows, kv_heads, tokens, head_dim].
+    turn: rotary table of all tokens. text int64 [rows, tokens + DEPTH]; for each of its tokens what the model says behind it:
+    possible, the logits of tokens that a draft may say, and total, the logarithm of the sum of exp(logit / temperature) over all.
+    """
+
+    hidden: Tensor
+    k: Tensor
+    v: Tensor
+    turn: Tensor
+    text: Tensor
+    possible: Tensor
+    total: Tensor
+
+
 class RecurrentModule(nn.Module):
     """A recurrent draft to be trained; see decoding.recurrent for what it computes. spec: of the model it drafts for, of which it
-    takes width, norms and activation. ids int64 [outputs]: the tokens it may say."""
+    takes width, norms and activation. ids int64 [outputs]: the tokens it may say. attended: the layer of the model whose keys and
+    values it reads."""
 
     ids: Tensor
 
-    def __init__(self, spec: ModelSpec, ids: Tensor) -> None:
+    def __init__(self, spec: ModelSpec, ids: Tensor, attended: int) -> None:
         super().__init__()
-        width = spec.d_model
+        width, layer = spec.d_model, spec.layers[attended]
+        self.attended, self.head_dim, self.scale = attended, layer.head_dim, spec.scale_of(layer)
+        queries = layer.n_heads * layer.head_dim
         self.embed_tokens = nn.Embedding(spec.vocab_size, width)
         self.mix = nn.Linear(width, width, bias=False)
-        self.mlp_norm, self.norm = Norm(width, spec), Norm(width, spec)
+        self.attn_norm, self.mlp_norm, self.norm = (Norm(width, spec) for _ in range(3))
+        self.q_proj, self.o_proj = nn.Linear(width, queries, bias=False), nn.Linear(queries, width, bias=False)
         self.mlp = FeedForward(spec, spec.layers[0])
         self.lm_head = nn.Linear(width, len(ids), bias=False)
         self.register_buffer("ids", ids)
-        nn.init.zeros_(self.mlp.down_proj.weight)
+        for last in (self.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(last.weight)
 
     def start(self, teacher: TrainableDecoder, hidden: Tensor) -> None:
-        """Take the model's embedding, norm and head. hidden: some of its hidden states, of which a state takes as much as of the
-        embedding."""
+        """Take the model's embedding, queries, norm and head. hidden: some of its hidden states, of which a state takes as much as
+        of the embedding."""
         embedding = teacher.embed_tokens.weight
         with torch.no_grad():
             self.embed_tokens.weight.copy_(embedding)
             self.norm.weight.copy_(teacher.norm.weight)
             self.lm_head.weight.copy_(teacher.unembedding[self.ids])
             nn.init.eye_(self.mix.weight).mul_(embedding.square().mean().sqrt() / hidden.float().square().mean().sqrt())
+            layer = teacher.layers[self.attended]
+            self.attn_norm.weight.copy_(layer.input_layernorm.weight)
+            self.q_proj.weight.copy_(layer.self_attn.q_proj.weight)
 
-    def forward(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """state [..., d_model] and the next token int64 [...] -> the next state, normed as the model's hidden states are."""
+    def forward(self, state: Tensor, tokens: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
+        """state [rows, n, d_model] and the next token int64 [rows, n] -> the next state, normed as the model's hidden states are.
+
+        k, v: what the model has written [rows, kv_heads, n, head_dim], of which the chain at i sees the first i + 1. turn: the
+        rotary table of the tokens' positions [n, 2, dim / 2].
+        """
         mixed = self.mix(state) + self.embed_tokens(tokens)
+        q = self.q_proj(self.attn_norm(mixed)).view(*tokens.shape, -1, self.head_dim).transpose(1, 2)
+        read = F.scaled_dot_product_attention(rotate(q, turn).type_as(v), k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        mixed = mixed + self.o_proj(read.transpose(1, 2).flatten(2))
         return self.norm(mixed + self.mlp(self.mlp_norm(mixed)))
 
 
-def recurrent_losses(
-    draft: RecurrentModule, teacher: TrainableDecoder, rows: Tensor, recipe: Recipe, stride: int = 1
-) -> Tensor:
-    """The loss at each of DEPTH places of a chain, float32 [DEPTH], of chains that begin at every `stride`-th token of rows
-    [rows, tokens] int64: KL to what the teacher says there, among the tokens that the draft may say, and `refused` among all.
+@torch.no_grad()
+def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temperature: float) -> Lesson:
+    """What the teacher teaches about rows [rows, tokens] int64."""
+    layer = teacher.spec.layers[draft.attended]
+    if layer.window is not None or layer.softcap is not None:
+        raise UnsupportedModel(f"layer {draft.attended} has a window or caps its scores: attend to another one.")
+    tokens, cache = rows.shape[1] - DEPTH, teacher.cache(*rows.shape)
+    hidden = teacher.hidden(rows, cache)
+    total = (teacher.logits(hidden).float() / temperature).logsumexp(-1, keepdim=True)
+    possible = F.linear(hidden, teacher.unembedding[draft.ids])
+    k, v = (one[:, :, :tokens] for one in (cache[draft.attended].k, cache[draft.attended].v))
+    turn = getattr(teacher, f"turn_{teacher.rope_of[draft.attended]}")
+    return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total)
+
+
+def place_loss(draft: RecurrentModule, state: Tensor, given: Lesson, depth: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """States of the chains -> those one token on and the loss there, at place `depth` from 1."""
+    heat, tokens = recipe.temperature, given.hidden.shape[1]
+    here = slice(depth, depth + tokens)
+    state = draft(state, given.text[:, here], given.k, given.v, given.turn[here])
+    said = F.log_softmax(draft.lm_head(state).float() / heat, -1)
+    wanted = given.possible[:, here].float() / heat - given.total[:, here]
+    among = wanted - wanted.logsumexp(-1, keepdim=True)
+    diverges = (among.exp() * (among - said)).sum(-1).mean() * heat**2
+    kept = torch.minimum(wanted.exp(), said.exp()).sum(-1).mean()
+    return state, recipe.logits * diverges + recipe.overlap * (1 - kept)
+
+
+def recurrent_losses(draft: RecurrentModule, teacher: TrainableDecoder, rows: Tensor, recipe: Recipe) -> Tensor:
+    """The loss at each of DEPTH places of a chain, float32 [DEPTH], of chains that begin at every token of rows [rows, tokens]
+    int64: KL to what the teacher says there, among the tokens that the draft may say, and `refused` among all.
     """
-    heat, tokens = recipe.temperature, rows.shape[1] - DEPTH
-    with torch.no_grad():
-        hidden = teacher.hidden(rows)
-        total = (teacher.logits(hidden).float() / heat).logsumexp(-1, keepdim=True)
-        possible = F.linear(hidden, teacher.unembedding[draft.ids])
-    state, terms = hidden[:, :tokens:stride], []
+    given = lesson(teacher, draft, rows, recipe.temperature)
+    state, terms = given.hidden, []
     for depth in range(1, DEPTH + 1):
-        here = slice(depth, depth + tokens, stride)
-        state = draft(state, rows[:, here])
-        said = F.log_softmax(draft.lm_head(state).float() / heat, -1)
-        wanted = possible[:, here].float() / heat - total[:, here]
-        among = wanted - wanted.logsumexp(-1, keepdim=True)
-        diverges = (among.exp() * (among - said)).sum(-1).mean() * heat**2
-        kept = torch.minimum(wanted.exp(), said.exp()).sum(-1).mean()
-        terms.append(recipe.logits * diverges + recipe.overlap * (1 - kept))
+        state, loss = place_loss(draft, state, given, depth, recipe)
+        terms.append(loss)
     return torch.stack(terms)
 
 
@@ -88,11 +138,14 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
     matrices = {
         "embedding": draft.embed_tokens.weight,
         "mix": draft.mix.weight,
+        "query": draft.q_proj.weight,
+        "out": draft.o_proj.weight,
         "gate_up": torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
         "down": mlp.down_proj.weight,
         "head": draft.lm_head.weight,
     }
     tensors = {
+        "query_norm": draft.attn_norm.weight.detach().bfloat16(),
         "inner_norm": draft.mlp_norm.weight.detach().bfloat16(),
         "norm": draft.norm.weight.detach().bfloat16(),
         "ids": draft.ids.int(),
@@ -111,5 +164,6 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
         "draft_vocabulary_size": len(draft.ids),
         "hidden_act": spec.activation,
         "rms_norm_eps": spec.norm_eps,
+        "attended_layer": draft.attended,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -68,6 +68,7 @@ class DraftModel:
     frequent tokens are nearly all that it is right about (FR-Spec, Zhao et al. 2025). It takes the decoder's head over.
     """
 
+    attended: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:

@@ -19,7 +19,7 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import ChainStart, Ops
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
-"""slots int64 [groups, T] of query tokens -> the views of a drafter's own layers."""
+"""slots int64 [groups, T] of query tokens -> the views of a drafter's own layers, then of those of the target that it attends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ class DeviceDrafter(Protocol):
     def layers(self) -> tuple[LayerSpec, ...]:
         """Its own layers, whose keys and values lie in the target's pages."""
 
+    @property
+    def attended(self) -> tuple[int, ...]:
+        """Layers of the target whose keys and values it reads."""
+
     def learns(self) -> bool:
         """Asked at the end of a step: whether `see` has a use for its logits."""
 
@@ -96,6 +100,7 @@ class NoDrafter:
     """Drafts nothing."""
 
     layers: tuple[LayerSpec, ...] = ()
+    attended: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def learns(self) -> bool:

@@ -21,6 +21,7 @@ class Medusa:
     """See decoding.drafters.DeviceDrafter. logits_of: the target's head. nodes: of the largest draft."""
 
     layers: tuple[LayerSpec, ...] = ()
+    attended: tuple[int, ...] = ()
 
     def __init__(self, heads: MedusaHeads, logits_of: Callable[[torch.Tensor], torch.Tensor], nodes: int) -> None:
         self._heads, self._logits_of = heads, logits_of

@@ -1,11 +1,13 @@
 """A recurrent draft: a small network that goes on from the hidden state which the target drew its last token from.
 
-z = mix(state) + embedding(token), state <- norm(z + down(act(gate z') * up z')), z' = norm(z). The next token is drawn from
-head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of the likeliest draws. It begins
-with the target's final hidden state, which it imitates (as the features of EAGLE, Li et al. 2024, without attention; recurrent
-drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). So nothing is kept
-from step to step: a draft reads no prompt, catches up on nothing and has no pages, and a level of the tree is four products with a
-few million weights, stored in 8 bits, a scale per output.
+z = mix(state) + embedding(token), y = z + out(attention(query(z'))), state <- norm(y + down(act(gate y') * up y')), ' being norms.
+The next token is drawn from head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of
+the likeliest draws. It begins with the target's final hidden state, which it imitates (as the features of EAGLE, Li et al. 2024;
+recurrent drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). It attends
+to keys and values that one of the target's layers has written (Du et al. 2024, "GliDe with a CaPE"): to those of all tokens before
+the last known one, at every place of a draft. So nothing of its own is kept from step to step: a draft reads no prompt, catches up
+on nothing and has no pages, and a level of the tree is six products with a few million weights, stored in 8 bits, a scale per
+output.
 
 It draws with the target's own noise, see decoding.verify.
 """
@@ -27,14 +29,16 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.decoding.drafters import Behind, Views, draw_among
 from ridgeline.decoding.heads import Candidate, read_accuracies
-from ridgeline.ops.reference import dequantized
-from ridgeline.ops.rows import RowState
+from ridgeline.models.rope import SPARE_POSITIONS, rope_table
+from ridgeline.ops.reference import dequantized, rotate
+from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
 
-MATRICES = ("mix", "gate_up", "down", "head")
+MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 """Each stored as NAME.codes uint8 [out, in] and NAME.scales float16 [out]: weight = (code - 128) * scale; and so is
 the embedding."""
+NORMS = ("query_norm", "inner_norm", "norm")
 BITS = 8
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
 """How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
@@ -42,14 +46,15 @@ UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What a folder holds. codes, scales: by name of the matrix. inner_norm, norm: float32 [d_model]. ids: int32 [N], the
-    tokens that the head is for. accuracies[depth][rank]: how often that draw is what the target says where those above it are."""
+    """What a folder holds. codes, scales: by name of the matrix. norms: float32 [d_model]. ids: int32 [N], the tokens that the
+    head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is what the target says
+    where those above it are."""
 
     codes: dict[str, torch.Tensor]
     scales: dict[str, torch.Tensor]
-    inner_norm: torch.Tensor
-    norm: torch.Tensor
+    norms: dict[str, torch.Tensor]
     ids: torch.Tensor
+    layer: int
     accuracies: tuple[tuple[float, ...], ...] = UNMEASURED
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -77,7 +82,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     shapes = _shapes(config, spec)
     wanted = {f"{name}.codes": shape for name, shape in shapes.items()}
     wanted |= {f"{name}.scales": shape[:1] for name, shape in shapes.items()}
-    wanted |= {"inner_norm": (spec.d_model,), "norm": (spec.d_model,), "ids": shapes["head"][:1]}
+    wanted |= {name: (spec.d_model,) for name in NORMS} | {"ids": shapes["head"][:1]}
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
@@ -91,9 +96,9 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     return RecurrentWeights(
         {name: tensors[f"{name}.codes"] for name in shapes},
         {name: tensors[f"{name}.scales"] for name in shapes},
-        tensors["inner_norm"].float(),
-        tensors["norm"].float(),
+        {name: tensors[name].float() for name in NORMS},
         tensors["ids"].int(),
+        config["attended_layer"],
         read_accuracies(folder, config) or UNMEASURED,
     )
 
@@ -101,10 +106,13 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
 def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Of every matrix; numbers that config.json lacks are 0, which no tensor has."""
     inner, outputs = (config.get(name) or 0 for name in ("intermediate_size", "draft_vocabulary_size"))
-    width = spec.d_model
+    at, width = config.get("attended_layer"), spec.d_model
+    queries = sum(one.n_heads * one.head_dim for number, one in enumerate(spec.layers) if number == at)
     return {
         "embedding": (spec.vocab_size, width),
         "mix": (width, width),
+        "query": (queries, width),
+        "out": (width, queries),
         "gate_up": (2 * inner, width),
         "down": (width, inner),
         "head": (outputs, width),
@@ -129,13 +137,15 @@ class Recurrent:
         self._spec, self._ops, self._nodes = spec, ops, tuple(nodes)
         parents = tuple(node.parent for node in nodes)
         self.parents = () if parents == tuple(range(-1, len(nodes) - 1)) else parents
+        self.attended, self._layer = (weights.layer,), spec.layers[weights.layer]
+        self._turn = rope_table(self._layer.rope, spec.max_len + SPARE_POSITIONS, device)
         self._ids = weights.ids.to(device)
         self._embedding = weights.plain("embedding", dtype, device)
         self._run = self._compiled(weights) if device.type == "cpu" else None
         if self._run is not None:
             return
         self._matrices = {name: ops.pack(weights.plain(name, dtype, device)) for name in MATRICES}
-        self._inner_norm, self._norm = (one.to(device, dtype) for one in (weights.inner_norm, weights.norm))
+        self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
 
     def _compiled(self, weights: RecurrentWeights) -> RunRecurrent | None:
         """What drafts a tree at once, where the operations know how."""
@@ -144,12 +154,10 @@ class Recurrent:
             return None
         parts = RecurrentParts(
             self._embedding,
-            weights.integer("mix", ops),
-            weights.integer("gate_up", ops),
-            weights.integer("down", ops),
-            weights.integer("head", ops),
-            weights.inner_norm,
-            weights.norm,
+            {name: weights.integer(name, ops) for name in MATRICES},
+            weights.norms,
+            self._turn,
+            self._layer.head_dim,
             self._ids,
             torch.tensor([node.parent for node in self._nodes], dtype=torch.int32),
             torch.tensor([node.rank for node in self._nodes], dtype=torch.int32),
@@ -171,14 +179,15 @@ class Recurrent:
     def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
-            self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count)
+            self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)
             return
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
         states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
-            states[above] = self._next(states[-2 if above < 0 else nodes[above].parent], said[above])
+            before = states[-2 if above < 0 else nodes[above].parent]
+            states[above] = self._next(before, said[above], known + (depth - 1), behind, views)
             logits = self._ops.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
@@ -189,10 +198,28 @@ class Recurrent:
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
         behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
 
-    def _next(self, state: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """States [S, D] and tokens int32 [S] -> the states behind them."""
-        ops, matrices, eps, offset = self._ops, self._matrices, self._spec.norm_eps, self._spec.norm_offset
+    def _next(
+        self, state: torch.Tensor, token: torch.Tensor, place: torch.Tensor, behind: Behind, views: Views
+    ) -> torch.Tensor:
+        """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
+        ops, matrices, norms, eps, offset = (
+            self._ops,
+            self._matrices,
+            self._norms,
+            self._spec.norm_eps,
+            self._spec.norm_offset,
+        )
         mixed = ops.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
-        normed = Normed(mixed, self._inner_norm, eps, offset)
-        gated = ops.linear_activate(normed, matrices["gate_up"], None, self._spec.activation)
-        return ops.rms_norm(ops.linear_add(gated, matrices["down"], None, mixed), self._norm, eps, offset)
+        q = ops.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
+        q = rotate(q.view(len(q), -1, self._layer.head_dim), self._turn, place)
+        # As if it were asked by the last token whose key is there; a row of padding reads the scratch page.
+        held = behind.state.ints.index_select(0, behind.rows)[:, Int.LENGTH].clamp(min=1)
+        number = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        step = StepInputs(behind.rows, number, held, place, number[:-1], 1, behind.longest)
+        [view] = views(torch.zeros(len(behind.state.tables), len(q), dtype=torch.int64, device=q.device))
+        read = ops.attention(q, q, q, view, step)[0]
+        mixed = ops.linear_add(read.flatten(1), matrices["out"], None, mixed)
+        gated = ops.linear_activate(
+            Normed(mixed, norms["inner_norm"], eps, offset), matrices["gate_up"], None, self._spec.activation
+        )
+        return ops.rms_norm(ops.linear_add(gated, matrices["down"], None, mixed), norms["norm"], eps, offset)

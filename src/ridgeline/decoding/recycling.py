@@ -31,6 +31,7 @@ class Recycling:
     decides nothing but how fast a request is."""
 
     layers: tuple[LayerSpec, ...] = ()
+    attended: tuple[int, ...] = ()
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._table = torch.arange(WIDTH, dtype=torch.int32, device=device).repeat(vocab, 1)

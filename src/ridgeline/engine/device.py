@@ -104,7 +104,8 @@ class DeviceStep:
         spec = model.spec
         facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
         layers = tuple(zip(store.kv, store.groups, facts, strict=True))
-        self._layers, self._guests = layers[: len(spec.layers)], layers[len(spec.layers) :]
+        self._layers = layers[: len(spec.layers)]
+        self._guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
     def of_each_kind(self) -> DeviceStep:
@@ -155,7 +156,7 @@ class DeviceStep:
         return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._layers]
 
     def _guest_views(self, slots: torch.Tensor) -> list[KvView]:
-        """The same for the drafter's layers."""
+        """The same for the drafter's layers, then for those that it attends to."""
         own, table = slots.unbind(0), self.rows.tables.unbind(0)
         return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._guests]
 

@@ -237,8 +237,8 @@ class NativeOps:
     def recurrent(self, parts: RecurrentParts) -> RunRecurrent | None:
         """See Ops."""
         kernels = self._kernels.get(parts.embedding.dtype)
-        whole = parts.gate_up.out % (2 * LANES) == 0
-        return NativeRecurrent(parts, kernels) if kernels is not None and whole else None
+        known = parts.matrices["gate_up"].out % (2 * LANES) == 0 and _known_size(parts.head_dim)
+        return NativeRecurrent(parts, kernels, self._view) if kernels is not None and known else None
 
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
         return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
@@ -253,8 +253,11 @@ def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
     held += [one.bias for one in matrices]
     held += [one.packed for one in matrices if isinstance(one.packed, torch.Tensor)]
     same = all(one.dtype is dtype and one.device.type == "cpu" for one in held if one is not None)
-    sizes = shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0 and outputs_of(parts.gate_up) % (2 * LANES) == 0
-    return same and sizes
+    return same and _known_size(shape.head_dim) and outputs_of(parts.gate_up) % (2 * LANES) == 0
+
+
+def _known_size(head_dim: int) -> bool:
+    return head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0
 
 
 def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:

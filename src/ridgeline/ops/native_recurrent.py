@@ -10,20 +10,24 @@ import torch
 
 from ridgeline.ops.native.binding import GATES, IntWeights, Kernels
 from ridgeline.ops.native_integer import int_weights
+from ridgeline.ops.native_layers import ViewOf
 from ridgeline.ops.native_rows import STATE, at, state_of
 from ridgeline.ops.rows import RowState
-from ridgeline.ops.table import RecurrentParts
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import RecurrentParts, Views
 
-_RECURRENT = Struct(f"{STATE + 6}q")
+_RECURRENT = Struct(f"{STATE + 8}q")
+_NORMS = ("query_norm", "inner_norm", "norm")
+_MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 
 
 class _Parts(ctypes.Structure):
     """Mirror of Parts in recurrent.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("embedding", "inner_norm", "norm", "ids", "parents", "ranks")),
-        *((name, IntWeights) for name in ("mix", "gate_up", "down", "head")),
-        *((name, c_int64) for name in ("d_model", "d_ff", "outputs", "gate")),
+        *((name, c_void_p) for name in ("embedding", *_NORMS, "cos_sin", "ids", "parents", "ranks")),
+        *((name, IntWeights) for name in _MATRICES),
+        *((name, c_int64) for name in ("d_model", "queries", "half", "d_ff", "outputs", "gate")),
         ("eps", c_float),
         ("offset", c_float),
     )
@@ -32,27 +36,39 @@ class _Parts(ctypes.Structure):
 class NativeRecurrent:
     """See Ops.recurrent; weights stay where they are for good."""
 
-    __slots__ = ("_dtype", "_kept", "_parts", "_run")
+    __slots__ = ("_dtype", "_kept", "_parts", "_run", "_view_of")
 
-    def __init__(self, parts: RecurrentParts, kernels: Kernels) -> None:
-        self._run, self._dtype, self._kept = kernels.recurrent, parts.embedding.dtype, parts
+    def __init__(self, parts: RecurrentParts, kernels: Kernels, view_of: ViewOf) -> None:
+        self._run, self._dtype, self._kept, self._view_of = kernels.recurrent, parts.embedding.dtype, parts, view_of
+        matrices, norms = parts.matrices, (parts.norms[name] for name in _NORMS)
+        vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks)
         self._parts = _Parts(
-            *(
-                at(one)
-                for one in (parts.embedding, parts.inner_norm, parts.norm, parts.ids, parts.parents, parts.ranks)
-            ),
-            *(int_weights(one) for one in (parts.mix, parts.gate_up, parts.down, parts.head)),
+            *(at(one) for one in vectors),
+            *(int_weights(matrices[name]) for name in _MATRICES),
             parts.embedding.shape[1],
-            parts.gate_up.out // 2,
-            parts.head.out,
+            matrices["query"].out,
+            parts.cos_sin.shape[2],
+            matrices["gate_up"].out // 2,
+            matrices["head"].out,
             GATES[parts.activation],
             parts.eps,
             parts.offset,
         )
 
     def __call__(
-        self, state: RowState, rows: torch.Tensor, temperature: torch.Tensor, hidden: torch.Tensor, count: int
+        self,
+        state: RowState,
+        rows: torch.Tensor,
+        temperature: torch.Tensor,
+        hidden: torch.Tensor,
+        count: int,
+        views: Views,
     ) -> None:
         assert hidden.dtype is self._dtype
-        given = (at(rows), at(temperature), at(hidden), rows.shape[0], count)
+        [view] = views(torch.empty((len(state.tables), 1), dtype=torch.int64))
+        assert view.kv.dtype is self._dtype
+        # The library fills in rows, lengths and positions itself.
+        step = StepInputs(rows, rows, rows, rows, rows, 1, 0)
+        known = self._view_of(view, step)
+        given = (at(rows), at(temperature), at(hidden), known.value, view.kv.data_ptr(), rows.shape[0], count)
         self._run(_RECURRENT.pack(*state_of(state), ctypes.addressof(self._parts), *given))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -232,17 +232,16 @@ def no_chain(parts: ChainParts) -> RunChain | None:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParts:
-    """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; mix [D, D], gate_up [2 F, D], down [D, F], head [N, D];
-    norms float32 [D]; ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes of its largest draft
-    tree, parents before children, -1 for the last known token; a node is the child of that rank, 0 the likeliest."""
+    """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
+    [2 F, D], down [D, F], head [N, D]; norms query_norm, inner_norm and norm float32 [D]; cos_sin: of its queries, as in QkvShape;
+    ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes of its largest draft tree, parents
+    before children, -1 for the last known token; a node is the child of that rank, 0 the likeliest."""
 
     embedding: torch.Tensor
-    mix: IntMatrix
-    gate_up: IntMatrix
-    down: IntMatrix
-    head: IntMatrix
-    inner_norm: torch.Tensor
-    norm: torch.Tensor
+    matrices: Mapping[str, IntMatrix]
+    norms: Mapping[str, torch.Tensor]
+    cos_sin: torch.Tensor
+    head_dim: int
     ids: torch.Tensor
     parents: torch.Tensor
     ranks: torch.Tensor
@@ -251,8 +250,9 @@ class RecurrentParts:
     offset: bool
 
 
-RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count): writes that many nodes behind what the rows know."""
+RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, Views], None]
+"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count, views of the layer that is attended to): writes that many
+nodes behind what the rows know."""
 
 
 Verify = Callable[

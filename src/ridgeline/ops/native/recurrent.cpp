@@ -2,38 +2,48 @@
 //
 // Nodes that have children are grown together, level by level, so that the weights are read once for each level. They are
 // integers so that they stay in the caches of the cores from one level to the next, and leave the last-level cache to the
-// target's. Between two products threads only wait for each other.
+// target's. All nodes of a level see the same keys, so that their queries are packed as if they were heads of one token.
+// Between two operations threads only wait for each other.
 
+#include "attention.h"
 #include "draw.h"
 #include "integer.h"
+#include "qkv.h"
 #include "rows.h"
 
+#include <deque>
 #include <vector>
 
 namespace ridgeline {
 namespace {
 
-// Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; ids [outputs]. Of each
-// node of the largest tree, parents before children: parents, -1 for the last known token, and ranks, the child's number.
+// Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
+// half]; ids [outputs]. Of each node of the largest tree, parents before children: parents, -1 for the last known token, and
+// ranks, the child's number.
 template <class T> struct Parts {
     const T* embedding;
+    const float* query_norm;
     const float* inner_norm;
     const float* norm;
+    const float* cos_sin;
     const token* ids;
     const std::int32_t* parents;
     const std::int32_t* ranks;
-    IntWeights mix, gate_up, down, head;
-    index d_model, d_ff, outputs, gate;
+    IntWeights mix, query, out, gate_up, down, head;
+    index d_model, queries, half, d_ff, outputs, gate;
     float eps, offset;
 };
 
-// Mirrored by the order of arguments there. hidden [n, d_model]: the target's, where it drew each row's last token.
+// Mirrored by the order of arguments there. hidden [n, d_model]: the target's, where it drew each row's last token. cache: of the
+// layer that is attended to; of `view` what is known of it and of the pages of all rows.
 template <class T> struct Recurrent {
     State state;
     const Parts<T>* parts;
     const std::int32_t* rows;  // [n]
     const float* temperature;  // [n]
     const T* hidden;
+    const View* view;
+    const T* cache;
     index n, count;
 
     index known(index row) const { return state.of(rows[row])[KNOWN]; }
@@ -55,17 +65,21 @@ struct Level {
     std::vector<Grown> grown;
     std::vector<Child> nodes;
     index most = 0;  // children of one
+    std::vector<std::int32_t> position;  // of its queries, of each row
+    View view;
+    Schedule schedule;
+    Tickets tickets;
 };
 
 // What the first `count` nodes grow from, level by level.
-template <class T> std::vector<Level> levels_of(const Parts<T>& p, index count) {
-    std::vector<Level> levels;
+template <class T> std::deque<Level> levels_of(const Parts<T>& p, index count) {
+    std::deque<Level> levels;
     std::vector<index> depth(count), at(count, -1);  // of each node, and where its level has it if it is grown
     index root = -1;
     for (index node = 0; node < count; ++node) {
         const index parent = p.parents[node], rank = p.ranks[node];
         depth[node] = parent < 0 ? 0 : depth[parent] + 1;
-        if (index(levels.size()) <= depth[node]) levels.emplace_back();
+        if (index(levels.size()) <= depth[node]) levels.emplace_back();  // holds tickets, so it never moves
         Level& level = levels[depth[node]];
         index& place = parent < 0 ? root : at[parent];
         if (place < 0) {
@@ -82,11 +96,15 @@ template <class T> std::vector<Level> levels_of(const Parts<T>& p, index count) 
 }
 
 // What a team shares. best: of each thread, of each grown node of each row, as many as a node has children.
-struct Room {
+template <class T> struct Room {
     float* stream[2];
     float* before;
     float* inner;
     float* logits;
+    float* asked;  // queries, and what they read, [grown][n][heads, dim]
+    T* packed;     // queries as attention wants them, [n][kv_heads][grown][heads of one, dim]
+    T* attended;   // the same of what they read
+    Partial* partials;
     void* digits;
     Best* best;
     index most;  // best of a node
@@ -102,7 +120,7 @@ template <class T> void widen_row(const T* from, float* to, index n) {
 // States that a level's nodes were drawn from, and what the next product adds to: the embeddings of their tokens. States of a
 // level: [grown][n].
 template <class T>
-void embed(const Recurrent<T>& c, const Room& room, const Level& level, const float* above, float* to, Team team) {
+void embed(const Recurrent<T>& c, const Room<T>& room, const Level& level, const float* above, float* to, Team team) {
     const Parts<T>& p = *c.parts;
     const index d = p.d_model;
     const Range own = share(index(level.grown.size()) * c.n, team.who, team.of);
@@ -118,9 +136,40 @@ void embed(const Recurrent<T>& c, const Room& room, const Level& level, const fl
     }
 }
 
+// Each head of a level's queries, one thread's part: turned and packed, or back from what was read.
+template <class T, class Do> void each_head(const Recurrent<T>& c, const Room<T>& room, const Level& level, Team team, Do&& act) {
+    const View& v = level.view;
+    const index grown = index(level.grown.size()), heads = c.parts->queries / v.dim, group = heads / v.kv_heads;
+    const Range own = share(grown * c.n * heads, team.who, team.of);
+    for (index at = own.begin; at < own.end; ++at) {
+        const index head = at % heads, row = at / heads % c.n, one = at / heads / c.n;
+        act(row, room.asked + at * v.dim, (((row * v.kv_heads + head / group) * grown + one) * group + head % group) * v.dim);
+    }
+}
+
+// What the queries in `asked` read from the target's keys and values, in their place.
+template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& level, Work<T>& work, Team team) {
+    const Parts<T>& p = *c.parts;
+    const View& v = level.view;
+    each_head(c, room, level, team, [&](index row, float* query, index to) {
+        turn(query, query, p.cos_sin + index(v.position[row]) * 2 * p.half, v.dim, p.half);
+        for (index at = 0; at < v.dim; at += LANES) {
+            const Part kept = first_lanes(v.dim - at);
+            store(room.packed + to + at, load(query + at, kept), kept);
+        }
+    });
+    team.wait();
+    const index heads = p.queries / v.dim * index(level.grown.size());
+    attend(Call<T>{v, room.packed, room.attended, c.cache, heads, heads * v.dim}, level.schedule, room.partials, level.tickets, work,
+           team);
+    team.wait();
+    each_head(c, room, level, team, [&](index, float* found, index from) { widen_row(room.attended + from, found, v.dim); });
+    team.wait();
+}
+
 // The best of a thread's own logits, with the noise of the place that the tokens would have. A logit that was best is taken out
 // before the next one is looked for.
-template <class T> void draw(const Recurrent<T>& c, const Room& room, const Level& level, index depth, Team team) {
+template <class T> void draw(const Recurrent<T>& c, const Room<T>& room, const Level& level, index depth, Team team) {
     const Parts<T>& p = *c.parts;
     const Range own = share(blocks_of(p.outputs), team.who, team.of);
     const index begin = own.begin * LANES, end = std::min(p.outputs, own.end * LANES), all = index(level.grown.size()) * c.n;
@@ -137,7 +186,7 @@ template <class T> void draw(const Recurrent<T>& c, const Room& room, const Leve
 }
 
 // The best of all threads, behind what the rows know.
-template <class T> void say(const Recurrent<T>& c, const Room& room, const Level& level, index threads) {
+template <class T> void say(const Recurrent<T>& c, const Room<T>& room, const Level& level, index threads) {
     const index all = index(level.grown.size()) * c.n;
     std::vector<index> taken(threads);
     std::vector<token> best(room.most);
@@ -160,12 +209,15 @@ template <class T> void say(const Recurrent<T>& c, const Room& room, const Level
     }
 }
 
-template <class T> void run_team(const Recurrent<T>& c, const Room& room, const std::vector<Level>& levels, Team team) {
+template <class T> void run_team(const Recurrent<T>& c, const Room<T>& room, std::deque<Level>& levels, Team team) {
     const Parts<T>& p = *c.parts;
     const index d = p.d_model;
-    const Norm<float> none{nullptr, 0, 0}, inner{p.inner_norm, p.eps, p.offset}, last{p.norm, p.eps, p.offset};
+    const Norm<float> none{nullptr, 0, 0}, query{p.query_norm, p.eps, p.offset}, inner{p.inner_norm, p.eps, p.offset},
+        last{p.norm, p.eps, p.offset};
+    const TileConfig configured(fits_tiles<T>(*c.view));
+    Work<T> work;
     for (index depth = 0; depth < index(levels.size()); ++depth) {
-        const Level& level = levels[depth];
+        Level& level = levels[depth];
         const index n = index(level.grown.size()) * c.n;
         float* stream = room.stream[depth % 2];
         const auto multiply = [&](const float* x, const IntWeights& w, const float* added, float* out, index outputs,
@@ -175,6 +227,11 @@ template <class T> void run_team(const Recurrent<T>& c, const Room& room, const 
         embed(c, room, level, room.stream[(depth + 1) % 2], stream, team);
         team.wait();
         multiply(room.before, p.mix, stream, stream, d, d, Gate::NONE, depth ? last : none);
+        team.wait();
+        multiply(stream, p.query, nullptr, room.asked, p.queries, d, Gate::NONE, query);
+        team.wait();
+        read(c, room, level, work, team);
+        multiply(room.asked, p.out, stream, stream, d, p.queries, Gate::NONE, none);
         team.wait();
         multiply(stream, p.gate_up, nullptr, room.inner, 2 * p.d_ff, d, Gate(p.gate), inner);
         team.wait();
@@ -190,23 +247,45 @@ template <class T> void run_team(const Recurrent<T>& c, const Room& room, const 
 
 index lines(index floats) { return (floats + LANES - 1) / LANES * LANES; }
 
+// How a level's queries are attended with: a token of each row, which sees all slots that the row holds.
+template <class T>
+void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const std::int32_t* length, Level& level) {
+    for (index row = 0; row < c.n; ++row) level.position.push_back(std::int32_t(c.known(row) - 1 + depth));
+    level.view = *c.view;
+    level.view.rows = c.rows;
+    level.view.q_start = q_start;
+    level.view.length = length;
+    level.view.position = level.position.data();
+    level.view.n_rows = level.view.n_tokens = c.n;
+    level.schedule = schedule<T>(level.view, c.parts->queries / c.view->dim * index(level.grown.size()));
+}
+
 template <class T> void run(const Recurrent<T>& c) {
     const Parts<T>& p = *c.parts;
-    const std::vector<Level> levels = levels_of(p, c.count);
-    index widest = 0, most = 0;
-    for (const Level& level : levels) {
+    std::deque<Level> levels = levels_of(p, c.count);
+    std::vector<std::int32_t> q_start(c.n + 1), length(c.n);
+    for (index row = 0; row < c.n; ++row) {
+        q_start[row + 1] = std::int32_t(row + 1);
+        length[row] = std::max(1, c.state.of(c.rows[row])[LENGTH]);
+    }
+    index widest = 0, most = 0, partials = 1, depth = 0;
+    for (Level& level : levels) {
+        plan(c, depth++, q_start.data(), length.data(), level);
         widest = std::max(widest, index(level.grown.size()) * c.n);
         most = std::max(most, level.most);
+        partials = std::max(partials, level.schedule.room());
     }
-    const index d = p.d_model, sizes[] = {widest * d, widest * d, widest * d, widest * p.d_ff, widest * p.outputs};
+    const index d = p.d_model, sizes[] = {widest * d,         widest * d,         widest * d,         widest * p.d_ff, widest * p.outputs,
+                                          widest * p.queries, widest * p.queries, widest * p.queries, partials / 4 + LANES};
     index all = 0;
     for (const index size : sizes) all += lines(size);
-    const Scratch floats(all * index(sizeof(float))), digits(digits_room(widest, std::max(d, p.d_ff)));
+    const Scratch floats(all * index(sizeof(float))), digits(digits_room(widest, std::max({d, p.d_ff, p.queries})));
     const int threads = threads_for(p.outputs * d, 1 << 14);
     std::vector<Best> best(widest * threads * most);
-    float* at[5] = {(float*)floats.memory};
-    for (int i = 1; i < 5; ++i) at[i] = at[i - 1] + lines(sizes[i - 1]);
-    const Room room{{at[0], at[1]}, at[2], at[3], at[4], digits.memory, best.data(), most};
+    float* at[9] = {(float*)floats.memory};
+    for (int i = 1; i < 9; ++i) at[i] = at[i - 1] + lines(sizes[i - 1]);
+    const Room<T> room{{at[0], at[1]}, at[2],         at[3], at[4], at[5], (T*)at[6], (T*)at[7], (Partial*)at[8],
+                       digits.memory,  best.data(), most};
 #pragma omp parallel num_threads(threads)
     run_team(c, room, levels, Team{omp_get_thread_num(), omp_get_num_threads()});
 }
