@@ -33,6 +33,10 @@ SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LAYER, LAYER), 512, tied=True)
 CPU = torch.device("cpu")
 KNOWN = (2, 3, 40, 333)
 PAGE, PAGES = 16, 32
+UNSAID = 1
+"""What rows hold behind what they know; no draft says it."""
+VERIFIES, NODE, GROWS = 0.36, 0.09, 0.2
+"""As in native/recurrent.cpp."""
 COUNT = 5
 CHAIN = tuple(Candidate(node - 1, node, 0) for node in range(COUNT))
 TREE = tree(UNMEASURED, 12)
@@ -67,6 +71,8 @@ def rows(seed: int = 0) -> tuple[RowState, torch.Tensor, torch.Tensor]:
     ints[1:, Int.KNOWN] = torch.tensor(KNOWN)
     ints[1:, Int.LENGTH] = torch.tensor(KNOWN) - 1
     ints[:, Int.KEY] = torch.arange(len(KNOWN) + 1)
+    for row, known in enumerate(KNOWN):
+        tokens[row + 1, known:] = UNSAID
     hidden = torch.randn(len(KNOWN), SPEC.d_model, generator=chance)
     kv = torch.randn(1 + len(KNOWN) * PAGES, 2, LAYER.n_kv_heads, PAGE, LAYER.head_dim, generator=chance)
     own = 1 + torch.randperm(len(KNOWN) * PAGES, generator=chance).view(len(KNOWN), PAGES)
@@ -91,8 +97,10 @@ def following(draft: RecurrentModule, state: torch.Tensor, tokens: torch.Tensor,
     return torch.stack(found)
 
 
-def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT) -> torch.Tensor:
-    """What it drafts for each row, int32 [rows, count]; nothing else of the rows may change."""
+def drafted(
+    one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, count: int = COUNT
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What it drafts for each row, int32 [rows, count], and what of it is worth verifying; nothing else of the rows may change."""
     state, hidden, kv = rows()
     kv = kv.to(dtype)
     before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
@@ -102,12 +110,28 @@ def drafted(one: Recurrent, heat: float, dtype: torch.dtype = torch.float32, cou
     def views(slots: torch.Tensor) -> list[KvView]:
         return [KvView(kv, state.tables[0], slots[0], None, None, SPEC.scale_of(LAYER))]
 
-    one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), views)
+    worth = one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), views)
     found = torch.stack([state.tokens[row + 1, at : at + count] for row, at in enumerate(known)])
     for row, at in enumerate(known):
         before[row + 1, at : at + count] = found[row]
     assert torch.equal(state.tokens, before)
-    return found
+    return found, worth
+
+
+def scored(draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float) -> list[torch.Tensor]:
+    """The perturbed logits [rows, outputs] that each node of a drafted tree was drawn from, with the noise of its place."""
+    state, hidden, _ = rows()
+    states, every = {-2: hidden}, []
+    said = {-1: torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])}
+    for at, node in enumerate(nodes):
+        if node.parent not in states:
+            above = -2 if node.parent < 0 else nodes[node.parent].parent
+            states[node.parent] = following(draft, states[above], said[node.parent], node.head)
+        place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
+        keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
+        every.append(draft.lm_head(states[node.parent]) - heat * exponential(keys, draft.ids.int()).log())
+        said[at] = found[:, at].long()
+    return every
 
 
 def trained(folder: Path) -> RecurrentModule:
@@ -135,7 +159,7 @@ def test_what_drafts_is_what_was_trained(folder: Path) -> None:
     """Greedy chains of the module."""
     draft, (state, now, _) = trained(folder), rows()
     tokens = torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])
-    for depth, wanted in enumerate(drafted(drafter(folder, REFERENCE), 0.0).T):
+    for depth, wanted in enumerate(drafted(drafter(folder, REFERENCE), 0.0)[0].T):
         now = following(draft, now, tokens, depth)
         logits = draft.lm_head(now)
         found = logits.gather(1, wanted.long().unsqueeze(1) // 2)
@@ -173,20 +197,12 @@ def test_what_it_learns_from() -> None:
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
     """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
-    draft, (state, hidden, _) = trained(folder), rows()
     assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
-    found = drafted(drafter(folder, REFERENCE, nodes=TREE), heat, count=len(TREE))
-    states = {-2: hidden}
-    said = {-1: torch.tensor([int(state.tokens[row + 1, known - 1]) for row, known in enumerate(KNOWN)])}
-    for at, node in enumerate(TREE):
-        above = -2 if node.parent < 0 else TREE[node.parent].parent
-        states[node.parent] = following(draft, states[above], said[node.parent], node.head)
-        place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
-        keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
-        scores = draft.lm_head(states[node.parent]) - heat * exponential(keys, draft.ids.int()).log()
+    found, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), heat, count=len(TREE))
+    assert worth is None
+    for at, (node, scores) in enumerate(zip(TREE, scored(trained(folder), TREE, found, heat), strict=True)):
         wanted = scores.topk(node.rank + 1).values[:, -1]
         torch.testing.assert_close(scores.gather(1, found[:, at : at + 1].long() // 2)[:, 0], wanted, rtol=0, atol=1e-4)
-        said[at] = found[:, at].long()
     for parent in {node.parent for node in TREE}:
         siblings = found[:, [at for at, node in enumerate(TREE) if node.parent == parent]]
         assert all(len(set(row)) == len(row) for row in siblings.tolist())
@@ -204,20 +220,46 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
     )
     assert compiled._run is not None and plain._run is None
     assert bool(compiled.parents) is (nodes is TREE)
+    stopped = 0
     for count in range(1, len(nodes) + 1):
-        found = drafted(compiled, heat, count=count)
-        assert torch.equal(found, drafted(plain, heat, count=count))
-        assert torch.equal(found, drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count))
-        assert bool((found % 2 == 0).all()), "only tokens that it may say"
-    assert drafted(drafter(folder, native, torch.bfloat16, nodes), heat, torch.bfloat16).shape == (len(KNOWN), COUNT)
+        found, worth = drafted(compiled, heat, count=count)
+        for other in (drafted(plain, heat, count=count)[0], drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count)[0]):
+            assert torch.equal(torch.where(found == UNSAID, other, found), other)
+        assert bool((found[found != UNSAID] % 2 == 0).all()), "only tokens that it may say"
+        drawn, own = chances(folder, nodes[:count], other, heat)
+        assert [bool(column.any()) for column in (found != UNSAID).T] == drawn
+        gains = [float(own[:, :size].sum()) - len(KNOWN) * (VERIFIES + NODE * size) for size in range(1, count + 1)]
+        best = max(range(count), key=gains.__getitem__)
+        assert worth is not None and set(worth.tolist()) == {best + 1 if gains[best] > 0 else 0}
+        stopped += not all(drawn)
+    assert stopped, "some drafts are cut"
+    found, _ = drafted(drafter(folder, native, torch.bfloat16, nodes), heat, torch.bfloat16)
+    assert found.shape == (len(KNOWN), COUNT)
+
+
+def chances(folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float) -> tuple[list[bool], torch.Tensor]:
+    """Of a tree that was drafted whole: which nodes are reached by a draft that stops where no node of a level is likely, and the
+    chances that it gives each, float32 [rows, nodes]."""
+    own, drawn, ends = torch.zeros(len(KNOWN), len(nodes)), [False] * len(nodes), False
+    every = scored(trained(folder), nodes, found, heat)
+    for depth in range(max(node.head for node in nodes) + 1):
+        level = [at for at, node in enumerate(nodes) if node.head == depth]
+        if ends:
+            break
+        for at in level:
+            share = every[at].softmax(1).gather(1, found[:, at : at + 1].long() // 2)[:, 0]
+            own[:, at] = share * (1 if nodes[at].parent < 0 else own[:, nodes[at].parent])
+            drawn[at] = True
+        ends = not bool((own[:, level] > GROWS).any())
+    return drawn, own
 
 
 def test_noise_is_the_targets(folder: Path) -> None:
     """Rows with other keys draw other tokens at the same places, and the same row the same again."""
     one = drafter(folder, REFERENCE)
-    warm = drafted(one, 3.0)
-    assert torch.equal(warm, drafted(one, 3.0))
-    assert not torch.equal(warm, drafted(one, 0.0))
+    warm, _ = drafted(one, 3.0)
+    assert torch.equal(warm, drafted(one, 3.0)[0])
+    assert not torch.equal(warm, drafted(one, 0.0)[0])
 
 
 def test_the_shipped_draft_fits_the_shipped_model() -> None:

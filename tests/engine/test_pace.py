@@ -49,7 +49,7 @@ class Steps:
         right = 0
         for _ in range(self.rows if verified else 0):
             own = next((node for node in range(verified) if self.chance.random() >= kept), verified)
-            pace.learn(verified, list(range(own)))
+            pace.learn(range(verified), list(range(own)))
             right += own
         gained, took = 1 + right / self.rows, self.time(verified, self.drafted)
         self.used[verified] = self.used.get(verified, 0) + 1

@@ -138,6 +138,7 @@ class StepResult:
     accepted: drafts kept. flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
     drawn, kept: index in the step -> for rows with drafts, what was drawn behind the last known token and behind each node;
     the nodes kept, in the order of their depth.
+    worth: index in the step -> nodes of what the device drafted in it that are worth verifying; without an entry all.
     scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
     between the end of the step before and its begin.
     lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
@@ -155,6 +156,7 @@ class StepResult:
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     kept: dict[int, list[int]] = field(default_factory=dict)
+    worth: dict[int, int] = field(default_factory=dict)
     device_s: float = 0.0
     gap_s: float = 0.0
     lost: Sequence[int] = ()

@@ -92,8 +92,9 @@ class DeviceDrafter(Protocol):
         """The target's logits [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
         tokens at the places before."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
-        """Write `count` nodes behind what each row knows. unread: as in StepPlan, on the host; empty: two everywhere."""
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> torch.Tensor | None:
+        """Write `count` nodes behind what each row knows. unread: as in StepPlan, on the host; empty: two everywhere. -> int32 [S]
+        on the host, how many of the first ones are worth verifying; None: all."""
 
 
 class NoDrafter:

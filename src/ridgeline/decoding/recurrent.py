@@ -176,11 +176,10 @@ class Recurrent:
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """It learns nothing."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> torch.Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
-            self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)
-            return
+            return self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
         states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
@@ -197,6 +196,7 @@ class Recurrent:
                     said[children[rank]] = token
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
         behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
+        return None
 
     def _next(
         self, state: torch.Tensor, token: torch.Tensor, place: torch.Tensor, behind: Behind, views: Views

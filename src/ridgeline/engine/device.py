@@ -33,12 +33,13 @@ class Outcome:
 
     packed: int32 [S, 2 + wide] for the rows that drew: tokens gained, flag, the drawn tokens (those beyond the gained
     ones mean nothing); with trees int32 [S, 2 + 3 wide]: then what was drawn behind each node, and the nodes of the path.
-    logprobs: for wished rows, one per logit row, along the path. scores: for scored query tokens.
+    logprobs: for wished rows, one per logit row, along the path. scores: for scored query tokens. worth: of DeviceDrafter.draft.
     """
 
     packed: torch.Tensor | None
     logprobs: Ranked | None = None
     scores: Ranked | None = None
+    worth: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +177,14 @@ class DeviceStep:
             hidden = moved.last(hidden)
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
-    def draft(self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> None:
-        """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish."""
+    def draft(
+        self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool
+    ) -> torch.Tensor | None:
+        """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
+        -> as DeviceDrafter.draft."""
         heat = self.rows.heat(rows)
         behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
-        self.drafter.draft(behind, ahead, unread, self._guest_views)
+        return self.drafter.draft(behind, ahead, unread, self._guest_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
         if not len(hidden):

@@ -142,13 +142,13 @@ class Pace:
         """Tokens that a row is expected to gain by a step with so many nodes."""
         return 1 + sum(self._kept[:nodes])
 
-    def learn(self, offered: int, kept: list[int]) -> None:
-        """Of a draft's first `offered` nodes those in `kept` were kept."""
+    def learn(self, nodes: range, kept: list[int]) -> None:
+        """Of these nodes of a draft those in `kept` were kept; what is not worth verifying is not."""
         self._drafts += 1
         weight = max(_MEMORY, 1 / (self._drafts + 4))
-        for node in range(offered):
+        for node in nodes:
             self._kept[node] += weight * ((node in kept) - self._kept[node])
-        for node in range(max(1, offered), len(self._kept)):
+        for node in range(max(1, nodes.stop), len(self._kept)):
             # Nobody has seen it; a later node is no likelier.
             self._kept[node] = min(self._kept[node], self._kept[node - 1])
 

@@ -69,7 +69,7 @@ class Pending:
     def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
         """Start the copies to the host and mark the end of the step."""
         packed = None if outcome.packed is None else _to_host(outcome.packed)
-        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores))
+        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), outcome.worth)
         clock.stop()
         return cls(plan, batch, host, clock)
 
@@ -97,6 +97,8 @@ class Pending:
             device_s=seconds,
             lost=self.lost,
         )
+        if self.outcome.worth is not None:
+            result.worth.update(zip(places.tolist(), self.outcome.worth.tolist(), strict=True))
         if shape.wide > 1:
             self._read_drafts(result, places.tolist(), packed[:, 2:].tolist())
         self._read_logprobs(result, places.tolist())

@@ -310,5 +310,6 @@ class Runner:
         """The end of a step without graphs."""
         outcome, last = self._step.finish(batch, hidden, bound)
         if batch.ahead and len(last):
-            self._step.draft(batch.sampled, last, batch.ahead, batch.unread, batch.shape.greedy)
+            worth = self._step.draft(batch.sampled, last, batch.ahead, batch.unread, batch.shape.greedy)
+            outcome = outcome if worth is None else replace(outcome, worth=worth)
         return outcome

@@ -227,7 +227,7 @@ class Drafts:
     def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
         kept = result.kept.get(place, [])
         if draft.tokens and draft.tokens[0] == DEVICE:
-            self._pace.learn(len(draft.tokens), kept)
+            self._pace.learn(range(len(draft.tokens)), kept)
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
@@ -238,6 +238,11 @@ class Drafts:
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
+        for place, nodes in result.worth.items():
+            request = step.requests[place]
+            if nodes < request.offered and not request.in_flight:  # else what is offered is a later step's
+                self._pace.learn(range(nodes, request.offered), [])
+                request.offered = nodes
         if result.error is not None or any(
             not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
         ):

@@ -13,10 +13,10 @@ from ridgeline.ops.native_integer import int_weights
 from ridgeline.ops.native_layers import ViewOf
 from ridgeline.ops.native_rows import STATE, at, state_of
 from ridgeline.ops.rows import RowState
-from ridgeline.ops.step import StepInputs
+from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import RecurrentParts, Views
 
-_RECURRENT = Struct(f"{STATE + 8}q")
+_RECURRENT = Struct(f"{STATE + 9}q")
 _NORMS = ("query_norm", "inner_norm", "norm")
 _MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 
@@ -36,10 +36,11 @@ class _Parts(ctypes.Structure):
 class NativeRecurrent:
     """See Ops.recurrent; weights stay where they are for good."""
 
-    __slots__ = ("_dtype", "_kept", "_parts", "_run", "_view_of")
+    __slots__ = ("_attended", "_dtype", "_kept", "_parts", "_run", "_view_of", "_views")
 
     def __init__(self, parts: RecurrentParts, kernels: Kernels, view_of: ViewOf) -> None:
         self._run, self._dtype, self._kept, self._view_of = kernels.recurrent, parts.embedding.dtype, parts, view_of
+        self._views: Views = _nothing
         matrices, norms = parts.matrices, (parts.norms[name] for name in _NORMS)
         vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks)
         self._parts = _Parts(
@@ -63,12 +64,25 @@ class NativeRecurrent:
         hidden: torch.Tensor,
         count: int,
         views: Views,
-    ) -> None:
+    ) -> torch.Tensor:
         assert hidden.dtype is self._dtype
-        [view] = views(torch.empty((len(state.tables), 1), dtype=torch.int64))
-        assert view.kv.dtype is self._dtype
-        # The library fills in rows, lengths and positions itself.
-        step = StepInputs(rows, rows, rows, rows, rows, 1, 0)
-        known = self._view_of(view, step)
-        given = (at(rows), at(temperature), at(hidden), known.value, view.kv.data_ptr(), rows.shape[0], count)
+        if views != self._views:
+            self._attend(views, len(state.tables))
+        view, cache, _ = self._attended
+        worth = torch.empty(rows.shape[0], dtype=torch.int32)
+        given = (at(rows), at(temperature), at(hidden), view, cache, rows.shape[0], count, worth.data_ptr())
         self._run(_RECURRENT.pack(*state_of(state), ctypes.addressof(self._parts), *given))
+        return worth
+
+    def _attend(self, views: Views, groups: int) -> None:
+        """Find the layer's cache and tables, which stay where they are while `views` does; the rest of a view, rows, lengths and
+        positions, the library fills in."""
+        none = torch.zeros((groups, 1), dtype=torch.int64)
+        [view] = views(none)
+        assert view.kv.dtype is self._dtype
+        step = StepInputs(none[0], none[0], none[0], none[0], none[0], 1, 0)
+        self._views, self._attended = views, (self._view_of(view, step).value, view.kv.data_ptr(), step)
+
+
+def _nothing(slots: torch.Tensor) -> list[KvView]:
+    return []

@@ -250,9 +250,9 @@ class RecurrentParts:
     offset: bool
 
 
-RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, Views], None]
-"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count, views of the layer that is attended to): writes that many
-nodes behind what the rows know."""
+RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, Views], torch.Tensor]
+"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count, views of the layer that is attended to): writes up to that
+many nodes behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything."""
 
 
 Verify = Callable[

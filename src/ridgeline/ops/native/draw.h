@@ -74,11 +74,29 @@ struct Best {
     }
 };
 
+// u of 16 tokens.
+inline f32x16 uniforms(i32x16 tokens, const Draw& draw) {
+    const i32x16 hashed = add(mul(tokens, splat(std::int32_t(GOLDEN))), splat(std::int32_t(draw.first)));
+    const f32x16 u = to_float(shift_right(mix(hashed, splat(std::int32_t(draw.second))), 1)) + splat(0.5f);
+    return min(u * splat(4.656612873077393e-10f), splat(1.0f - 0x1p-24f));
+}
+
+// The sum of exp(score - top) of the logits begin .. end - 1 of tokens `ids`.
+inline float weight_of(const float* logits, const std::int32_t* ids, const Draw& draw, index begin, index end, float top) {
+    f32x16 sum = zeros();
+    for (index at = begin; at < end; at += LANES) {
+        const Part inside = first_lanes(end - at);
+        f32x16 score = load(logits + at, inside) - splat(top);
+        if (draw.temperature != 0.0f)
+            score = fnma(splat(draw.temperature), log_exponential(uniforms(load_bits(ids + at, inside), draw)), score);
+        sum = sum + select(mask_of(inside), exp(score), zeros());
+    }
+    return sum_of(sum);
+}
+
 // The best of the logits begin .. end - 1; the first one of equals. NaN never wins. ids: their tokens, null: as they are numbered.
 template <class T> Best best_of(const T* logits, const std::int32_t* ids, const Draw& draw, index begin, index end) {
     const f32x16 never = splat(-INFINITY), heat = splat(draw.temperature);
-    const i32x16 golden = splat(std::int32_t(GOLDEN)), first = splat(std::int32_t(draw.first));
-    const i32x16 second = splat(std::int32_t(draw.second));
     // -log u <= -log 2 (exponent of u); the thousandth covers the rounding of scores, as does the millionth of z.
     const f32x16 per_bit = splat(-0.69314718056f * draw.temperature), slack = splat(1e-3f * draw.temperature);
     Best best;
@@ -89,10 +107,7 @@ template <class T> Best best_of(const T* logits, const std::int32_t* ids, const 
             if (any(greater(z, splat(best.score)))) best.offer(max(z, never), at);
             continue;
         }
-        const i32x16 token = ids ? load_bits(ids + at, inside) : add(splat(std::int32_t(at)), lane_numbers());
-        const i32x16 word = mix(add(mul(token, golden), first), second);
-        f32x16 u = to_float(shift_right(word, 1)) + splat(0.5f);
-        u = min(u * splat(4.656612873077393e-10f), splat(1.0f - 0x1p-24f));
+        const f32x16 u = uniforms(ids ? load_bits(ids + at, inside) : add(splat(std::int32_t(at)), lane_numbers()), draw);
         f32x16 bound = fma(exponent(u), per_bit, z + slack);
         bound = fma(abs(z), splat(1e-6f), bound);
         if (!any(greater(bound, splat(best.score)))) continue;
