@@ -54,7 +54,7 @@ class Steps:
         gained, took = 1 + right / self.rows, self.time(verified, self.drafted)
         self.used[verified] = self.used.get(verified, 0) + 1
         if verified or self.drafted:
-            pace.drafted(self.rows, verified, gained, took, steady=verified == self.drafted)
+            pace.drafted(self.rows, verified, gained, took, steady=verified == self.drafted, idle=not verified)
             return [(gained, took)]
         pace.rested(self.rows, took)
         rest = [(1.0, self.time(0, 0)) for _ in range(pace.rest(self.rows, host=False, device=True))]
@@ -158,10 +158,10 @@ def test_no_more_nodes_than_there_is_room_for() -> None:
 
 def test_what_is_saved() -> None:
     pace = Pace((0, 4), fixed=True)
-    assert pace.drafted(2, 4, 3.0, 1.5, steady=True) == pytest.approx(3.0), "all there is to compare with"
+    assert pace.drafted(2, 4, 3.0, 1.5, steady=True, idle=False) == pytest.approx(3.0), "all there is to compare with"
     for _ in range(60):
         pace.rested(2, 1.0)
-    assert pace.drafted(2, 4, 3.0, 1.2, steady=True) == pytest.approx(1.8, rel=0.02)
+    assert pace.drafted(2, 4, 3.0, 1.2, steady=True, idle=False) == pytest.approx(1.8, rel=0.02)
 
 
 def ask(pace: Pace, steps: int, gained: float, took: float, rows: int = 1) -> tuple[float, int]:
@@ -220,3 +220,15 @@ def test_questions_without_an_answer_tell_that_plain_steps_have_become_shorter()
     saved, price = pace.asked(1, 1, 0, 4.0, 2.0, 1.2)
     assert saved < 0
     assert price > 0.9
+
+
+def test_what_is_known_of_plain_steps_does_not_stay_too_high() -> None:
+    """A first step that took a thousand times as long, and steps that draft and verify nothing in less time than a plain one took
+    before: the machine has become faster."""
+    pace = Pace((0, 4))
+    for seconds in (1.0, *[0.001] * 20):
+        pace.rested(1, seconds)
+    assert pace.drafted(1, 4, 2.0, 0.0, steady=True, idle=False) == pytest.approx(0.002, rel=0.3), "seconds saved"
+    for _ in range(30):
+        pace.drafted(1, 4, 1.0, 0.0005, steady=True, idle=True)
+    assert pace.drafted(1, 4, 2.0, 0.0, steady=True, idle=False) == pytest.approx(0.001, rel=0.05)

@@ -192,14 +192,16 @@ class Pace:
         """A plain step."""
         batch = self._of(rows)
         batch.count += 1
-        batch.plain = batch.plain or seconds
+        batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first of a process may take seconds
         batch.plain += max(_MEMORY, 1 / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
         batch.book(1.0, 1.0 + _SHARE)
 
-    def drafted(self, rows: int, size: int, gained: float, seconds: float, *, steady: bool) -> float:
+    def drafted(self, rows: int, size: int, gained: float, seconds: float, *, steady: bool, idle: bool) -> float:
         """A step that drafts on the device or verifies gave `rows` rows `gained` tokens each; steady: it verified `size` nodes
-        a row, and as many were drafted. Returns the seconds saved."""
+        a row, or what of them was worth it, and as many were drafted; idle: it verified none. Returns the seconds saved."""
         batch = self._of(rows)
+        if idle and seconds < batch.plain:  # a plain step takes less: what is known of those is old
+            batch.plain += 4 * _MEMORY * (seconds - batch.plain)
         took = self._took(batch, size, seconds)
         batch.book(took, gained)
         if steady and batch.left < _LOOK - _COLD:

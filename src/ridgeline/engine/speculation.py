@@ -258,8 +258,8 @@ class Drafts:
             saved, price = self._pace.asked(rows, len(step.asked), looking, nodes, gained, seconds)
         else:
             # A step that drafts otherwise than it verifies tells nothing of either size.
-            steady = not step.asked and plan.ahead == step.size
-            saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady), _PRICE
+            steady, idle = not step.asked and plan.ahead == step.size, not any(plan.n_draft)
+            saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady, idle=idle), _PRICE
         for request in step.asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
             if _looking(request):
