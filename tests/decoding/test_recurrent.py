@@ -35,7 +35,7 @@ KNOWN = (2, 3, 40, 333)
 PAGE, PAGES = 16, 32
 UNSAID = 1
 """What rows hold behind what they know; no draft says it."""
-VERIFIES, NODE, GROWS = 0.2, 0.12, 0.2
+VERIFIES, NODE, GROWS, SIZES = 0.1, 0.08, 0.15, (2, 5)
 """As in native/recurrent.cpp."""
 COUNT = 5
 CHAIN = tuple(Candidate(node - 1, node, 0) for node in range(COUNT))
@@ -228,8 +228,10 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
         assert bool((found[found != UNSAID] % 2 == 0).all()), "only tokens that it may say"
         drawn, own = chances(folder, nodes[:count], other, heat)
         assert [bool(column.any()) for column in (found != UNSAID).T] == drawn
-        gains = [float(own[:, :size].detach().sum()) - len(KNOWN) * (VERIFIES + NODE * size) for size in range(1, count + 1)]
-        best = max(range(count), key=gains.__getitem__)
+        price = len(KNOWN) / (1 + NODE * (len(KNOWN) - 1))
+        costs = [price * (VERIFIES + NODE * len(KNOWN) * size) for size in range(1, count + 1)]
+        gains = [float(own[:, : size + 1].detach().sum()) - cost for size, cost in enumerate(costs)]
+        best = max((at for at in range(count) if at + 1 in (*SIZES, count)), key=gains.__getitem__)
         assert worth is not None and set(worth.tolist()) == {best + 1 if gains[best] > 0 else 0}
         stopped += not all(drawn)
     assert stopped, "some drafts are cut"

@@ -11,7 +11,7 @@ from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import ConfigError
 
 HOST = ("reference", "lookahead")
-MOST = {"reference": 11, "lookahead": 30, "recurrent": 12, "draft": 4, "medusa": 8, "recycling": 12}
+MOST = {"reference": 11, "lookahead": 30, "recurrent": 7, "draft": 4, "medusa": 8, "recycling": 12}
 """Nodes of the largest draft, untold."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """vLLM's names in a --speculative-config -> ours."""

@@ -142,7 +142,8 @@ class Recurrent:
         self._ids = weights.ids.to(device)
         self._embedding = weights.plain("embedding", dtype, device)
         self._run = self._compiled(weights) if device.type == "cpu" else None
-        if self._run is not None:
+        self.cuts = self._run is not None
+        if self.cuts:
             return
         self._matrices = {name: ops.pack(weights.plain(name, dtype, device)) for name in MATRICES}
         self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}

@@ -72,7 +72,8 @@ def open_drafters(
     device, shape = _open_device(wanted, target, dummy)
     host = [_open_host(name, wanted, target, folder) for name in wanted.host]
     asked = None if not host else host[0] if len(host) == 1 else FirstOf(host)
-    return Drafts(asked, shape, Pace(wanted.sizes), LOGIT_ROWS), device
+    sizes = tuple(sorted({0, shape.most, wanted.most})) if shape is not None and shape.cuts else wanted.sizes
+    return Drafts(asked, shape, Pace(sizes), LOGIT_ROWS), device
 
 
 def _open_host(name: str, wanted: Wanted, target: LoadedModel, folder: Path) -> HostDrafter:
@@ -101,7 +102,7 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
         nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
         recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
-        return recurrent, OnDevice(len(nodes), recurrent.parents)
+        return recurrent, OnDevice(len(nodes), recurrent.parents, cuts=recurrent.cuts)
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)

@@ -91,11 +91,12 @@ expected to win then."""
 @dataclass(frozen=True, slots=True)
 class OnDevice:
     """What the host must know of a device drafter. most: nodes of its largest draft; parents: theirs, empty for chains.
-    reads: it keeps keys and values of its own, so it must read every token once."""
+    reads: it keeps keys and values of its own, so it must read every token once. cuts: it says what is worth verifying."""
 
     most: int
     parents: tuple[int, ...] = ()
     reads: bool = False
+    cuts: bool = False
 
     def draft(self, nodes: int) -> Draft:
         return Draft((DEVICE,) * nodes, self.parents[:nodes])

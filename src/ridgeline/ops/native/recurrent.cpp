@@ -20,10 +20,13 @@
 namespace ridgeline {
 namespace {
 
-// What it costs to verify at all, and a node more, in the tokens that are said in that time: measured with the shipped model on two
-// cores, where a step that verifies 1 to 7 nodes takes 0.2, 0.36, 0.45, 0.5, 0.5, 0.72 and 0.75 plain ones more, at 1.35 tokens in
-// the time of a plain one. The chance from which on a node's children are drafted.
-constexpr float VERIFIES = 0.2f, NODE = 0.12f, GROWS = 0.2f;
+// What it costs to verify at all, and a node more, in the tokens that are said in that time, and the chance from which on a node's
+// children are drafted: the best of four on the shipped model's own benchmark, on two cores. There a step that verifies 1 to 7 nodes
+// takes 0.2, 0.36, 0.45, 0.5, 0.5, 0.72 and 0.75 plain ones more than one that verifies none.
+constexpr float VERIFIES = 0.1f, NODE = 0.08f, GROWS = 0.15f;
+// Nodes that may be worth verifying, beside all: the batch of a step is built anew for every number of them that a request comes
+// to, which takes a third of a plain step.
+constexpr index SIZES[] = {2, 5};
 
 // Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
 // half]; ids [outputs]. Of each node of the largest tree, parents before children: parents, -1 for the last known token, and
@@ -287,13 +290,17 @@ void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const
     level.schedule = schedule<T>(level.view, c.parts->queries / c.view->dim * index(level.grown.size()));
 }
 
-// How many nodes promise more than they cost, the same for all rows: steps that look alike are planned in less time.
+// How many nodes promise more than they cost, the same for all rows.
 template <class T> std::int32_t worth_of(const Recurrent<T>& c, const std::vector<float>& chances) {
-    float promised = -VERIFIES * float(c.n), most = 0;
+    // A plain step takes so many of one row's; in that time as many tokens are said as it has rows.
+    const float rows = float(c.n), longer = 1 + NODE * (rows - 1), price = rows / longer;
+    float promised = -VERIFIES * price, most = 0;
     index found = 0;
     for (index node = 0; node < c.count; ++node) {
-        for (index row = 0; row < c.n; ++row) promised += chances[row * c.count + node] - NODE;
-        if (promised > most) most = promised, found = node + 1;
+        promised -= NODE * rows * price;
+        for (index row = 0; row < c.n; ++row) promised += chances[row * c.count + node];
+        const bool may = node + 1 == c.count || std::find(std::begin(SIZES), std::end(SIZES), node + 1) != std::end(SIZES);
+        if (may && promised > most) most = promised, found = node + 1;
     }
     return std::int32_t(found);
 }
