@@ -31,10 +31,11 @@ from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losse
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
+from ridgeline.decoding.recurrent import load_recurrent
 
 HEADS = 4
 WRITTEN = 3  # rows the teacher wrote, for each of the corpus
-STRIDE = 2  # every second place trains
+STRIDE = 2  # every second place trains heads
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
 STUDENTS = ("recurrent", "medusa")
@@ -97,11 +98,11 @@ def frequent(text: Tensor, count: int, vocab: int) -> Tensor:
 
 
 class Students(nn.Module):
-    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say."""
+    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say; attended: the layer that it attends to."""
 
-    def __init__(self, teacher: TrainableDecoder, names: Sequence[str], ids: Tensor) -> None:
+    def __init__(self, teacher: TrainableDecoder, names: Sequence[str], ids: Tensor, attended: int) -> None:
         super().__init__()
-        self.draft = RecurrentModule(teacher.spec, ids) if "recurrent" in names else None
+        self.draft = RecurrentModule(teacher.spec, ids, attended) if "recurrent" in names else None
         self.heads = MedusaModule(teacher.spec.d_model, HEADS) if "medusa" in names else None
 
     def loss(self, teacher: TrainableDecoder) -> Loss:
@@ -116,7 +117,7 @@ class Students(nn.Module):
                     wanted = teacher.logits(hidden)
                 loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
             if self.draft is not None:
-                losses = recurrent_losses(self.draft, teacher, rows, RECIPE, STRIDE)
+                losses = recurrent_losses(self.draft, teacher, rows, RECIPE)
                 loss = loss + (losses * weights).sum() / weights.sum()
             return loss
 
@@ -165,6 +166,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="for Medusa heads, whose tree is calibrated")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--students", nargs="+", choices=STUDENTS, default=STUDENTS)
+    parser.add_argument("--attend", type=int, default=-1, help="layer that the recurrent draft attends to")
+    parser.add_argument("--start", type=Path, help="a recurrent draft to go on from")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=150, help="of all but the saving; training gets what is left")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
@@ -197,9 +200,14 @@ def main() -> None:
     written = teacher_writes(teacher, stream, given.written_batches, given.written_rows)
     print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
     source = Rows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens), written)
-    ids = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size)
-    students = Students(teacher, given.students, ids).to(device)
-    if students.draft is not None:
+    ids, attended = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size), given.attend
+    before = load_recurrent(given.start, teacher.spec) if given.start else None
+    if before is not None:
+        ids, attended = before.ids.long().to(device), before.layer
+    students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers)).to(device)
+    if students.draft is not None and before is not None:
+        students.draft.take(before)
+    elif students.draft is not None:
         with torch.no_grad():
             students.draft.start(teacher, teacher.hidden(source(0)[:2]))
     loss = students.loss(teacher)

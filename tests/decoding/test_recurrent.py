@@ -118,7 +118,9 @@ def drafted(
     return found, worth
 
 
-def scored(draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float) -> list[torch.Tensor]:
+def scored(
+    draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float
+) -> list[torch.Tensor]:
     """The perturbed logits [rows, outputs] that each node of a drafted tree was drawn from, with the noise of its place."""
     state, hidden, _ = rows()
     states, every = {-2: hidden}, []
@@ -136,21 +138,8 @@ def scored(draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Te
 
 def trained(folder: Path) -> RecurrentModule:
     """The module with the weights that are left in 8 bits."""
-    found, weights = module(), load_recurrent(folder, SPEC)
-    gate, up = weights.plain("gate_up", torch.float32, CPU).chunk(2)
-    named = {
-        "embed_tokens.weight": "embedding",
-        "mix.weight": "mix",
-        "q_proj.weight": "query",
-        "o_proj.weight": "out",
-        "mlp.down_proj.weight": "down",
-        "lm_head.weight": "head",
-    }
-    state = {name: weights.plain(key, torch.float32, CPU) for name, key in named.items()}
-    norms = {"attn_norm.weight": "query_norm", "mlp_norm.weight": "inner_norm", "norm.weight": "norm"}
-    state |= {name: weights.norms[key] for name, key in norms.items()}
-    state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    found.load_state_dict(state | {"ids": weights.ids.long()})
+    found = module()
+    found.take(load_recurrent(folder, SPEC))
     return found
 
 
@@ -223,7 +212,10 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
     stopped = 0
     for count in range(1, len(nodes) + 1):
         found, worth = drafted(compiled, heat, count=count)
-        for other in (drafted(plain, heat, count=count)[0], drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count)[0]):
+        for other in (
+            drafted(plain, heat, count=count)[0],
+            drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count)[0],
+        ):
             assert torch.equal(torch.where(found == UNSAID, other, found), other)
         assert bool((found[found != UNSAID] % 2 == 0).all()), "only tokens that it may say"
         drawn, own = chances(folder, nodes[:count], other, heat)
@@ -239,7 +231,9 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
     assert found.shape == (len(KNOWN), COUNT)
 
 
-def chances(folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float) -> tuple[list[bool], torch.Tensor]:
+def chances(
+    folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float
+) -> tuple[list[bool], torch.Tensor]:
     """Of a tree that was drafted whole: which nodes are reached by a draft that stops where no node of a level is likely, and the
     chances that it gives each, float32 [rows, nodes]."""
     own, drawn, ends = torch.zeros(len(KNOWN), len(nodes)), [False] * len(nodes), False

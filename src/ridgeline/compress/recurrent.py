@@ -20,7 +20,7 @@ from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder, rota
 from ridgeline.compress.distill import Recipe
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec, NumberFormat
-from ridgeline.decoding.recurrent import BITS
+from ridgeline.decoding.recurrent import BITS, RecurrentWeights
 from ridgeline.quant.integer import round_to_nearest
 
 DEPTH = 4
@@ -75,9 +75,20 @@ class RecurrentModule(nn.Module):
             self.norm.weight.copy_(teacher.norm.weight)
             self.lm_head.weight.copy_(teacher.unembedding[self.ids])
             nn.init.eye_(self.mix.weight).mul_(embedding.square().mean().sqrt() / hidden.float().square().mean().sqrt())
-            layer = teacher.layers[self.attended]
-            self.attn_norm.weight.copy_(layer.input_layernorm.weight)
-            self.q_proj.weight.copy_(layer.self_attn.q_proj.weight)
+            layer = teacher.get_submodule(f"layers.{self.attended}")
+            self.attn_norm.weight.copy_(layer.get_parameter("input_layernorm.weight"))
+            self.q_proj.weight.copy_(layer.get_parameter("self_attn.q_proj.weight"))
+
+    def take(self, weights: RecurrentWeights) -> None:
+        """Take what a folder holds, a draft of the same tokens and layer."""
+        gate, up = weights.plain("gate_up", torch.float32, torch.device("cpu")).chunk(2)
+        modules = {"embed_tokens": "embedding", "mix": "mix", "q_proj": "query", "o_proj": "out"}
+        modules |= {"mlp.down_proj": "down", "lm_head": "head"}
+        norms = {"attn_norm": "query_norm", "mlp_norm": "inner_norm", "norm": "norm"}
+        state = {name: weights.plain(key, torch.float32, torch.device("cpu")) for name, key in modules.items()}
+        state |= {"mlp.gate_proj": gate, "mlp.up_proj": up} | {name: weights.norms[key] for name, key in norms.items()}
+        named = {f"{name}.weight": tensor for name, tensor in state.items()}
+        self.load_state_dict(named | {"ids": weights.ids.long()})
 
     def forward(self, state: Tensor, tokens: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
         """state [rows, n, d_model] and the next token int64 [rows, n] -> the next state, normed as the model's hidden states are.
@@ -87,7 +98,9 @@ class RecurrentModule(nn.Module):
         """
         mixed = self.mix(state) + self.embed_tokens(tokens)
         q = self.q_proj(self.attn_norm(mixed)).view(*tokens.shape, -1, self.head_dim).transpose(1, 2)
-        read = F.scaled_dot_product_attention(rotate(q, turn).type_as(v), k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        read = F.scaled_dot_product_attention(
+            rotate(q, turn).type_as(v), k, v, is_causal=True, scale=self.scale, enable_gqa=True
+        )
         mixed = mixed + self.o_proj(read.transpose(1, 2).flatten(2))
         return self.norm(mixed + self.mlp(self.mlp_norm(mixed)))
 
@@ -107,7 +120,9 @@ def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temp
     return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total)
 
 
-def place_loss(draft: RecurrentModule, state: Tensor, given: Lesson, depth: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def place_loss(
+    draft: RecurrentModule, state: Tensor, given: Lesson, depth: int, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
     """States of the chains -> those one token on and the loss there, at place `depth` from 1."""
     heat, tokens = recipe.temperature, given.hidden.shape[1]
     here = slice(depth, depth + tokens)

@@ -19,7 +19,7 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import ChainStart, Ops
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
-"""slots int64 [groups, T] of query tokens -> the views of a drafter's own layers, then of those of the target that it attends to."""
+"""slots int64 [groups, T] of query tokens -> views of a drafter's own layers, then of those of the target that it attends to."""
 
 
 @dataclass(frozen=True, slots=True)

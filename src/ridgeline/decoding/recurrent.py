@@ -82,7 +82,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     shapes = _shapes(config, spec)
     wanted = {f"{name}.codes": shape for name, shape in shapes.items()}
     wanted |= {f"{name}.scales": shape[:1] for name, shape in shapes.items()}
-    wanted |= {name: (spec.d_model,) for name in NORMS} | {"ids": shapes["head"][:1]}
+    wanted |= dict.fromkeys(NORMS, (spec.d_model,)) | {"ids": shapes["head"][:1]}
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
@@ -203,13 +203,8 @@ class Recurrent:
         self, state: torch.Tensor, token: torch.Tensor, place: torch.Tensor, behind: Behind, views: Views
     ) -> torch.Tensor:
         """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
-        ops, matrices, norms, eps, offset = (
-            self._ops,
-            self._matrices,
-            self._norms,
-            self._spec.norm_eps,
-            self._spec.norm_offset,
-        )
+        ops, matrices, norms = self._ops, self._matrices, self._norms
+        eps, offset = self._spec.norm_eps, self._spec.norm_offset
         mixed = ops.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
         q = ops.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
         q = rotate(q.view(len(q), -1, self._layer.head_dim), self._turn, place)

@@ -239,11 +239,11 @@ class Drafts:
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
-        for place, nodes in result.worth.items():
+        for place, worth in result.worth.items():
             request = step.requests[place]
-            if nodes < request.offered and not request.in_flight:  # else what is offered is a later step's
-                self._pace.learn(range(nodes, request.offered), [])
-                request.offered = nodes
+            if worth < request.offered and not request.in_flight:  # else what is offered is a later step's
+                self._pace.learn(range(worth, request.offered), [])
+                request.offered = worth
         if result.error is not None or any(
             not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
         ):
