@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec
@@ -50,14 +51,14 @@ class RecurrentWeights:
     head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is what the target says
     where those above it are."""
 
-    codes: dict[str, torch.Tensor]
-    scales: dict[str, torch.Tensor]
-    norms: dict[str, torch.Tensor]
-    ids: torch.Tensor
+    codes: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    norms: dict[str, Tensor]
+    ids: Tensor
     layer: int
     accuracies: tuple[tuple[float, ...], ...] = UNMEASURED
 
-    def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A matrix in floating point, [out, in]."""
         codes = self.codes[name]
         return dequantized(codes, self.scales[name].unsqueeze(1), None, BITS, codes.shape[1]).to(device, dtype)
@@ -142,8 +143,7 @@ class Recurrent:
         self._ids = weights.ids.to(device)
         self._embedding = weights.plain("embedding", dtype, device)
         self._run = self._compiled(weights) if device.type == "cpu" else None
-        self.cuts = self._run is not None
-        if self.cuts:
+        if self._run is not None:
             return
         self._matrices = {name: ops.pack(weights.plain(name, dtype, device)) for name in MATRICES}
         self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
@@ -171,13 +171,13 @@ class Recurrent:
     def learns(self) -> bool:
         return False
 
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+    def read(self, tokens: Tensor, views: Views, slots: Tensor, step: StepInputs) -> None:
         """It has no memory."""
 
-    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
+    def see(self, state: RowState, rows: Tensor, place: Tensor, logits: Tensor) -> None:
         """It learns nothing."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> torch.Tensor | None:
+    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
             return self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)
@@ -199,9 +199,7 @@ class Recurrent:
         behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
         return None
 
-    def _next(
-        self, state: torch.Tensor, token: torch.Tensor, place: torch.Tensor, behind: Behind, views: Views
-    ) -> torch.Tensor:
+    def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: Behind, views: Views) -> Tensor:
         """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
         ops, matrices, norms = self._ops, self._matrices, self._norms
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
@@ -213,9 +211,7 @@ class Recurrent:
         number = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         step = StepInputs(behind.rows, number, held, place, number[:-1], 1, behind.longest)
         [view] = views(torch.zeros(len(behind.state.tables), len(q), dtype=torch.int64, device=q.device))
-        read = ops.attention(q, q, q, view, step)[0]
-        mixed = ops.linear_add(read.flatten(1), matrices["out"], None, mixed)
-        gated = ops.linear_activate(
-            Normed(mixed, norms["inner_norm"], eps, offset), matrices["gate_up"], None, self._spec.activation
-        )
+        mixed = ops.linear_add(ops.attention(q, q, q, view, step)[0].flatten(1), matrices["out"], None, mixed)
+        normed = Normed(mixed, norms["inner_norm"], eps, offset)
+        gated = ops.linear_activate(normed, matrices["gate_up"], None, self._spec.activation)
         return ops.rms_norm(ops.linear_add(gated, matrices["down"], None, mixed), norms["norm"], eps, offset)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
@@ -177,9 +178,7 @@ class DeviceStep:
             hidden = moved.last(hidden)
         return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
 
-    def draft(
-        self, rows: torch.Tensor, hidden: torch.Tensor, ahead: int, unread: Sequence[int], greedy: bool
-    ) -> torch.Tensor | None:
+    def draft(self, rows: Tensor, hidden: Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
         -> as DeviceDrafter.draft."""
         heat = self.rows.heat(rows)

@@ -311,5 +311,5 @@ class Runner:
         outcome, last = self._step.finish(batch, hidden, bound)
         if batch.ahead and len(last):
             worth = self._step.draft(batch.sampled, last, batch.ahead, batch.unread, batch.shape.greedy)
-            outcome = outcome if worth is None else replace(outcome, worth=worth)
+            return replace(outcome, worth=worth)
         return outcome
