@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
+from ridgeline.core.events import StepCounts
 from ridgeline.decoding.draft_model import DraftModel
-from ridgeline.decoding.drafters import DeviceDrafter
+from ridgeline.decoding.drafters import Behind, DeviceDrafter
 from ridgeline.decoding.heads import MedusaHeads, tree
 from ridgeline.decoding.medusa import Medusa
 from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
@@ -104,3 +106,31 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.
     bench.run()
     assert bench.tokens["one", 0] == alone(max_tokens=60)
     assert bench.scheduler.counts.accepted >= bench.scheduler.counts.drafted - 3 > 0
+
+
+@pytest.mark.parametrize("worth", [0, 2])
+def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four nodes that are drafted in every step; the pace learns that the others are never kept."""
+    bench, seen, learned = speculating("llama-gqa", "recurrent"), set[int](), list[range]()
+    draft, verified, learn = Recurrent.draft, StepCounts.verified, Pace.learn
+
+    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
+        draft(self, behind, *facts)
+        return torch.full((len(behind.rows),), worth, dtype=torch.int32)
+
+    def counted(self: StepCounts, nodes: int, accepted: int) -> None:
+        seen.add(nodes)
+        verified(self, nodes, accepted)
+
+    def learns(self: Pace, nodes: range, kept: list[int]) -> None:
+        learned.append(nodes)
+        learn(self, nodes, kept)
+
+    monkeypatch.setattr(Recurrent, "draft", drafted)
+    monkeypatch.setattr(StepCounts, "verified", counted)
+    monkeypatch.setattr(Pace, "learn", learns)
+    bench.submit("one", PROMPT)
+    bench.run()
+    assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
+    assert seen == ({worth} if worth else set()), "fewer only where an answer ends"
+    assert range(worth, 4) in learned
