@@ -349,6 +349,19 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
             assert seen[-1] == longest
 
 
+def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_runner(pair("llama-gqa")[1])._step
+
+    def captured(longest: int) -> int:
+        totals: list[int] = []
+        monkeypatch.setattr(step, "longest", longest)
+        with torch.inference_mode():
+            Graphs(step, 6, 16, Again).capture(lambda stage, done, total: totals.append(total))
+        return totals[-1]
+
+    assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
+
+
 def test_which_steps_have_a_graph() -> None:
     graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Again)
 

@@ -178,7 +178,7 @@ class Graphs:
         work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mixed_graph, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
             work += [(self._decode_graph, size), (self._finish_graph, size)]
-            if size <= LONE_ROWS:
+            if size <= LONE_ROWS and self._step.longest > SHORT:
                 work.append((partial(self._decode_graph, longest=SHORT), size))
         for tree, rooms in self._draft_rooms.items():
             work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
@@ -216,7 +216,7 @@ class Graphs:
     def forward(self, batch: Batch, room: Room, bound: int) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]. bound: of slots any row holds."""
         if batch.shape.decode:
-            short = room.rows <= LONE_ROWS and bound <= SHORT
+            short = room.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
             self._decode_graph(room.rows, SHORT if short else None).replay()
             return self._picked[: room.rows]
         if batch.scores is not None:  # a graph knows nothing of what is scored

@@ -121,7 +121,7 @@ def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> Non
         ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
         ragged.place.copy_(torch.arange(shape.n_tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
     batch = unpack(packed.to(device), shape, room)
-    for longest in {step.longest, SHORT} if shape.decode else (step.longest,):
+    for longest in {step.longest, min(step.longest, SHORT)} if shape.decode else (step.longest,):
         step.forward(batch, longest)
 
 

@@ -46,7 +46,7 @@ KNOBS = len(Knob)
 
 
 _ALIGN = 64
-"""Items to whose multiples the parts of a row are aligned, for kernels that read 16 bytes at a time."""
+"""Items to whose multiples tokens, ints, knobs and tables are aligned, for kernels that read 16 bytes at a time."""
 
 
 class Rows:
