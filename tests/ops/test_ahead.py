@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +21,9 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITCallable
 
+import ridgeline.ops.triton
 from ridgeline.ops.triton import ahead
 
 STEPS = (16, 32, 64)
@@ -127,7 +132,40 @@ def prepare_with_errors() -> None:
     assert not broken.device_caches[0][0]
 
 
-@pytest.mark.parametrize("case", ["prepare_twice", "prepare_with_errors"])
+def name_in_any_order() -> None:
+    """A kernel's key is the same whichever kernels were named or launched before it, and no constant in it stands beside
+    another of the same name: Triton sorts these by where their modules lie in memory."""
+    modules = [
+        importlib.import_module(f"{ridgeline.ops.triton.__name__}.{one.name}")
+        for one in pkgutil.iter_modules(ridgeline.ops.triton.__path__)
+    ]
+    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
+    assert len(kernels) > 100
+    found = []
+    for seed in range(4):
+        everything = {id(one): one for one in (*kernels, *of_triton())}
+        for one in everything.values():
+            one.hash, one.used_global_vals = None, {}
+        if seed < 3:
+            ahead.name_all()
+        random.Random(seed).shuffle(kernels)
+        found.append({one.__qualname__ + one.__module__: one.cache_key for one in kernels})
+    assert found[0] == found[1] == found[2]
+    assert found[0] != found[3], "Triton names kernels alike in any order by itself: name_all may go"
+    ahead.name_all()
+    for one in kernels:
+        names = [name for name, _ in one.used_global_vals]
+        values = {(name, str(value)) for (name, _), (value, _) in one.used_global_vals.items()}
+        assert len(set(names)) == len(values), (one, names)
+
+
+def of_triton() -> list[Any]:
+    """Functions of Triton's own that kernels may call."""
+    own = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("triton.") and module]
+    return [value for module in own for value in module.values() if isinstance(value, JITCallable)]
+
+
+@pytest.mark.parametrize("case", ["prepare_twice", "prepare_with_errors", "name_in_any_order"])
 def test_kernels_compile_side_by_side(case: str, tmp_path: Path) -> None:
     """In a process of its own: Triton's interpreter, once used, stays in the way."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

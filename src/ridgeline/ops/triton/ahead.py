@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.jit import JITCallable
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,6 +47,7 @@ def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Pr
     are in range; none of its launches runs, and what they would have written reads as zeros. progress: told how many
     kernels are done, of how many.
     """
+    name_all()
     threads = len(os.sched_getaffinity(0))
     if threads > 1:
         try:
@@ -70,6 +74,33 @@ def compile_all(dry: Callable[[], None], threads: int, progress: Progress) -> No
             if error := done.exception():
                 log.warning("a kernel could not be compiled ahead: %s", error)
             progress(STAGE, number, len(compiling))
+
+
+def name_all() -> None:
+    """Give every loaded kernel its part of the key, and first those it calls. Triton 3.6 puts the constants of what a kernel
+    calls into it only if that has been named already (triton-lang/triton#10494), so the key would follow from the order in
+    which kernels are first launched, or threads reach them, and a start would miss what another one compiled."""
+    named: set[int] = set()
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(__package__):
+            for value in vars(module).values():
+                if isinstance(value, JITCallable):
+                    _name(value, named)
+
+
+def _name(kernel: JITCallable, named: set[int]) -> None:
+    if id(kernel) in named:
+        return
+    named.add(id(kernel))
+    places = [kernel.__globals__]
+    for name in kernel.fn.__code__.co_names:
+        for place in list(places):
+            value = place.get(name)
+            if isinstance(value, JITCallable):
+                _name(value, named)
+            elif isinstance(value, ModuleType):
+                places.append(vars(value))
+    _ = kernel.cache_key
 
 
 class _Cold(Exception):

@@ -178,8 +178,8 @@ def _sums():
 
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 4))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 4))
+LEFT_CODES = gl.constexpr(gl.DotOperandLayout(0, MMA, 4))
+RIGHT_DIGITS = gl.constexpr(gl.DotOperandLayout(1, MMA, 4))
 
 
 @triton.constexpr_function
@@ -234,7 +234,7 @@ def _weights(codes, BITS: gl.constexpr):
         codes = gl.reshape(gl.permute(codes, (0, 1, 2, 3, 4, 6, 5)), (PIECES, ROWS, 32))
         # Bytes of (chunk, thread, piece).
         w = gl.reshape(_bytes(codes), (PIECES, ROWS, 2, 4, 2, 2, 4))
-        return (gl.convert_layout(gl.reshape(gl.permute(w, (0, 1, 2, 4, 5, 3, 6)), (PIECES, ROWS, 128)), LEFT),)
+        return (gl.convert_layout(gl.reshape(gl.permute(w, (0, 1, 2, 4, 5, 3, 6)), (PIECES, ROWS, 128)), LEFT_CODES),)
     else:
         first, second = gl.split(gl.reshape(codes, (PIECES, ROWS, 16, 2)))
         return _widened(first), _widened(second)
@@ -249,7 +249,7 @@ def _widened(codes):
     high = gl.inline_asm_elementwise(taken, "=r,r", [codes], gl.int32, True, 1)
     both = gl.join(_bytes(low), _bytes(high))
     both = gl.permute(gl.reshape(both, (PIECES, ROWS, 4, 4, 4, 2)), (0, 1, 3, 5, 2, 4))
-    return gl.convert_layout(gl.reshape(both, (PIECES, ROWS, 128)), LEFT)
+    return gl.convert_layout(gl.reshape(both, (PIECES, ROWS, 128)), LEFT_CODES)
 
 
 @jit
@@ -272,7 +272,7 @@ def _digits(held, run):
     x = gl.convert_layout(gl.reshape(held.index(run).load(FROM), (PIECES, 2, 1, 2, 4, 16)), WIDE)
     x = gl.broadcast(x, gl.zeros([PIECES, 2, 4, 2, 4, 16], gl.int8, WIDE))[0]
     x = gl.permute(gl.reshape(x, (PIECES, 2, 4, 2, 4, 2, 2, 4)), (0, 1, 5, 6, 4, 7, 2, 3))
-    return gl.convert_layout(gl.reshape(x, (PIECES, 128, 8)), RIGHT)
+    return gl.convert_layout(gl.reshape(x, (PIECES, 128, 8)), RIGHT_DIGITS)
 
 
 @jit
