@@ -15,7 +15,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import graphs as graphs_module
 from ridgeline.engine.batch import Batch, Room, Shape
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import Graphs, buckets, decode_step, draft_rooms, mixed_rooms
+from ridgeline.engine.graphs import Graphs, buckets, draft_rooms, mixed_rooms
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
@@ -345,7 +345,7 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
     with torch.inference_mode():
         graphs = Graphs(step, 6, 64, Again)
         for rows, bound, longest in cases:
-            graphs.forward(Batch(decode_step(rows), step._count, step._count), Room(rows, rows, rows), bound)
+            graphs.decode(Room(rows, rows, rows), bound)
             assert seen[-1] == longest
 
 

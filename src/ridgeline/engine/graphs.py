@@ -1,18 +1,18 @@
 """CUDA graphs of steps, keyed by how many query tokens they hold and nothing else.
 
-Two kinds of forward graphs: of steps in which each row has one query token and draws, and of mixed steps that the device
-computes faster than Python launches them, whose rows, query lengths and places are device data. A graph reads its step from
-a static buffer; positions, lengths and page tables are device data already. Finish is a graph of its own, by how many rows
-draw, and serves every step, also those that ran eagerly: steps whose rows ask for more than a plain draw finish eagerly. A
-step that verifies drafts is one graph, by rows and nodes; drafting ahead is another. All are captures of DeviceStep, the
-same code that runs eagerly.
+A step in which each row has one query token and draws plainly is one graph, by its rows; one that verifies drafts is, by
+rows and nodes. There are forward graphs of the same steps where a row asks for more than a plain draw, which finish eagerly,
+and of mixed steps that the device computes faster than Python launches them, whose rows, query lengths and places are device
+data. Mixed steps, also those that ran eagerly, have finish graphs, by how many rows draw; drafting ahead is another. A graph
+reads its step from a static buffer; positions, lengths and page tables are device data already. All are captures of
+DeviceStep, the same code that runs eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -72,6 +72,10 @@ def mixed_step(room: Room) -> Shape:
 def decode_step(rows: int) -> Shape:
     """A step of `rows` rows with one query token each, whose draws are plain."""
     return Shape(rows, rows, rows, 1, 1, True, False, True, None)
+
+
+def _decoding(rows: torch.Tensor) -> Batch:
+    return Batch(decode_step(len(rows)), rows, rows, packed=rows)
 
 
 def draft_rooms(rows: int, nodes: Sequence[int], trees: bool, host_nodes: int) -> dict[bool, list[Room]]:
@@ -137,13 +141,11 @@ class Graphs:
         self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
         self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
-        self._decode: dict[tuple[int, int | None], Replay] = {}
-        self._mix: dict[Room, Replay] = {}
-        self._finish: dict[int, Replay] = {}
+        self._decode, self._forward = cache(self._decode_graph), cache(self._forward_graph)
+        self._mix, self._finish = cache(self._mixed_graph), cache(self._finish_graph)
+        self._verify, self._draft = cache(self._verify_graph), cache(self._draft_graph)
         widest = max((room.wide for room in every), default=0)
         self._verified = torch.zeros(most, 2 + 3 * widest, dtype=torch.int32, device=device)
-        self._verify: dict[tuple[Room, bool], Replay] = {}
-        self._draft: dict[tuple[int, int], Replay] = {}
 
     # --- which graph --------------------------------------------------------------------------------------------------
 
@@ -175,15 +177,15 @@ class Graphs:
 
     def capture(self, progress: Progress) -> None:
         """Record every graph, the largest first so that the others fit into its memory."""
-        work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mixed_graph, room) for room in reversed(self._mixes)]
+        work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mix, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
-            work += [(self._decode_graph, size), (self._finish_graph, size)]
+            work += [(partial(self._decode, None), size), (self._forward, size), (self._finish, size)]
             if size <= LONE_ROWS and self._step.longest > SHORT:
-                work.append((partial(self._decode_graph, longest=SHORT), size))
+                work.append((partial(self._decode, SHORT), size))
         for tree, rooms in self._draft_rooms.items():
-            work += [(partial(self._verify_graph, tree=tree), room) for room in reversed(rooms)]
+            work += [(partial(self._verify, tree), room) for room in reversed(rooms)]
         for size in reversed(self._sizes):
-            work += [(partial(self._draft_graph, nodes), size) for nodes in self._ahead if size <= DRAFT_ROWS[-1]]
+            work += [(partial(self._draft, nodes), size) for nodes in self._ahead if size <= DRAFT_ROWS[-1]]
         for number, (make, size) in enumerate(work, 1):
             make(size)
             progress("graphs", number, len(work))
@@ -195,14 +197,14 @@ class Graphs:
             self._drawing[: room.rows].copy_(batch.packed)
         else:
             if room.wide > 1:
-                self._verify_graph(room, batch.shape.deep > 0)
+                self._verify(batch.shape.deep > 0, room)
             else:
-                self._mixed_graph(room)
+                self._mix(room)
             self._input[: len(batch.packed)].copy_(batch.packed)
 
     def verify(self, room: Room, shape: Shape) -> torch.Tensor:
         """Replay the loaded step with drafts to its end; Outcome.packed."""
-        self._verify_graph(room, shape.deep > 0).replay()
+        self._verify(shape.deep > 0, room).replay()
         return self._verified[: room.rows, : 2 + (3 if shape.deep else 1) * room.wide]
 
     def draft(self, rows: int, ahead: int, unread: Sequence[int]) -> None:
@@ -211,18 +213,24 @@ class Graphs:
         if unread or ahead not in self._ahead or size > DRAFT_ROWS[-1]:
             self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, unread, False)
         else:
-            self._draft_graph(ahead, size).replay()
+            self._draft(ahead, size).replay()
 
-    def forward(self, batch: Batch, room: Room, bound: int) -> torch.Tensor:
-        """Replay the forward pass of the loaded step; hidden [room.tokens, d_model]. bound: of slots any row holds."""
+    def decode(self, room: Room, bound: int) -> torch.Tensor:
+        """Replay the loaded step of rows with one query token and a plain draw to its end; Outcome.packed. bound: of slots any
+        row holds."""
+        short = room.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
+        self._decode(SHORT if short else None, room.rows).replay()
+        return self._packed[: room.rows]
+
+    def forward(self, batch: Batch, room: Room) -> torch.Tensor:
+        """Replay the forward pass of the loaded step; hidden [room.draws, d_model]."""
         if batch.shape.decode:
-            short = room.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
-            self._decode_graph(room.rows, SHORT if short else None).replay()
+            self._forward(room.rows).replay()
             return self._picked[: room.rows]
         if batch.scores is not None:  # a graph knows nothing of what is scored
             mixed = unpack(self._input[: packed_size(room)], mixed_step(room), room)
             return self._step.forward(replace(mixed, scores=batch.scores), self._step.longest)
-        self._mixed_graph(room).replay()
+        self._mix(room).replay()
         return self._picked[: room.draws]
 
     def pick(self, batch: Batch, hidden: torch.Tensor) -> None:
@@ -233,71 +241,69 @@ class Graphs:
     def finish(self, rows: int) -> torch.Tensor:
         """Replay draw and advance of the first `rows` rows that draw; Outcome.packed."""
         size = self.bucket(rows)
-        self._finish_graph(size).replay()
+        self._finish(size).replay()
         return self._packed[:size]
 
     # --- recording ----------------------------------------------------------------------------------------------------
     # The first run of each compiles kernels and makes workspaces; neither may happen inside a capture. It runs on row 0.
 
-    def _decode_graph(self, size: int, longest: int | None = None) -> Replay:
-        if (size, longest) not in self._decode:
-            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-            bound = longest or step.longest
-            step.forward(unpack(torch.zeros_like(rows), decode_step(size), Room(size, size, size)), bound)
-            batch = unpack(rows, decode_step(size), Room(size, size, size))
-            self._decode[size, longest] = self._record(lambda: hidden.copy_(step.forward(batch, bound)))
-        return self._decode[size, longest]
+    def _decode_graph(self, longest: int | None, size: int) -> Replay:
+        step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+
+        def work(rows: torch.Tensor) -> None:
+            found = step.forward(_decoding(rows), longest or step.longest)
+            if self._ahead:
+                hidden.copy_(found)
+            self._draw(rows, found)
+
+        work(torch.zeros_like(rows))
+        return self._record(lambda: work(rows))
+
+    def _forward_graph(self, size: int) -> Replay:
+        step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
+        self._decode(None, size)
+        return self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
 
     def _mixed_graph(self, room: Room) -> Replay:
-        if room not in self._mix:
-            step, batch = self._step, unpack(self._input[: packed_size(room)], mixed_step(room), room)
+        step, batch = self._step, unpack(self._input[: packed_size(room)], mixed_step(room), room)
 
-            def work() -> None:
-                self.pick(batch, step.forward(batch, step.longest))
+        def work() -> None:
+            self.pick(batch, step.forward(batch, step.longest))
 
-            self._input.zero_()
-            work()
-            self._mix[room] = self._record(work)
-        return self._mix[room]
+        self._input.zero_()
+        work()
+        return self._record(work)
 
     def _finish_graph(self, size: int) -> Replay:
-        if size not in self._finish:
-            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-            room = Room(size, size, size)
-            step.finish(unpack(torch.zeros_like(rows), decode_step(size), room), hidden, 0)
-            batch = unpack(rows, decode_step(size), room)
+        hidden, rows = self._picked[:size], self._drawing[:size]
+        self._draw(torch.zeros_like(rows), hidden)
+        return self._record(lambda: self._draw(rows, hidden))
 
-            def work() -> None:
-                found = step.finish(batch, hidden, 0)[0].packed
-                assert found is not None
-                self._packed[:size].copy_(found)
+    def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Plain draws of `rows`, and what the host is told of them where `decode` and `finish` look."""
+        found = self._step.finish(_decoding(rows), hidden, 0)[0].packed
+        assert found is not None
+        self._packed[: len(rows)].copy_(found)
 
-            self._finish[size] = self._record(work)
-        return self._finish[size]
+    def _verify_graph(self, tree: bool, room: Room) -> Replay:
+        step, wide, rows = self._step, room.wide, room.rows
+        deep = wide - 1 if tree else 0
+        shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
+        # ahead: the hidden states that drew last are wanted.
+        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
 
-    def _verify_graph(self, room: Room, tree: bool) -> Replay:
-        if (room, tree) not in self._verify:
-            step, wide, rows = self._step, room.wide, room.rows
-            deep = wide - 1 if tree else 0
-            shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
-            # ahead: the hidden states that drew last are wanted.
-            batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
+        def work() -> None:
+            outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
+            assert outcome.packed is not None
+            self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
+            self._picked[:rows].copy_(last)
+            self._drawing[:rows].copy_(batch.sampled)
 
-            def work() -> None:
-                outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
-                assert outcome.packed is not None
-                self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
-                self._picked[:rows].copy_(last)
-                self._drawing[:rows].copy_(batch.sampled)
-
-            self._input.zero_()
-            work()
-            self._verify[room, tree] = self._record(work)
-        return self._verify[room, tree]
+        self._input.zero_()
+        work()
+        return self._record(work)
 
     def _draft_graph(self, ahead: int, size: int) -> Replay:
-        if (size, ahead) not in self._draft:
-            step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-            step.draft(torch.zeros_like(rows), hidden, ahead, (), False)
-            self._draft[size, ahead] = self._record(lambda: step.draft(rows, hidden, ahead, (), False))
-        return self._draft[size, ahead]
+        step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+        step.draft(torch.zeros_like(rows), hidden, ahead, (), False)
+        return self._record(lambda: step.draft(rows, hidden, ahead, (), False))

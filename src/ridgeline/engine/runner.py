@@ -292,9 +292,11 @@ class Runner:
             return self._finish(batch, self._step.forward(batch, bound), bound)
         if built.graph is not None and shape.wide > 1:
             outcome = Outcome(graphs.verify(built.graph, shape))
+        elif built.graph is not None and shape.decode and shape.plain:
+            outcome = Outcome(graphs.decode(built.graph, bound))
         else:
             if built.graph is not None:
-                hidden = graphs.forward(batch, built.graph, bound)
+                hidden = graphs.forward(batch, built.graph)
             else:
                 hidden = self._step.forward(batch, bound)
             if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
