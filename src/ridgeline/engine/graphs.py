@@ -127,7 +127,7 @@ class Graphs:
         drafts: tuple[int, ...] = (),
         host_drafts: int = 0,
     ) -> None:
-        self._step, self._record = step, record
+        self._step, self._first, self._record = step, step.of_each_kind(), record
         self._sizes = buckets(rows)
         self._mixes = mixed_rooms(rows, tokens, step.spec)
         device, embedding = step.rows.ints.device, step.decoder.embedding
@@ -245,19 +245,20 @@ class Graphs:
         return self._packed[:size]
 
     # --- recording ----------------------------------------------------------------------------------------------------
-    # The first run of each compiles kernels and makes workspaces; neither may happen inside a capture. It runs on row 0.
+    # The first run of each loads kernels and makes workspaces; neither may happen inside a capture. It runs on row 0, and
+    # through one layer of each kind where layers run one by one.
 
     def _decode_graph(self, longest: int | None, size: int) -> Replay:
-        step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
+        hidden, rows = self._picked[:size], self._drawing[:size]
 
-        def work(rows: torch.Tensor) -> None:
+        def work(step: DeviceStep, rows: torch.Tensor) -> None:
             found = step.forward(_decoding(rows), longest or step.longest)
             if self._ahead:
                 hidden.copy_(found)
             self._draw(rows, found)
 
-        work(torch.zeros_like(rows))
-        return self._record(lambda: work(rows))
+        work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))
+        return self._record(lambda: work(self._step, rows))
 
     def _forward_graph(self, size: int) -> Replay:
         step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
@@ -265,14 +266,14 @@ class Graphs:
         return self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
 
     def _mixed_graph(self, room: Room) -> Replay:
-        step, batch = self._step, unpack(self._input[: packed_size(room)], mixed_step(room), room)
+        batch = unpack(self._input[: packed_size(room)], mixed_step(room), room)
 
-        def work() -> None:
+        def work(step: DeviceStep) -> None:
             self.pick(batch, step.forward(batch, step.longest))
 
         self._input.zero_()
-        work()
-        return self._record(work)
+        work(self._first)
+        return self._record(lambda: work(self._step))
 
     def _finish_graph(self, size: int) -> Replay:
         hidden, rows = self._picked[:size], self._drawing[:size]
@@ -286,13 +287,13 @@ class Graphs:
         self._packed[: len(rows)].copy_(found)
 
     def _verify_graph(self, tree: bool, room: Room) -> Replay:
-        step, wide, rows = self._step, room.wide, room.rows
+        wide, rows = room.wide, room.rows
         deep = wide - 1 if tree else 0
         shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
         # ahead: the hidden states that drew last are wanted.
         batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
 
-        def work() -> None:
+        def work(step: DeviceStep) -> None:
             outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
             assert outcome.packed is not None
             self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
@@ -300,8 +301,8 @@ class Graphs:
             self._drawing[:rows].copy_(batch.sampled)
 
         self._input.zero_()
-        work()
-        return self._record(work)
+        work(self._first)
+        return self._record(lambda: work(self._step))
 
     def _draft_graph(self, ahead: int, size: int) -> Replay:
         step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]

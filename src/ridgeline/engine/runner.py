@@ -148,8 +148,8 @@ class Runner:
 
     def _rehearse_dry(self) -> None:
         """Launch the kernels of `prepare`, and capture nothing."""
-        sizes, step = self._sizes, self._step.of_each_kind()
-        rehearse_all(step, self._extent(), self._graphs, _silent)
+        sizes, step = self._sizes, self._step
+        rehearse_all(step.of_each_kind(), self._extent(), self._graphs, _silent)
         if self._graphs is not None:
             Graphs(step, sizes.rows, sizes.step_tokens, _Uncaptured, sizes.drafts, sizes.host_drafts).capture(_silent)
 
