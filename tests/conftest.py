@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,3 +36,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Any]:
+    """Triton's interpreter, which is a module, mended in two places. Version 3.6 makes loop bounds of arrays of one element,
+    which numpy 2.4 no longer converts. And it patches triton.language at each call of one function by another and never takes
+    that back, which is half of its time: it is enough once a launch, if all is patched that any function may see."""
+    from triton import language
+    from triton.runtime import interpreter as module
+
+    bounds, patch_for, scope, in_effect = module._patch_lang_tensor, module._patch_lang, module._LangPatchScope, False
+    anything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+
+    class Launch(scope):  # type: ignore[misc, valid-type]
+        def restore(self) -> None:
+            nonlocal in_effect
+            super().restore()
+            in_effect = False
+
+    def bounded(tensor: Any, scope: Any) -> None:
+        bounds(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def patch_once(fn: Any) -> Any:
+        nonlocal in_effect
+        if in_effect:
+            return scope()
+        in_effect = True
+        return patch_for(anything)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_patch_lang_tensor", bounded)
+        patch.setattr(module, "_patch_lang", patch_once)
+        patch.setattr(module, "_LangPatchScope", Launch)
+        yield module

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,12 @@ def _pieces_of(case: Case, pieces: list[tuple[int, int, int]]) -> tuple[torch.Te
 def pieces_of() -> Callable[..., tuple[torch.Tensor, StepInputs, list[int]]]:
     """Part of a batch as a step of its own: pieces_of(case, pieces)."""
     return _pieces_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mended(request: pytest.FixtureRequest) -> None:
+    if find_spec("triton") is not None:
+        request.getfixturevalue("interpreter")
 
 
 @pytest.fixture(autouse=True)

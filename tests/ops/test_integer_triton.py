@@ -3,9 +3,6 @@ Triton's interpreter, which is asked for float32 and float16 only (it computes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -33,22 +30,6 @@ FORMATS = [
     (8, 128, True),
 ]
 CASES = [(form, torch.float16) for form in FORMATS] + [(FORMATS[0], DTYPE), (FORMATS[5], DTYPE)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loop_bounds_from_arrays() -> Iterator[None]:
-    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        yield
 
 
 def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:

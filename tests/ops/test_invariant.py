@@ -33,18 +33,8 @@ SHAPES = [(160, 448), (70, 64), (96, 1048)] + ([(4096, 4096), (6144, 4096)] if D
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loop_bounds_from_arrays() -> Iterator[None]:
-    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
+def sums_in_order(interpreter: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)
         yield
 

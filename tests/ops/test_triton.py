@@ -5,7 +5,7 @@ The interpreter computes a bf16 product wrongly, so it is asked for float32 and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,22 +53,6 @@ ATTENTION: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "compacted-window": (MIXED, {"compacted": True, "window": 30}),
     "layer-major": (MIXED, {"layer_major": True}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loop_bounds_from_arrays() -> Iterator[None]:
-    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        yield
 
 
 def near(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,22 +21,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 ROUNDED = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loop_bounds_from_arrays() -> Iterator[None]:
-    """Triton 3.6's interpreter makes loop bounds of arrays of one element, which numpy 2.4 no longer converts."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        yield
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

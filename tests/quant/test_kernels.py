@@ -25,16 +25,9 @@ ERROR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mended_interpreter() -> Iterator[None]:
-    """Two faults of Triton 3.6's interpreter: it makes loop bounds of arrays of one element, which numpy 2.4 no longer
-    converts, and it drops the carry when a value rounds up to the next power of two in e4m3."""
-    from triton.runtime import interpreter
-
-    bounds, convert = interpreter._patch_lang_tensor, interpreter._convert_float
-
-    def patched(tensor: Any, scope: Any) -> None:
-        bounds(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def carried(interpreter: Any) -> Iterator[None]:
+    """Triton 3.6's interpreter drops the carry when a value rounds up to the next power of two in e4m3."""
+    convert = interpreter._convert_float
 
     def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if str(source) != "fp32" or str(target) != "fp8e4nv":
@@ -43,7 +36,6 @@ def mended_interpreter() -> Iterator[None]:
         return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
         patch.setattr(interpreter, "_convert_float", converted)
         yield
 
