@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,3 +74,17 @@ def interpreter() -> Iterator[Any]:
         patch.setattr(module, "_patch_lang", patch_once)
         patch.setattr(module, "_LangPatchScope", Launch)
         yield module
+
+
+@pytest.fixture(scope="session")
+def apart() -> Iterator[Callable[..., Any]]:
+    """Call a function of a module in a process of its own, where Triton's interpreter, which stays in the way once it was used,
+    never was: apart(function, *arguments) -> its result; what it raises is raised. All are forked from one that has imported
+    torch and triton."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton.experimental.gluon"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        multiprocessing.forkserver.ensure_running()
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()

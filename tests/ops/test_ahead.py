@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,9 @@ def steps() -> list[torch.Tensor]:
     return left
 
 
-def prepare_twice() -> None:
+def prepare_twice(cache: Path) -> None:
     """Cold, then warm in the same process."""
+    knobs.cache.dir = str(cache)
     paper = PaperDriver()
     driver.set_active(paper)
     told: list[tuple[str, int, int]] = []
@@ -116,8 +116,9 @@ def prepare_twice() -> None:
     assert knobs.runtime.jit_cache_hook is None
 
 
-def prepare_with_errors() -> None:
+def prepare_with_errors(cache: Path) -> None:
     """A kernel that does not compile, and a rehearsal that breaks off."""
+    knobs.cache.dir = str(cache)
     driver.set_active(PaperDriver())
     told: list[tuple[str, int, int]] = []
 
@@ -165,13 +166,10 @@ def of_triton() -> list[Any]:
     return [value for module in own for value in module.values() if isinstance(value, JITCallable)]
 
 
-@pytest.mark.parametrize("case", ["prepare_twice", "prepare_with_errors", "name_in_any_order"])
-def test_kernels_compile_side_by_side(case: str, tmp_path: Path) -> None:
-    """In a process of its own: Triton's interpreter, once used, stays in the way."""
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    clean |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    code = f"import test_ahead; test_ahead.{case}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("case", [prepare_twice, prepare_with_errors])
+def test_kernels_compile_side_by_side(apart: Callable[..., Any], case: Callable[[Path], None], tmp_path: Path) -> None:
+    apart(case, tmp_path)
+
+
+def test_a_kernel_has_one_name(apart: Callable[..., Any]) -> None:
+    apart(name_in_any_order)

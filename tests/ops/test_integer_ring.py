@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,20 +106,14 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
 @pytest.mark.parametrize(
     ("tile", "rest"),
     [
-        ("IntRingTile(64, 128, 4, 4, 128)", (4, 128, "silu", False)),
-        ("IntRingTile(16, 256, 4, 4, 128, split=4)", (8, 0, None, False)),
-        ("IntRingTile(128, 128, 8, 4)", (4, 32, None, True)),
+        (IntRingTile(64, 128, 4, 4, 128), (4, 128, "silu", False)),
+        (IntRingTile(16, 256, 4, 4, 128, split=4), (8, 0, None, False)),
+        (IntRingTile(128, 128, 8, 4), (4, 32, None, True)),
     ],
+    ids=str,
 )
-def test_the_kernel_compiles(tile: str, rest: tuple[object, ...]) -> None:
-    """In a process of its own: Triton's interpreter, once used, stays in the way."""
-    given = ", ".join(map(repr, rest))
-    code = f"from test_integer_ring import *; compile_for_hopper({tile}, {given})"
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=clean, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_kernel_compiles(apart: Callable[..., Any], tile: IntRingTile, rest: tuple[object, ...]) -> None:
+    apart(compile_for_hopper, tile, *rest)
 
 
 def off(out: torch.Tensor, want: torch.Tensor) -> float:

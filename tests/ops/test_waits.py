@@ -3,12 +3,9 @@ step writes. Read off the compiler's code for a Hopper GPU, since a race seldom 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import triton
@@ -67,15 +64,9 @@ RESIDENT = [(8192, 2, 16, 3, 1, True), (4096, 4, 8, 5, 1, True), (2048, 4, 4, 3,
 FP8 = [(4096, 4, 8, 4), (14336, 2, 8, 3)]
 
 
-@pytest.mark.parametrize("call", [f"check_resident{a}" for a in RESIDENT] + [f"check_fp8{a}" for a in FP8])
-def test_only_weights_are_read_before_the_wait(call: str) -> None:
-    """In a process of its own: Triton's interpreter, once used, stays in the way."""
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import test_waits; test_waits.{call}"],
-        cwd=Path(__file__).parent,
-        env=clean,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+CALLS = [(check_resident, *call) for call in RESIDENT] + [(check_fp8, *call) for call in FP8]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[1:])))
+def test_only_weights_are_read_before_the_wait(apart: Callable[..., Any], call: tuple[Any, ...]) -> None:
+    apart(*call)
