@@ -17,6 +17,9 @@ from hypothesis import settings
 
 # Before torch is imported anywhere: tests use tiny tensors, on which a second thread only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# And where a test asks for two, those of all workers share the cores: who waits for a slice of work sleeps. By default it spins
+# first, which takes ten times as long once other threads want the core.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
