@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline import LLM, SamplingParams
+from ridgeline import LLM, Completion, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
@@ -53,6 +53,11 @@ def engine(way: str) -> LLM:
     return LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8)
 
 
+@cache
+def plain(kind: int) -> list[Completion]:
+    return engine("").generate(PROMPTS, KINDS[kind])
+
+
 def wanted(speculate: str, **options: object) -> object:
     return read_wanted(EngineConfig(speculate=speculate, **options))  # type: ignore[arg-type]
 
@@ -61,8 +66,7 @@ def wanted(speculate: str, **options: object) -> object:
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=["greedy", "sampled", "penalized", "grammar"])
 def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
     """All prompts in one batch, in float32: token for token, and each token's log-probability."""
-    asked, plain = engine(way), engine("")
-    for got, want in zip(asked.generate(PROMPTS, KINDS[kind]), plain.generate(PROMPTS, KINDS[kind]), strict=True):
+    for got, want in zip(engine(way).generate(PROMPTS, KINDS[kind]), plain(kind), strict=True):
         assert got.choices[0].token_ids == want.choices[0].token_ids
         assert got.choices[0].finish == want.choices[0].finish
         for one, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):

@@ -11,7 +11,7 @@ import torch
 from ridgeline.core.draft import Draft
 from ridgeline.engine.request import Request
 from ridgeline.engine.speculation import NoDrafts
-from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, layout_of, pair
+from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
 KINDS: dict[str, dict[str, object]] = {
@@ -158,7 +158,7 @@ def test_stop_may_be_the_first_token() -> None:
 
 
 def test_seeds() -> None:
-    one, same, other = (alone(temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (answer(temperature=1.0, seed=seed) for seed in (1, 1, 2))
     assert one == same != other
 
 
