@@ -17,7 +17,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 7, 12, 16, 17, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 12, 16, 17, 40])
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (49, 33), (160, 70)])
 def test_fp8_linear(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
     """Quantized alike, values and scales, and multiplied: plain, normed on the way in, and quantized before."""

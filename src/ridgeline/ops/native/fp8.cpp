@@ -117,7 +117,8 @@ template <class T> void in_registers(const Call8<T>& c, const bf16* x, Range own
         if (m == 1) stream8<1, 4, Form::ROWS>(c, x, widen, block);
         else if (m == 2) stream8<2, 4, Form::ROWS>(c, x, widen, block);
         else if (m <= 4) stream8<4, 2, Form::ROWS>(c, x, widen, block);
-        else if (m <= FEWER_ROWS) stream8<6, 2, Form::ROWS>(c, x, widen, block);
+        else if (m <= 6) stream8<6, 2, Form::ROWS>(c, x, widen, block);
+        else if (m <= FEWER_ROWS) stream8<8, 2, Form::ROWS>(c, x, widen, block);
         else if (m <= 12) stream8<12, 1, Form::MIXED>(c, x, widen, block);
         else stream8<16, 1, Form::MIXED>(c, x, widen, block);
     }

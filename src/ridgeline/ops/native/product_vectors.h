@@ -7,7 +7,7 @@ namespace ridgeline {
 
 constexpr index PREFETCH_BYTES = 4096;
 constexpr bool MANY_SUMS = SUMS >= 24;
-constexpr index FEWER_ROWS = MANY_SUMS ? 6 : 2;  // up to so many a register points to each
+constexpr index FEWER_ROWS = MANY_SUMS ? 8 : 2;  // up to so many a register points to each
 constexpr index FEW_ROWS = MANY_SUMS ? 16 : 2;   // up to so many every weight is read once
 
 // What one step along K takes: two bfloat16 numbers or one float32 of x, times 64 bytes of weights.
@@ -70,25 +70,32 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// Up to 16 rows by one block, or one pair of blocks.
+// Up to 16 rows by one block, or one pair of blocks. Each number of rows up to 8 has its own, because with weights in the caches the
+// products are what takes the time: one a cycle.
 template <class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form ROWS = Form::ROWS, MIXED = Form::MIXED;
     const index m = p.m;
     if (p.gated()) {
         if (m == 1) return stream<T, 1, 2, 4, true, ROWS>(p, x, 0, m, block);
         if (m == 2) return stream<T, 2, 2, 4, true, ROWS>(p, x, 0, m, block);
-        if (m <= 4) return stream<T, 4, 2, 2, true, ROWS>(p, x, 0, m, block);
-        if (m <= 6) return stream<T, 6, 2, 1, true, ROWS>(p, x, 0, m, block);
-        if (m <= 8) return stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
+        if (m == 3) return stream<T, 3, 2, 4, true, ROWS>(p, x, 0, m, block);
+        if (m == 4) return stream<T, 4, 2, 2, true, ROWS>(p, x, 0, m, block);
+        if (m == 5) return stream<T, 5, 2, 1, true, ROWS>(p, x, 0, m, block);
+        if (m == 6) return stream<T, 6, 2, 1, true, ROWS>(p, x, 0, m, block);
+        if (m == 7) return stream<T, 7, 2, 1, true, ROWS>(p, x, 0, m, block);
+        if (m == 8) return stream<T, 8, 2, 1, true, ROWS>(p, x, 0, m, block);
         if (m <= 12) return stream<T, 12, 2, 1, true, MIXED>(p, x, 0, m, block);
         stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
         return stream<T, 8, 2, 1, true, MIXED>(p, x, 8, m - 8, block);
     }
     if (m == 1) return stream<T, 1, 1, 8, false, ROWS>(p, x, 0, m, block);
     if (m == 2) return stream<T, 2, 1, 4, false, ROWS>(p, x, 0, m, block);
-    if (m <= 4) return stream<T, 4, 1, 4, false, ROWS>(p, x, 0, m, block);
-    if (m <= 6) return stream<T, 6, 1, 2, false, ROWS>(p, x, 0, m, block);
-    if (m <= 8) return stream<T, 8, 1, 2, false, MIXED>(p, x, 0, m, block);
+    if (m == 3) return stream<T, 3, 1, 4, false, ROWS>(p, x, 0, m, block);
+    if (m == 4) return stream<T, 4, 1, 4, false, ROWS>(p, x, 0, m, block);
+    if (m == 5) return stream<T, 5, 1, 2, false, ROWS>(p, x, 0, m, block);
+    if (m == 6) return stream<T, 6, 1, 2, false, ROWS>(p, x, 0, m, block);
+    if (m == 7) return stream<T, 7, 1, 2, false, ROWS>(p, x, 0, m, block);
+    if (m == 8) return stream<T, 8, 1, 2, false, ROWS>(p, x, 0, m, block);
     if (m <= 12) return stream<T, 12, 1, 2, false, MIXED>(p, x, 0, m, block);
     return stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
 }
