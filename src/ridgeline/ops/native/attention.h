@@ -182,6 +182,14 @@ inline std::vector<Item> split(const std::vector<Item>& items, index work, index
 
 inline bool same_queries(const Item& a, const Item& b) { return a.row == b.row && a.kv_head == b.kv_head && a.first == b.first; }
 
+// Whether threads that take items in turns all get as much, so that cutting them would only add what it costs to merge.
+inline bool fair(const std::vector<Item>& items, index threads) {
+    const auto alike = [&](const Item& one) {
+        return one.end - one.begin == items[0].end - items[0].begin && one.count == items[0].count;
+    };
+    return index(items.size()) % threads == 0 && std::all_of(items.begin(), items.end(), alike);
+}
+
 // What attention does in a step, the same for layers alike: items, and how many threads they are worth.
 struct Schedule {
     std::vector<Item> items;
@@ -197,7 +205,7 @@ template <class T> Schedule schedule(const View& v, index heads) {
     index work = 0;
     for (const Item& item : made.items) work += (item.end - item.begin) * ((item.count + LANES - 1) / LANES);
     made.threads = threads_for(work, WORK_PER_THREAD);
-    if (!v.fixed && made.threads > 1 && index(made.items.size()) < 4 * made.threads)
+    if (!v.fixed && made.threads > 1 && index(made.items.size()) < 4 * made.threads && !fair(made.items, made.threads))
         made.items = split(made.items, work, made.threads, &made.partials);
     return made;
 }
