@@ -23,7 +23,7 @@ def plan(rows: list[tuple[int, int]], spare: int, window: int, finer: bool) -> t
     units = torch.full((UNIT_FIELDS, count), -7, dtype=torch.int32, device=DEVICE)
     per_row = torch.full((2, len(rows)), -7, dtype=torch.int32, device=DEVICE)
     arrivals = torch.full((len(rows), KV_HEADS), -7, dtype=torch.int32, device=DEVICE)
-    plan_kernel[(-(-count // 8),)](
+    plan_kernel[(-(-len(rows) // 4),)](
         torch.arange(5, len(rows) + 5, dtype=torch.int32, device=DEVICE),
         torch.tensor([0] + [n for _, n in rows], device=DEVICE).cumsum(0).int(),
         torch.tensor([length for length, _ in rows], dtype=torch.int32, device=DEVICE),
@@ -41,7 +41,7 @@ def plan(rows: list[tuple[int, int]], spare: int, window: int, finer: bool) -> t
         smallest=SMALLEST,
         FINER=finer,
         ROWS=16,
-        BLOCK=8,
+        BLOCK=4,
         **overlap(torch.device(DEVICE)),
     )
     assert not arrivals.any()
@@ -58,13 +58,18 @@ def test_units_cover_each_row_once(seed: int, finer: bool, window: int) -> None:
     rows += [(draw.randint(n, 900), n) for n in draw.choices(range(1, SMALL // GROUP + 1), k=draw.randint(1, 9))]
     draw.shuffle(rows)
     units, per_row = plan(rows, draw.randint(1, 30), window, finer)
-    at = 0
-    for index, (length, n) in enumerate(rows):
+    at, longest = 0, 1 << 30
+    for index in sorted(range(len(rows)), key=lambda index: per_row[0, index].item()):
+        length, n = rows[index]
         first, count = per_row[:, index].tolist()
         if length == 0 or n * GROUP > SMALL:
             assert count == 0
             continue
         assert first == at
+        # A row's runs are as long as the first of them, but for what its tile lacks.
+        run = -(-(units[first][2] - units[first][1]).item() // TILE) * TILE
+        assert run <= longest
+        longest = run
         slot = max(length - n - window + 1, 0) // TILE * TILE if window else 0
         runs = set()
         for unit in units[first : first + count]:

@@ -202,8 +202,8 @@ def _plan(call: _Call) -> _Work:
     units = torch.empty((UNIT_FIELDS, count), dtype=torch.int32, device=device)
     per_row = torch.empty((2, rows), dtype=torch.int32, device=device)
     arrivals = torch.empty((rows, kv_heads), dtype=torch.int32, device=device)
-    block = 32
-    plan_kernel[(triton.cdiv(count, block),)](
+    block = 16
+    plan_kernel[(triton.cdiv(rows, block),)](
         step.rows,
         step.q_start,
         step.length,

@@ -13,6 +13,8 @@ UNIT_FIELDS = 9
 slot and end of its run; its row's first query token, query tokens, slots held, first unit, units, and index in the step."""
 FINER_RUNS = tl.constexpr(8)
 """Shorter runs tried where they might fit too."""
+IDLE = tl.constexpr(128)
+"""Units without work that a program of the plan marks at a time."""
 
 
 @triton.jit
@@ -48,6 +50,28 @@ def _run(span, units, spare, smallest, tile: tl.constexpr, FINER: tl.constexpr):
     return run
 
 
+@triton.jit
+def _spans(q_start_ptr, length_ptr, row, rows, group, small, window: tl.constexpr, tile: tl.constexpr):
+    """Of rows: first query token, query tokens, slots held, first slot that is read, slots of the split kernel's to read."""
+    real = row < rows
+    first_query = tl.load(q_start_ptr + row, mask=real, other=0)
+    n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
+    length = tl.load(length_ptr + row, mask=real, other=0)
+    low = tl.zeros_like(length)
+    if window > 0:
+        low = tl.maximum(length - n - window + 1, 0) // tile * tile
+    own = (n > 0) & (length >= n) & (n * group <= small)
+    return first_query, n, length, low, tl.where(own, length - low, 0)
+
+
+@triton.jit
+def _parts(span, run, tile: tl.constexpr, FINER: tl.constexpr):
+    """Runs of rows of `span` slots, and slots of each but the last, about `run` of them."""
+    count = tl.maximum((span + (run - 1 if FINER else run // 2)) // run, 1)
+    own_run = ((span + count - 1) // count + tile - 1) // tile * tile
+    return tl.where(span > 0, (span + own_run - 1) // tl.maximum(own_run, 1), 0), own_run
+
+
 @triton.jit(do_not_specialize=["rows", "units", "spare", "group", "small"])
 def plan_kernel(
     rows_ptr,
@@ -75,53 +99,47 @@ def plan_kernel(
     for its last. Unless FINER, a row is cut from one and a half runs on: a few slots more make no program late, and each part
     costs a program and its share in putting them together.
 
+    Rows of the longest runs come first (Graham 1969): programs start in the order of their units, and what starts last
+    should end soon. Each program of the plan hands out BLOCK rows.
+
     units: int32 [UNIT_FIELDS, units]. per_row: int32 [2, rows], first unit and number of units. arrivals: int32 [rows,
     kv_heads], set to zero.
     """
     await_inputs(PDL)
     row = tl.arange(0, ROWS)
-    real = row < rows
-    first_query = tl.load(q_start_ptr + row, mask=real, other=0)
-    n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
-    length = tl.load(length_ptr + row, mask=real, other=0)
-    low = tl.zeros((ROWS,), tl.int32)
-    if window > 0:
-        low = tl.maximum(length - n - window + 1, 0) // tile * tile
-    own = (n > 0) & (length >= n) & (n * group <= small)
-    span = tl.where(own, length - low, 0)
+    _, _, _, _, span = _spans(q_start_ptr, length_ptr, row, rows, group, small, window, tile)
     run = _run(span, units, spare, smallest, tile, FINER)
-    count = tl.maximum((span + (run - 1 if FINER else run // 2)) // run, 1)
-    run = ((span + count - 1) // count + tile - 1) // tile * tile
-    count = tl.where(own, (span + run - 1) // tl.maximum(run, 1), 0)
-    stop = tl.cumsum(count, 0)
-    if tl.program_id(0) == 0:
-        tl.store(per_row_ptr + row, stop - count, mask=real)
-        tl.store(per_row_ptr + rows + row, count, mask=real)
-        for head in tl.static_range(kv_heads):
-            tl.store(arrivals_ptr + row * kv_heads + head, tl.zeros((ROWS,), tl.int32), mask=real)
-    unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    before = stop[None, :] <= unit[:, None]
-    owner = tl.sum(before.to(tl.int32), 1)
-    first_unit = tl.sum(tl.where(before, count[None, :], 0), 1)
-    mine = row[None, :] == owner[:, None]
-    parts = tl.sum(tl.where(mine, count[None, :], 0), 1)
-    run = tl.sum(tl.where(mine, run[None, :], 0), 1)
-    owned = owner < rows
-    at = tl.load(q_start_ptr + owner, mask=owned, other=0)
-    n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - at
-    length = tl.load(length_ptr + owner, mask=owned, other=0)
-    begin = (unit - first_unit) * run
-    if window > 0:
-        begin += tl.maximum(length - n - window + 1, 0) // tile * tile
-    device_row = tl.load(rows_ptr + owner, mask=owned, other=0)
-    inside = unit < units
-    units_ptr += unit
-    tl.store(units_ptr, tl.where(owned, device_row, -1), mask=inside)
-    tl.store(units_ptr + units, begin, mask=inside)
-    tl.store(units_ptr + 2 * units, tl.minimum(begin + run, length), mask=inside)
-    tl.store(units_ptr + 3 * units, at, mask=inside)
-    tl.store(units_ptr + 4 * units, n, mask=inside)
-    tl.store(units_ptr + 5 * units, length, mask=inside)
-    tl.store(units_ptr + 6 * units, first_unit, mask=inside)
-    tl.store(units_ptr + 7 * units, parts, mask=inside)
-    tl.store(units_ptr + 8 * units, owner, mask=inside)
+    counts, runs = _parts(span, run, tile, FINER)
+    total = tl.sum(counts, 0)
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = own < rows
+    first_query, n, length, low, own_span = _spans(q_start_ptr, length_ptr, own, rows, group, small, window, tile)
+    count, own_run = _parts(own_span, run, tile, FINER)
+    longer = runs[None, :] > own_run[:, None]
+    before = longer | ((runs[None, :] == own_run[:, None]) & (row[None, :] < own[:, None]))
+    first = tl.sum(tl.where(before, counts[None, :], 0), 1)
+    tl.store(per_row_ptr + own, first, mask=inside)
+    tl.store(per_row_ptr + rows + own, count, mask=inside)
+    for head in tl.static_range(kv_heads):
+        tl.store(arrivals_ptr + own * kv_heads + head, tl.zeros((BLOCK,), tl.int32), mask=inside)
+    device_row = tl.load(rows_ptr + own, mask=inside, other=0)
+    most, part = tl.max(count, 0), 0
+    while part < most:
+        here = part < count
+        at = units_ptr + first + part
+        slot = low + part * own_run
+        tl.store(at, device_row, mask=here)
+        tl.store(at + units, slot, mask=here)
+        tl.store(at + 2 * units, tl.minimum(slot + own_run, length), mask=here)
+        tl.store(at + 3 * units, first_query, mask=here)
+        tl.store(at + 4 * units, n, mask=here)
+        tl.store(at + 5 * units, length, mask=here)
+        tl.store(at + 6 * units, first, mask=here)
+        tl.store(at + 7 * units, count, mask=here)
+        tl.store(at + 8 * units, own, mask=here)
+        part += 1
+    begin = tl.program_id(0) * IDLE
+    while begin < units:
+        unit = begin + tl.arange(0, IDLE)
+        tl.store(units_ptr + unit, tl.full((IDLE,), -1, tl.int32), mask=(unit >= total) & (unit < units))
+        begin += tl.num_programs(0) * IDLE
