@@ -252,10 +252,8 @@ class Graphs:
         hidden, rows = self._picked[:size], self._drawing[:size]
 
         def work(step: DeviceStep, rows: torch.Tensor) -> None:
-            found = step.forward(_decoding(rows), longest or step.longest)
-            if self._ahead:
-                hidden.copy_(found)
-            self._draw(rows, found)
+            hidden.copy_(step.forward(_decoding(rows), longest or step.longest))
+            self._draw(rows, hidden)
 
         work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))
         return self._record(lambda: work(self._step, rows))
