@@ -121,6 +121,12 @@ class _Call:
         return self.few and self.step.rows.shape[0] >= tuning.FEWEST_WIDE_ROWS
 
     @property
+    def smallest(self) -> int:
+        """Slots below which a part of a row is not cut further."""
+        verifies = self.step.max_query > 1 and self.step.max_query * self.group <= self.small
+        return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT
+
+    @property
     def lone(self) -> bool:
         """Whether one or two rows of long contexts leave room for the next layer's programs beside their own. Steps that only
         decode, as below."""
@@ -218,7 +224,7 @@ def _plan(call: _Call) -> _Work:
         kv_heads=kv_heads,
         window=0 if call.compacted else call.view.window or 0,
         tile=tile.keys,
-        smallest=tuning.SMALLEST_SPLIT if call.q.is_cuda else tile.keys,
+        smallest=call.smallest if call.q.is_cuda else tile.keys,
         FINER=call.sparse,
         ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,
@@ -297,7 +303,8 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         **_shared(call, split=True),
     )
     if call.sparse:
-        combine_kernel[(rows, call.q.shape[1])](
+        # A row of more query tokens is not split.
+        combine_kernel[(rows, call.q.shape[1], min(call.step.max_query, call.small // call.group))](
             work.rows,
             call.step.q_start,
             part,

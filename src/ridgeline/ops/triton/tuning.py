@@ -90,6 +90,8 @@ SPLIT_WAVES = 4
 """With more rows than fill one wave, keys are split so finely that this many waves even out the tail."""
 SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
+SMALLEST_VERIFIED_SPLIT = 64
+"""The same where rows have a few query tokens: a part's program takes 2 us for each 64 slots of theirs."""
 COMBINED_ALONE = 4096
 """Numbers that a program of combine_kernel holds at a time while it puts the parts of a head together: 32 parts in one turn."""
 COMBINED_ELEMENTS = 2048

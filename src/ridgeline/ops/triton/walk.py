@@ -355,36 +355,36 @@ def combine_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One head of a row that was split: its parts weighted by exp(their log-sum-exp), one query token after the other."""
+    """One query token and head of a row that was split: its parts weighted by exp(their log-sum-exp)."""
     if PDL:
         gdc_launch_dependents()
     # The plan was written before the split kernel let this one begin (.cg: see there).
     index = tl.program_id(0)
     head = tl.program_id(1)
+    place = tl.program_id(2)
     count = tl.load(per_row_ptr + batch + index, cache_modifier=".cg")
     first_unit = tl.load(per_row_ptr + index, cache_modifier=".cg")
     first_query = tl.load(q_start_ptr + index, cache_modifier=".cg")
     n = tl.load(q_start_ptr + index + 1, cache_modifier=".cg") - first_query
     if PDL:
         gdc_wait()
-    if count <= 1:
+    if (count <= 1) | (place >= n):
         return
-    for place in range(n):
-        _combine(
-            part_ptr,
-            part_lse_ptr,
-            out_ptr,
-            lse_ptr,
-            first_unit,
-            count,
-            first_query,
-            n,
-            head // group,
-            place * group + head % group + tl.arange(0, 1),
-            part_queries,
-            kv_heads,
-            group,
-            head_dim,
-            PARTS,
-            WIDTH,
-        )
+    _combine(
+        part_ptr,
+        part_lse_ptr,
+        out_ptr,
+        lse_ptr,
+        first_unit,
+        count,
+        first_query,
+        n,
+        head // group,
+        place * group + head % group + tl.arange(0, 1),
+        part_queries,
+        kv_heads,
+        group,
+        head_dim,
+        PARTS,
+        WIDTH,
+    )
