@@ -64,6 +64,7 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
     ("sizes", "form", "taken"),
     [
         ((4096, 4096, 14336), "bf16", True),
+        ((2048, 2048, 6144), "bf16", True),
         ((1024, 2048, 3072), "bf16", False),
         ((4096, 4096, 14336), "fp8", True),
         ((4096, 4096, 14336), "int4", True),
@@ -284,6 +285,7 @@ def one_after_the_other(layers: list[LayerParts], x: torch.Tensor, views: list[A
     ("form", "heads", "kv_heads", "dim", "rope", "model", "features", "norms"),
     [
         *((form, *sizes) for form in ("bf16", "fp8") for sizes in SIZES),
+        ("bf16", 32, 8, 64, 64, 2048, 8192, False),
         *((form, *SIZES[0]) for form in ("int4", "int8 rows")),
         *((form, *SIZES[1]) for form in ("int4", "int4 rows", "int8", "int8 rows")),
         ("int8 rows", *SIZES[2]),
