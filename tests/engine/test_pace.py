@@ -232,3 +232,26 @@ def test_what_is_known_of_plain_steps_does_not_stay_too_high() -> None:
     for _ in range(30):
         pace.drafted(1, 4, 1.0, 0.0005, steady=True, idle=True)
     assert pace.drafted(1, 4, 2.0, 0.0, steady=True, idle=False) == pytest.approx(0.001, rel=0.05)
+
+
+def test_bad_luck_of_a_later_node_is_forgotten() -> None:
+    """Where it is not drafted any more, it promises in the end what those before it do."""
+    pace = Pace(SIZES)
+    for _ in range(60):
+        pace.learn(range(3), [0, 1])
+    assert pace.gained(3) - pace.gained(2) < 0.1
+    for _ in range(200):
+        pace.learn(range(2), [0, 1])
+    assert pace.gained(3) - pace.gained(2) > 0.8
+    for _ in range(200):
+        pace.learn(range(2), [0])
+    assert pace.gained(3) - pace.gained(2) < 0.1, "no likelier than the one before it"
+
+
+def test_what_is_cut_is_not_believed_to_be_kept() -> None:
+    """Of a drafter that says itself what is worth verifying."""
+    pace = Pace((0, 4))
+    for _ in range(300):
+        pace.learn(range(2), [0, 1])
+        pace.learn(range(2, 4), [])
+    assert pace.gained(4) < 3.1

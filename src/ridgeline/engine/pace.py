@@ -30,6 +30,8 @@ _LEAST, _WORTH = 0.3, 1.03
 _MEMORY, _SURPRISE, _FREE = 0.05, 1.5, 0.05
 """Least weight of a reading; times the mean as which a time counts at most, as what disturbs a step says nothing of drafts; what a
 question must gain at least."""
+_FORGETS = 0.0125
+"""Weight of what a node that is not drafted promises by those that are."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 
@@ -148,8 +150,13 @@ class Pace:
         weight = max(_MEMORY, 1 / (self._drafts + 4))
         for node in nodes:
             self._kept[node] += weight * ((node in kept) - self._kept[node])
+        last = nodes.stop - 1
+        shares = [1.0, *self._kept]
         for node in range(max(1, nodes.stop), len(self._kept)):
-            # Nobody has seen it; a later node is no likelier.
+            # Nobody has seen it. A later node is no likelier; bad luck is forgotten, until it is kept as the last one seen is where
+            # the one before it was. Else a size that had some would not be chosen again, and nothing would be learned of it.
+            like = self._kept[node - 1] * shares[last + 1] / max(shares[last], 0.01) if last + 1 in self.sizes else 0.0
+            self._kept[node] += _FORGETS * max(0.0, like - self._kept[node])
             self._kept[node] = min(self._kept[node], self._kept[node - 1])
 
     # --- what the host drafts -----------------------------------------------------------------------------------------
