@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import NO_DRAFTS, Drafts, OnDevice, Speculation
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.config import read_model
-from ridgeline.ops.rows import RowState
+from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
 from ridgeline.wire.messages import StepStats
 
@@ -54,7 +56,7 @@ def _mixed(rows: int, places: int, salt: int) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class Script:
     """What rows say at each place, int32 [rows * places]; luck: the thousandths, int32, that a draft must stay below to be
-    right there. Looked up by one gather, so that saying what is dictated takes next to no time."""
+    right there. One kernel looks them up (scripted.py), so that saying what is dictated takes next to no time."""
 
     said: torch.Tensor
     luck: torch.Tensor
@@ -64,10 +66,6 @@ class Script:
     def write(cls, rows: int, places: int, vocab: int, device: torch.device) -> Script:
         said, luck = _mixed(rows, places, 0) % vocab, _mixed(rows, places, 77) % 1000
         return cls(said.int().flatten().to(device), luck.int().flatten().to(device), places)
-
-    def at(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Where to look, for rows and places int32 that broadcast."""
-        return torch.add(place, rows, alpha=self.places)
 
 
 class Controlled:
@@ -81,37 +79,49 @@ class Controlled:
         self.attended = inner.attended
 
     def learns(self) -> bool:
-        """So that it is shown logits, and draws are made where they can be replaced."""
-        return True
+        return self._inner.learns()
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         self._inner.read(tokens, views, slots, step)
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
-        """Nothing is learned."""
+        self._inner.see(state, rows, place, logits)
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
-        self._inner.draft(behind, count, unread, views)
-        place = behind.known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=behind.rows.device)
-        at = self._script.at(behind.rows.unsqueeze(1), place)
+    def draft(self, behind: Behind, count: int, views: Views) -> None:
+        self._inner.draft(behind, count, views)
+        script, rows = self._script, behind.rows
+        if rows.is_cuda:
+            return kernels().draft(behind.state, rows, count, script, self._share)
+        place = behind.known.unsqueeze(1) + torch.arange(count, dtype=torch.int32)
+        at = torch.add(place, rows.unsqueeze(1), alpha=script.places)
         # A token's low bit turned over is another token.
-        behind.write(place, self._script.said[at] ^ (self._script.luck[at] >= self._share))
+        behind.write(place, script.said[at] ^ (script.luck[at] >= self._share))
+        return None
 
 
 @contextmanager
 def dictated(script: Script) -> Iterator[None]:
-    """Draws are made as ever, and then replaced."""
-    plain = device.DeviceStep._draw
+    """Chains are drawn as ever, and then replaced."""
+    plain = device.DeviceStep._drawn
 
-    def draw(self: Any, batch: Any, wanted: Any, bound: int) -> Any:
-        _, logprobs = plain(self, batch, wanted, bound)
-        return torch.index_select(script.said, 0, script.at(wanted.rows, wanted.place)), logprobs
+    def drawn(self: Any, batch: Any, hidden: torch.Tensor, bound: int) -> Any:
+        tokens, logprobs = plain(self, batch, hidden, bound)
+        rows, wide = batch.sampled, len(tokens) // len(batch.sampled)
+        if rows.is_cuda:
+            return kernels().said(self.rows.state, rows, tokens, script), logprobs
+        known = self.rows.ints[:, Int.KNOWN].index_select(0, rows).unsqueeze(1) + torch.arange(wide, dtype=torch.int32)
+        return script.said[torch.add(known, rows.unsqueeze(1), alpha=script.places)].flatten(), logprobs
 
-    device.DeviceStep._draw = draw  # type: ignore[method-assign, assignment]
+    device.DeviceStep._drawn = drawn  # type: ignore[method-assign]
     try:
         yield
     finally:
-        device.DeviceStep._draw = plain  # type: ignore[method-assign]
+        device.DeviceStep._drawn = plain  # type: ignore[method-assign]
+
+
+def kernels() -> ModuleType:
+    """Only where there is a GPU, since Triton is an extra."""
+    return import_module("scripted")
 
 
 @dataclass(frozen=True, slots=True)

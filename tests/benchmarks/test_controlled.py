@@ -12,6 +12,7 @@ from controlled import NODES, PLACES, Script, dictated, start
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.engine import assemble
+from ridgeline.ops.rows import Int, RowState
 from tests.benchmarks.test_ledger import LLAMA
 
 
@@ -30,3 +31,29 @@ def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.Monk
         assert engine.decode(2, 8, 1).gained > NODES
         engine.use((0, NODES), fixed=True, share=0.0)
         assert engine.decode(2, 8, 1).gained == 1.0
+
+
+def test_the_kernels_dictate_the_same() -> None:
+    """What is said behind rows and their drafts, and drafts that are right and wrong."""
+    scripted = pytest.importorskip("scripted")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    script = Script.write(4, 64, 1000, device)
+    ints = torch.zeros(4, Int.STOP + 2, dtype=torch.int32, device=device)
+    ints[:, Int.KNOWN] = torch.tensor([1, 9, 30, 5])
+    state = RowState(ints.new_zeros(4, 64), ints, ints.new_zeros(1, 4, 4), 16)
+    rows, share = ints.new_tensor([3, 1, 2]), ints.new_tensor(500)
+    said, luck = script.said.view(4, 64), script.luck.view(4, 64)
+    for wide in (1, 5):
+        got = scripted.said(state, rows, ints.new_zeros(3 * wide), script).view(3, wide)
+        for index, row in enumerate(rows.tolist()):
+            known = int(ints[row, Int.KNOWN])
+            assert torch.equal(got[index], said[row, known : known + wide])
+    scripted.draft(state, rows, 3, script, share)
+    right = 0
+    for row in rows.tolist():
+        known = int(ints[row, Int.KNOWN])
+        own = state.tokens[row, known : known + 3] == said[row, known : known + 3]
+        assert torch.equal(own, luck[row, known : known + 3] < 500)
+        assert int(state.tokens[row].count_nonzero()) <= 3
+        right += int(own.sum())
+    assert 0 < right < 9

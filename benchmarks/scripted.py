@@ -1,0 +1,89 @@
+"""What is dictated to an engine of controlled acceptance (controlled.py), each in one kernel on a GPU."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.rows import RowState
+from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.rows import KNOWN
+
+
+@triton.jit(do_not_specialize=["wide"])
+def _said_kernel(
+    rows_ptr, ints_ptr, said_ptr, tokens_ptr, ints_stride, places, wide, WIDE: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index)
+    node = tl.arange(0, WIDE)
+    place = tl.load(ints_ptr + row * ints_stride + KNOWN) + node
+    said = tl.load(said_ptr + row * places + place, mask=node < wide)
+    tl.store(tokens_ptr + index * wide + node, said, mask=node < wide)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _draft_kernel(
+    rows_ptr,
+    ints_ptr,
+    said_ptr,
+    luck_ptr,
+    share_ptr,
+    tokens_ptr,
+    ints_stride,
+    width,
+    places,
+    count,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_inputs(PDL)
+    row = tl.load(rows_ptr + tl.program_id(0))
+    node = tl.arange(0, WIDE)
+    place = tl.load(ints_ptr + row * ints_stride + KNOWN) + node
+    said = tl.load(said_ptr + row * places + place, mask=node < count)
+    # A token's low bit turned over is another token.
+    wrong = tl.load(luck_ptr + row * places + place, mask=node < count) >= tl.load(share_ptr)
+    tl.store(tokens_ptr + row * width + place, said ^ wrong.to(tl.int32), mask=node < count)
+
+
+def said(state: RowState, rows: torch.Tensor, tokens: torch.Tensor, script: Any) -> torch.Tensor:
+    """`tokens` int32 [S * wide], drawn behind what rows int32 [S] know and their drafts: what is dictated instead."""
+    wide = len(tokens) // len(rows)
+    _said_kernel[(len(rows),)](
+        rows,
+        state.ints,
+        script.said,
+        tokens,
+        state.ints.stride(0),
+        script.places,
+        wide,
+        WIDE=triton.next_power_of_2(wide),
+        num_warps=1,
+        **overlap(rows.device),
+    )
+    return tokens
+
+
+def draft(state: RowState, rows: torch.Tensor, count: int, script: Any, share: torch.Tensor) -> None:
+    """`count` nodes behind what rows int32 [S] know, right where luck is below `share`, an int32."""
+    _draft_kernel[(len(rows),)](
+        rows,
+        state.ints,
+        script.said,
+        script.luck,
+        share,
+        state.tokens,
+        state.ints.stride(0),
+        state.tokens.stride(0),
+        script.places,
+        count,
+        WIDE=triton.next_power_of_2(count),
+        num_warps=1,
+        **overlap(rows.device),
+    )
