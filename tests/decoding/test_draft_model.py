@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.decoding.draft_model import read_vocabulary
+from ridgeline.core.speculate import read_vocabulary
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 

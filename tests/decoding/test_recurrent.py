@@ -110,7 +110,7 @@ def drafted(
     def views(slots: torch.Tensor) -> list[KvView]:
         return [KvView(kv, state.tables[0], slots[0], None, None, SPEC.scale_of(LAYER))]
 
-    worth = one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, (), views)
+    worth = one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, views)
     found = torch.stack([state.tokens[row + 1, at : at + count] for row, at in enumerate(known)])
     for row, at in enumerate(known):
         before[row + 1, at : at + count] = found[row]

@@ -11,11 +11,12 @@ import torch
 from ridgeline.core.draft import HostDrafter
 from ridgeline.decoding.lookahead import Lookahead
 from ridgeline.decoding.reference import Reference
+from ridgeline.engine import graphs
 from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts
 from tests.engine.runners import PROMPT, DeviceBench, alone
-from tests.engine.test_drafters import speculating
+from tests.engine.test_drafters import drafters, speculating
 
 ROWS, TOKENS = 6, 32
 
@@ -44,9 +45,9 @@ class Replayed:
 def with_graphs(bench: DeviceBench, drafts: tuple[int, ...], host_drafts: int) -> Recorder:
     recorder = Recorder()
     with torch.inference_mode():
-        graphs = Graphs(bench.runner._step, ROWS, TOKENS, recorder, drafts, host_drafts)
-        graphs.capture(lambda stage, done, total: None)
-    bench.runner._graphs, recorder.ready = graphs, True
+        made = Graphs(bench.runner._step, ROWS, TOKENS, recorder, drafts, host_drafts)
+        made.capture(lambda stage, done, total: None)
+    bench.runner._graphs, recorder.ready = made, True
     return recorder
 
 
@@ -79,3 +80,28 @@ def test_what_the_host_drafts(host: HostDrafter) -> None:
     speculation = Drafts(host, None, Pace((0, 1, 2, 4, 6), fixed=True))
     bench = DeviceBench(speculation=speculation, step_tokens=TOKENS)
     check(bench, with_graphs(bench, (), 6))
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 128])
+def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of so many tokens, of rows that have read differently much: a draft that is the target is always right if it has
+    read every token."""
+    monkeypatch.setattr(graphs, "UNREAD_TOKENS", tokens)
+    drafter, shape = drafters("llama-gqa")["itself"]
+    asked = iter([3, 0, 0, 0, 0, 3, 0, 0, 1, 1, 0, 3, 3] * 9)
+    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
+    bench = DeviceBench(
+        speculation=Drafts(None, shape, Pace((0, 1, 3))), drafter=drafter, drafts=(0, 1, 3), step_tokens=TOKENS
+    )
+    recorder = with_graphs(bench, (0, 1, 3), 0)
+    options: list[dict[str, object]] = [{"max_tokens": 40}, {"max_tokens": 50, "temperature": 0.8, "seed": 2}]
+    for number, one in enumerate(options):
+        bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]
+        bench.turn()
+        bench.turn()
+    bench.run()
+    for number, one in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
+    counts = bench.scheduler.counts
+    assert counts.accepted >= counts.drafted - 2 * 3 > 0
+    assert any("_read_graph" in name for name in recorder.replayed)

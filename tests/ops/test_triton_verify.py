@@ -10,10 +10,11 @@ import torch
 
 from ridgeline.decoding.verify import verify as plainly
 from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import last as plainly_last
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton.verify import verify
+from ridgeline.ops.triton.verify import last, verify
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -72,3 +73,18 @@ def test_verify(seed: int, nodes: int, tree: bool) -> None:
             assert torch.equal(got[index, 2 + wide : 2 + 2 * wide], given[1][index])
             assert torch.equal(path[index, :count].cpu(), want_path[index, :count])
             assert torch.equal(got[index, 2 + 2 * wide :][:count].long(), want_path[index, :count])
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1536)])
+def test_the_state_that_drew_last(tree: bool, rows: int, width: int) -> None:
+    """Rows that gained nothing count too: padding draws on."""
+    wide, chance = 4, torch.Generator().manual_seed(rows)
+    packed = torch.randint(0, wide + 1, (rows, 2 + wide), generator=chance, dtype=torch.int32)
+    path = torch.randint(0, wide, (rows, wide), generator=chance) if tree else None
+    hidden = torch.randn(rows * wide, width, generator=chance)
+    got = last(packed.to(DEVICE), None if path is None else path.to(DEVICE), hidden.to(DEVICE))
+    assert torch.equal(got.cpu(), plainly_last(packed, path, hidden))
+    for row, count in enumerate(packed[:, 0].tolist()):
+        node = max(0, count - 1)
+        assert torch.equal(got[row].cpu(), hidden[row * wide + (node if path is None else int(path[row, node]))])

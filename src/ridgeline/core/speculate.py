@@ -1,4 +1,4 @@
-"""What the option `speculate` names."""
+"""What the option `speculate` names, and whether a draft model fits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import ModelSpec
 
 HOST = ("reference", "lookahead")
 MOST = {"reference": 11, "lookahead": 30, "recurrent": 7, "draft": 4, "medusa": 8, "recycling": 12}
@@ -94,3 +95,37 @@ def refusal(reason: str) -> ConfigError:
         "medusa:FOLDER; + joins host drafters with one of the others.",
         param="speculate",
     )
+
+
+def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
+    """Raises ConfigError if the draft's tokens mean something else, or its context is too short."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"The draft model has {draft.vocab_size} tokens, the served model {target.vocab_size}: their ids mean "
+            "different texts. Take a draft with the same tokenizer.",
+            param="speculate",
+        )
+    if draft.max_len < target.max_len:
+        raise ConfigError(
+            f"The draft model's context of {draft.max_len} tokens is shorter than the served {target.max_len}: lower "
+            f"--max-model-len to {draft.max_len}, or take another draft.",
+            param="speculate",
+        )
+
+
+def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
+    """`draft_vocabulary` of a draft's config.json: the tokens that it may say, ascending; empty for all. Raises ConfigError."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
+    known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
+    if not known or len(set(found)) < len(found):
+        raise ConfigError(
+            f"draft_vocabulary in {folder / 'config.json'} must list different token ids below {draft.vocab_size}; "
+            "without it the draft says all tokens.",
+            param="speculate",
+        )
+    if found and not draft.tied:
+        raise ConfigError(
+            f"draft_vocabulary in {folder / 'config.json'} needs a head that is tied to the embedding: remove it.",
+            param="speculate",
+        )
+    return tuple(sorted(found))

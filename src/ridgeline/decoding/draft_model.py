@@ -7,16 +7,12 @@ one compaction serve both. It draws with the target's own noise, see decoding.ve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
 
-from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import LayerSpec, ModelSpec
+from ridgeline.core.spec import LayerSpec
 from ridgeline.decoding.drafters import Behind, Views, draw_among
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, RowState, Spread
@@ -25,40 +21,6 @@ from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
 
 _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""
-
-
-def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
-    """Raises ConfigError if the draft's tokens mean something else, or its context is too short."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"The draft model has {draft.vocab_size} tokens, the served model {target.vocab_size}: their ids mean "
-            "different texts. Take a draft with the same tokenizer.",
-            param="speculate",
-        )
-    if draft.max_len < target.max_len:
-        raise ConfigError(
-            f"The draft model's context of {draft.max_len} tokens is shorter than the served {target.max_len}: lower "
-            f"--max-model-len to {draft.max_len}, or take another draft.",
-            param="speculate",
-        )
-
-
-def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
-    """`draft_vocabulary` of a draft's config.json: the tokens that it may say, ascending; empty for all. Raises ConfigError."""
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
-    known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
-    if not known or len(set(found)) < len(found):
-        raise ConfigError(
-            f"draft_vocabulary in {folder / 'config.json'} must list different token ids below {draft.vocab_size}; "
-            "without it the draft says all tokens.",
-            param="speculate",
-        )
-    if found and not draft.tied:
-        raise ConfigError(
-            f"draft_vocabulary in {folder / 'config.json'} needs a head that is tied to the embedding: remove it.",
-            param="speculate",
-        )
-    return tuple(sorted(found))
 
 
 class DraftModel:
@@ -79,7 +41,7 @@ class DraftModel:
             self._ids = torch.tensor(vocabulary, dtype=torch.int32, device=model.decoder.embedding.device)
             model.decoder.narrow(self._ids)
         self._usual: dict[int, LastTokens] = {}
-        """By rows: what is read if all of them drafted in the step before."""
+        """By rows: what is read."""
         self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
 
     def learns(self) -> bool:
@@ -92,30 +54,32 @@ class DraftModel:
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """It learns nothing."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
-        """Read what is new, then say one token after the other; each is read as the next one is said. A row that has said its
-        end stays there: nothing behind it could be kept."""
+    def draft(self, behind: Behind, count: int, views: Views) -> None:
+        """Read the last two tokens, then say one after the other; each is read as the next one is said. A row that has said its end
+        stays there: nothing behind it could be kept."""
         # The rows themselves stay where they are: only this copy moves along the draft.
         state, rows = replace(behind.state, ints=behind.state.ints.clone()), behind.rows
         # The scratch row, which stands in for padding, has not so many tokens to read; it is done, and never moves.
-        state.ints[0, : Int.KNOWN] = max(unread, default=_UNREAD)
-        last = self._last_tokens(len(rows), unread, rows.device)
+        state.ints[0, : Int.KNOWN] = _UNREAD
+        last = self._last_tokens(len(rows), rows.device)
         start = ChainStart(state, rows, behind.temperature, last, count, behind.longest, behind.greedy)
         self._chain(start, views)
 
-    def _last_tokens(self, count: int, unread: Sequence[int], device: torch.device) -> LastTokens:
-        """What `count` rows have not read; on a CPU that of rows that all drafted in the step before is kept (a CUDA graph
-        must make its own)."""
-        if device.type != "cpu" or any(one != _UNREAD for one in unread):
-            return _last_tokens(count, unread, device)
-        if (known := self._usual.get(count)) is None:
-            known = self._usual[count] = _last_tokens(count, (), device)
-        return known
+    def _last_tokens(self, count: int, device: torch.device) -> LastTokens:
+        """What `count` rows have not read. Kept: a first run makes it, before a CUDA graph is captured."""
+        if (known := self._usual.get(count)) is not None:
+            return known
+        ones = torch.ones(count, dtype=torch.int32, device=device)
+        number = torch.arange(_UNREAD * count, dtype=torch.int32, device=device)
+        q_start = torch.arange(0, _UNREAD * count + 1, _UNREAD, dtype=torch.int32, device=device)
+        made = LastTokens(ones, q_start, number // _UNREAD, number % _UNREAD - (_UNREAD - 1), _UNREAD)
+        self._usual[count] = made
+        return made
 
     def _step_by_step(self, start: ChainStart, views: Views) -> None:
         """The chain on any device."""
         state, rows, hidden = start.state, start.rows, self._catch_up(start, views)
-        row_of = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        row_of = start.last.q_start // _UNREAD
         for node in range(start.count):
             self._ops.advance(state, rows, self._draw(start, hidden))
             if node + 1 < start.count:
@@ -135,25 +99,7 @@ class DraftModel:
         got = self._ops.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
         step = StepInputs(rows, last.q_start, got.length, got.position, last.row_of, last.most, start.longest)
         hidden = self._decoder.forward(got.tokens, views(got.slots), step)
-        return hidden.index_select(0, last.q_start[1:] - 1)
-
-
-def _last_tokens(count: int, unread: Sequence[int], device: torch.device) -> LastTokens:
-    """The last `unread` tokens each of `count` rows; of further rows, two."""
-    ones = torch.ones(count, dtype=torch.int32, device=device)
-    if all(one == _UNREAD for one in unread):
-        number = torch.arange(_UNREAD * count, dtype=torch.int32, device=device)
-        q_start = torch.arange(0, _UNREAD * count + 1, _UNREAD, dtype=torch.int32, device=device)
-        return LastTokens(ones, q_start, number // _UNREAD, number % _UNREAD - (_UNREAD - 1), _UNREAD)
-    each = np.array([*unread, *[_UNREAD] * (count - len(unread))], dtype=np.int32)
-    ends = each.cumsum(dtype=np.int32)
-    of = np.arange(count, dtype=np.int32).repeat(each)
-    back = np.arange(len(of), dtype=np.int32) + 1 - ends[of]
-    # Each begins at a multiple of 64 bytes: kernels are compiled apart for pointers that are aligned otherwise.
-    packed = np.zeros((3, -(-max(count + 1, len(of)) // 16) * 16), dtype=np.int32)
-    packed[0, 1 : count + 1], packed[1, : len(of)], packed[2, : len(of)] = ends, of, back
-    sent = torch.from_numpy(packed).to(device)
-    return LastTokens(ones, sent[0, : count + 1], sent[1, : len(of)], sent[2, : len(of)], int(each.max()))
+        return hidden[_UNREAD - 1 :: _UNREAD].contiguous()
 
 
 def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:

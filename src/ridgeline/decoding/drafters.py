@@ -86,15 +86,15 @@ class DeviceDrafter(Protocol):
         """Of its largest draft; those of a smaller one are their first. Empty: chains."""
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        """Query tokens int32 [T] of a step that holds a part of a prompt."""
+        """Query tokens int32 [T]: of a step that holds a part of a prompt, or said while nothing was drafted."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """The target's logits [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
         tokens at the places before."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> torch.Tensor | None:
-        """Write `count` nodes behind what each row knows. unread: as in StepPlan, on the host; empty: two everywhere. -> int32 [S]
-        on the host, how many of the first ones are worth verifying; None: all."""
+    def draft(self, behind: Behind, count: int, views: Views) -> torch.Tensor | None:
+        """Write `count` nodes behind what each row knows, all of which but the last two tokens it has read. -> int32 [S] on the
+        host, how many of the first ones are worth verifying; None: all."""
 
 
 class NoDrafter:
@@ -113,5 +113,5 @@ class NoDrafter:
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Nothing to see."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+    def draft(self, behind: Behind, count: int, views: Views) -> None:
         """Nothing to draft."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -37,7 +37,7 @@ class Medusa:
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Heads learn nothing."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+    def draft(self, behind: Behind, count: int, views: Views) -> None:
         """All heads at once, then each node its candidate."""
         nodes = self._tree[:count]
         top = [

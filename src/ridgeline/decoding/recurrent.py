@@ -177,7 +177,7 @@ class Recurrent:
     def see(self, state: RowState, rows: Tensor, place: Tensor, logits: Tensor) -> None:
         """It learns nothing."""
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> Tensor | None:
+    def draft(self, behind: Behind, count: int, views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
             return self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ridgeline.core.spec import LayerSpec
@@ -52,7 +50,7 @@ class Recycling:
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
 
-    def draft(self, behind: Behind, count: int, unread: Sequence[int], views: Views) -> None:
+    def draft(self, behind: Behind, count: int, views: Views) -> None:
         """Level by level, since a node's successors are looked up by its own token."""
         self._unused = 0
         known = behind.known

@@ -5,7 +5,7 @@ Everything here follows from the plan and the joins; nothing is read back from t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -120,8 +120,8 @@ class Ragged:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
-    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead, unread: as in
-    StepPlan. even: the logits of every query token are wanted, in order."""
+    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead: as in StepPlan. even: the
+    logits of every query token are wanted, in order."""
 
     shape: Shape
     rows: torch.Tensor
@@ -131,7 +131,6 @@ class Batch:
     scores: Scores | None = None
     packed: torch.Tensor | None = None
     ahead: int = 0
-    unread: Sequence[int] = ()
     even: bool = False
 
 
@@ -152,6 +151,12 @@ def _places(room: Room, tree: bool) -> tuple[dict[str, slice], list[int]]:
     return {name: slice(at, at + sizes[name]) for name, at in zip(sizes, begins, strict=True)}, cuts
 
 
+def _blank(room: Room, tree: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A packed step of zeros, and its parts."""
+    packed = np.zeros(packed_size(room, tree), dtype=np.int32)
+    return packed, {name: packed[place] for name, place in _places(room, tree)[0].items()}
+
+
 def packed_size(room: Room, tree: bool = False) -> int:
     """Items of a packed step that is not pure decode."""
     return sum(_places(room, tree)[1])
@@ -169,6 +174,36 @@ def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
         ancestors, parent = part.pop("ancestors").view(torch.int64), part.pop("parent").view(torch.int64)
         tree = Tree(part.pop("shift"), ancestors, parent.view(-1, shape.wide), part.pop("depth"))
     return Batch(shape, rows, sampled, Ragged(tree=tree, **part), packed=packed)
+
+
+def mixed_step(room: Room) -> Shape:
+    """A step of up to so many query tokens, however they are spread over its rows; all draws are plain."""
+    return Shape(room.tokens, room.rows, room.draws, room.tokens, 1, False, False, True, None, chunked=True)
+
+
+def unread(plan: StepPlan, room: Room | None) -> Iterator[tuple[np.ndarray, Room]]:
+    """Packed steps of what the plan's rows have not read but for the last two tokens, each row's in order, with their room: `room`,
+    or one without padding if rows are too many for it."""
+    if max(plan.unread, default=0) <= 2:
+        return
+    own = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
+    # The scratch row stands in for one that was lost: it has nothing to read.
+    each = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - 2, 0) * (own > 0)
+    row_of = np.repeat(np.arange(len(own), dtype=np.int32), each)
+    place = np.arange(len(row_of)) - np.cumsum(each)[row_of] - 1
+    if room is None or len(own) >= room.rows:
+        room = Room(len(own), 0, len(row_of))
+    for first in range(0, len(row_of), room.tokens):
+        part = slice(first, first + room.tokens)
+        packed, into = _blank(room, False)
+        count = len(row_of[part])
+        into["rows"][: len(own)] = own
+        into["q_start"][1:] = count
+        into["q_start"][1 : len(own) + 1] = np.cumsum(np.bincount(row_of[part], minlength=len(own)))
+        into["n_query"][row_of[part]] = place[part] + 1
+        into["row_of"][:] = room.rows - 1
+        into["row_of"][:count], into["place"][:count] = row_of[part], place[part]
+        yield packed, room
 
 
 class BatchBuilder:
@@ -265,9 +300,7 @@ class BatchBuilder:
 
     def _packed(self, room: Room) -> np.ndarray:
         n_query, n_draft, where = self._n_query, self._n_draft, self._where
-        places, cuts = _places(room, self.shape.deep > 0)
-        packed = np.zeros(sum(cuts), dtype=np.int32)
-        part = {name: packed[place] for name, place in places.items()}
+        packed, part = _blank(room, self.shape.deep > 0)
         n_rows, n_draws, n_tokens = self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens
         part["rows"][:n_rows] = self._rows
         part["sampled"][:n_draws] = self._rows[where]
@@ -381,10 +414,9 @@ class BatchBuilder:
         batch = unpack(got["step"], self.shape, self._room)
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
-        ahead, unread = self._plan.ahead, self._plan.unread if max(self._plan.unread, default=0) > 2 else ()
         shape, room = self.shape, self._room
         drawn = shape.n_tokens == room.tokens == room.draws * room.wide and not shape.chunked and shape.sampling is None
-        return replace(batch, wishes=wishes, scores=scores, ahead=ahead, unread=unread, even=drawn and scores is None)
+        return replace(batch, wishes=wishes, scores=scores, ahead=self._plan.ahead, even=drawn and scores is None)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from ridgeline.engine.rows import Knob, Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Int, Spread
+from ridgeline.ops.rows import Gathered, Int, Spread
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
 
@@ -60,35 +61,8 @@ class _Logits:
         return _Logits(*(one.index_select(0, index) for one in mine))
 
 
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """What came of a draw. packed: Outcome.packed. wide: logit rows of a row. path int64 [S, wide]: see decoding.verify, None for
-    chains."""
-
-    packed: torch.Tensor
-    wide: int = 1
-    path: torch.Tensor | None = None
-
-    def last(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states [S * wide, D] those that drew each row's last token, [S, D]."""
-        if hidden.is_cuda:
-            return hidden.index_select(0, self._last())
-        # Behind a model's weights every call runs cold: a row alone makes few, and numpy's are shorter than torch's.
-        packed, path = self.packed.numpy(), None if self.path is None else self.path.numpy()
-        if len(packed) == 1:
-            node = max(0, int(packed[0, 0]) - 1)
-            return hidden.narrow(0, node if path is None else int(path[0, node]), 1)
-        found = np.maximum(packed[:, 0] - 1, 0).astype(np.int64)
-        if path is not None:
-            found = path[np.arange(len(found)), found]
-        return hidden.index_select(0, torch.from_numpy(found + np.arange(0, len(found) * self.wide, self.wide)))
-
-    def _last(self) -> torch.Tensor:
-        """The logit row that drew each row's last token, int64 [S]."""
-        node = (self.packed[:, 0] - 1).clamp(min=0).long()
-        if self.path is not None:
-            node = self.path.gather(1, node.unsqueeze(1)).squeeze(1)
-        return node + torch.arange(0, len(node) * self.wide, self.wide, device=node.device)
+_Layer = tuple[Tensor, int, tuple[Any, ...]]
+"""Its cache, its group, and the rest of its KvView."""
 
 
 class DeviceStep:
@@ -107,7 +81,9 @@ class DeviceStep:
         facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
         layers = tuple(zip(store.kv, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
-        self._guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
+        guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
+        self._guest_views = partial(self._views, guests)
+        """Of the drafter's layers, then of those that it attends to."""
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
     def of_each_kind(self) -> DeviceStep:
@@ -129,38 +105,41 @@ class DeviceStep:
     def forward(self, batch: Batch, max_length: int) -> torch.Tensor:
         """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
         row holds. -> hidden [W, d_model]: of the query tokens that want logits, then of those to score."""
-        rows, own, ragged = self.rows, batch.rows, batch.ragged
-        if ragged is None:
-            q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
-        else:
-            q_start, row_of = ragged.q_start, ragged.row_of
-            spread = Spread(ragged.n_query, row_of, ragged.place)
-        got = self.ops.gather(rows.state, own, spread)
-        position, ancestors = got.position, None
-        if ragged is not None and ragged.tree is not None:
-            position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
-        step = StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
+        ragged, (got, step) = batch.ragged, self._gathered(batch, max_length)
         wanted = None if ragged is None or batch.even else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
-        hidden = self.decoder.forward(got.tokens, self._views(got.slots), step, wanted)
+        hidden = self.decoder.forward(got.tokens, self._views(self._layers, got.slots), step, wanted)
         if batch.shape.chunked:
             self.drafter.read(got.tokens, self._guest_views, got.slots, step)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked or batch.shape.sampling is not None):
             # A row that has ended advances by nothing here: all it knows was computed before.
             gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
-            rows.ints[:, : Int.KNOWN].index_add_(0, own, gone)
+            self.rows.ints[:, : Int.KNOWN].index_add_(0, batch.rows, gone)
         return hidden
 
-    def _views(self, slots: torch.Tensor) -> list[KvView]:
+    def read(self, batch: Batch) -> None:
+        """Have the drafter read a batch's query tokens."""
+        got, step = self._gathered(batch, self.longest)
+        self.drafter.read(got.tokens, self._guest_views, got.slots, step)
+
+    def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
+        own, ragged = batch.rows, batch.ragged
+        if ragged is None:
+            q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
+        else:
+            q_start, row_of = ragged.q_start, ragged.row_of
+            spread = Spread(ragged.n_query, row_of, ragged.place)
+        got = self.ops.gather(self.rows.state, own, spread)
+        position, ancestors = got.position, None
+        if ragged is not None and ragged.tree is not None:
+            position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
+        return got, StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
+
+    def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
         own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._layers]
-
-    def _guest_views(self, slots: torch.Tensor) -> list[KvView]:
-        """The same for the drafter's layers, then for those that it attends to."""
-        own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in self._guests]
+        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
@@ -173,17 +152,17 @@ class DeviceStep:
         if not draws:
             return Outcome(None, None, scores), hidden
         drawn, logprobs = self._drawn(batch, hidden, bound)
-        moved = self._advance(batch, drawn)
-        if moved.wide > 1 and (batch.ahead or hidden.is_cuda):
-            hidden = moved.last(hidden)
-        return Outcome(moved.packed, _along(logprobs, batch, moved.path), scores), hidden
+        packed, path = self._advance(batch, drawn)
+        if batch.shape.wide > 1 and (batch.ahead or hidden.is_cuda):
+            hidden = self.ops.last(packed, path, hidden)
+        return Outcome(packed, _along(logprobs, batch, path), scores), hidden
 
-    def draft(self, rows: Tensor, hidden: Tensor, ahead: int, unread: Sequence[int], greedy: bool) -> Tensor | None:
+    def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
         -> as DeviceDrafter.draft."""
         heat = self.rows.heat(rows)
         behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
-        return self.drafter.draft(behind, ahead, unread, self._guest_views)
+        return self.drafter.draft(behind, ahead, self._guest_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
         if not len(hidden):
@@ -255,11 +234,11 @@ class DeviceStep:
             logits.index_copy_(0, wishes.filtered.long(), apply_filters(part.logits, filters))
         return logits
 
-    def _advance(self, batch: Batch, drawn: torch.Tensor) -> _Moved:
-        """Verify, write the drawn tokens, flag ends, move the rows on."""
+    def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Verify, write the drawn tokens, flag ends, move the rows on. -> Outcome.packed; of trees the path (decoding.verify)."""
         state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
         if ragged is None or wide == 1:
-            return _Moved(self.ops.advance(state, batch.sampled, drawn))
+            return self.ops.advance(state, batch.sampled, drawn), None
         parent = None if ragged.tree is None else ragged.tree.parent
         packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
         if path is not None and self.ops.keep is not None:
@@ -268,7 +247,7 @@ class DeviceStep:
                     self.ops.keep(state, batch.sampled, packed, path, group, run)
         elif path is not None:
             self._gather_path(batch, path, packed[:, 0])
-        return _Moved(packed, wide, path)
+        return packed, path
 
     def _gather_path(self, batch: Batch, path: torch.Tensor, count: torch.Tensor) -> None:
         """Move the keys and values of kept nodes to where those of a chain would lie. count int32 [S]: tokens gained, the nodes

@@ -9,9 +9,9 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.draft import HostDrafter
 from ridgeline.core.sizing import Beside
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import MOST, Wanted, read_wanted, refusal
+from ridgeline.core.speculate import MOST, Wanted, check_draft, read_vocabulary, read_wanted, refusal
 from ridgeline.decoding.combined import FirstOf
-from ridgeline.decoding.draft_model import DraftModel, check_draft, read_vocabulary
+from ridgeline.decoding.draft_model import DraftModel
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.decoding.heads import load_heads, tree
 from ridgeline.decoding.lookahead import Lookahead

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
-from ridgeline.engine.batch import Batch, Room, Shape, packed_size, unpack
+from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.ops.step import SHORT
@@ -35,6 +35,8 @@ CROWDED_TOKENS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 30
 CROWDED_WORK = 1 << 36
 """Query tokens times numbers of a feed-forward matrix above which they have none, in 16 bits: the device takes longer than Python
 needs to launch such a step, which is 20 ms for 32 layers and at times 40. An 8B gets there with 1,170 tokens, in fp8 with 2,340."""
+UNREAD_TOKENS = 128
+"""Query tokens of the graph that reads what up to MIXED_ROWS rows said while nothing was drafted."""
 LONE_ROWS = 2
 """Steps that decode up to so many rows have a graph for contexts of up to SHORT slots, and one for others."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
@@ -62,11 +64,6 @@ def mixed_rooms(rows: int, tokens: int, spec: ModelSpec) -> list[Room]:
             many = min(rows, span) + 1
             rooms.add(Room(many, many, span))
     return sorted(rooms, key=lambda room: (room.tokens, room.rows))
-
-
-def mixed_step(room: Room) -> Shape:
-    """A step of up to so many query tokens, however they are spread over its rows; all draws are plain."""
-    return Shape(room.tokens, room.rows, room.draws, room.tokens, 1, False, False, True, None, chunked=True)
 
 
 def decode_step(rows: int) -> Shape:
@@ -144,8 +141,12 @@ class Graphs:
         self._decode, self._forward = cache(self._decode_graph), cache(self._forward_graph)
         self._mix, self._finish = cache(self._mixed_graph), cache(self._finish_graph)
         self._verify, self._draft = cache(self._verify_graph), cache(self._draft_graph)
+        self._read = cache(self._read_graph)
         widest = max((room.wide for room in every), default=0)
         self._verified = torch.zeros(most, 2 + 3 * widest, dtype=torch.int32, device=device)
+        self.unread_room = Room(min(rows, MIXED_ROWS) + 1, 0, UNREAD_TOKENS) if step.drafter.layers else None
+        """Of steps that only the drafter reads, None if it reads nothing."""
+        self._unread = self._input.new_zeros(packed_size(self.unread_room) if self.unread_room else 0)
 
     # --- which graph --------------------------------------------------------------------------------------------------
 
@@ -186,6 +187,7 @@ class Graphs:
             work += [(partial(self._verify, tree), room) for room in reversed(rooms)]
         for size in reversed(self._sizes):
             work += [(partial(self._draft, nodes), size) for nodes in self._ahead if size <= DRAFT_ROWS[-1]]
+        work += [(self._read, self.unread_room)] * (self.unread_room is not None)
         for number, (make, size) in enumerate(work, 1):
             make(size)
             progress("graphs", number, len(work))
@@ -198,6 +200,7 @@ class Graphs:
         else:
             if room.wide > 1:
                 self._verify(batch.shape.deep > 0, room)
+                self._drawing[: room.rows].copy_(batch.sampled)
             else:
                 self._mix(room)
             self._input[: len(batch.packed)].copy_(batch.packed)
@@ -207,11 +210,17 @@ class Graphs:
         self._verify(shape.deep > 0, room).replay()
         return self._verified[: room.rows, : 2 + (3 if shape.deep else 1) * room.wide]
 
-    def draft(self, rows: int, ahead: int, unread: Sequence[int]) -> None:
+    def read(self, batch: Batch, room: Room) -> None:
+        """Have the drafter read a step packed for `unread_room`."""
+        assert batch.packed is not None
+        self._unread.copy_(batch.packed)
+        self._read(room).replay()
+
+    def draft(self, rows: int, ahead: int) -> None:
         """Draft for the first `rows` rows of the step that was finished last."""
         size = self.bucket(rows)
-        if unread or ahead not in self._ahead or size > DRAFT_ROWS[-1]:
-            self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, unread, False)
+        if ahead not in self._ahead or size > DRAFT_ROWS[-1]:
+            self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, False)
         else:
             self._draft(ahead, size).replay()
 
@@ -288,15 +297,14 @@ class Graphs:
         wide, rows = room.wide, room.rows
         deep = wide - 1 if tree else 0
         shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
-        # ahead: the hidden states that drew last are wanted.
-        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
+        # ahead: the hidden states that drew last are wanted. Only a row alone is sure to have no padding.
+        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1, even=rows == 1)
 
         def work(step: DeviceStep) -> None:
             outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
             assert outcome.packed is not None
             self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
             self._picked[:rows].copy_(last)
-            self._drawing[:rows].copy_(batch.sampled)
 
         self._input.zero_()
         work(self._first)
@@ -304,5 +312,11 @@ class Graphs:
 
     def _draft_graph(self, ahead: int, size: int) -> Replay:
         step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-        step.draft(torch.zeros_like(rows), hidden, ahead, (), False)
-        return self._record(lambda: step.draft(rows, hidden, ahead, (), False))
+        step.draft(torch.zeros_like(rows), hidden, ahead, False)
+        return self._record(lambda: step.draft(rows, hidden, ahead, False))
+
+    def _read_graph(self, room: Room) -> Replay:
+        batch = unpack(self._unread, mixed_step(room), room)
+        self._unread.zero_()
+        self._step.read(batch)
+        return self._record(lambda: self._step.read(batch))

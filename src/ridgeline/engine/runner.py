@@ -18,7 +18,7 @@ from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
-from ridgeline.engine.batch import Batch, BatchBuilder, Room
+from ridgeline.engine.batch import Batch, BatchBuilder, Room, mixed_step, unpack, unread
 from ridgeline.engine.device import DeviceStep, Outcome
 from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
 from ridgeline.engine.late import Late
@@ -289,7 +289,7 @@ class Runner:
     def _run(self, built: _Built, bound: int) -> Outcome:
         batch, graphs, shape = built.batch, self._graphs, built.batch.shape
         if graphs is None or (built.graph is None and shape.decode):
-            return self._finish(batch, self._step.forward(batch, bound), bound)
+            return self._finish(built, self._step.forward(batch, bound), bound)
         if built.graph is not None and shape.wide > 1:
             outcome = Outcome(graphs.verify(built.graph, shape))
         elif built.graph is not None and shape.decode and shape.plain:
@@ -300,18 +300,33 @@ class Runner:
             else:
                 hidden = self._step.forward(batch, bound)
             if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
-                return self._finish(batch, hidden, bound)
+                return self._finish(built, hidden, bound)
             if built.graph is None:
                 graphs.pick(batch, hidden)
             outcome = Outcome(graphs.finish(shape.n_draws))
         if batch.ahead:
-            graphs.draft(shape.n_draws, batch.ahead, batch.unread)
+            self._catch_up(built.plan)
+            graphs.draft(shape.n_draws, batch.ahead)
         return outcome
 
-    def _finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
+    def _finish(self, built: _Built, hidden: torch.Tensor, bound: int) -> Outcome:
         """The end of a step without graphs."""
+        batch = built.batch
         outcome, last = self._step.finish(batch, hidden, bound)
         if batch.ahead and len(last):
-            worth = self._step.draft(batch.sampled, last, batch.ahead, batch.unread, batch.shape.greedy)
+            self._catch_up(built.plan)
+            worth = self._step.draft(batch.sampled, last, batch.ahead, batch.shape.greedy)
             return replace(outcome, worth=worth)
         return outcome
+
+    def _catch_up(self, plan: StepPlan) -> None:
+        """A draft model reads what rows have said while nothing was drafted."""
+        graphs, own = self._graphs, None if self._graphs is None else self._graphs.unread_room
+        for packed, room in unread(plan, own):
+            packet = Packet()
+            packet.add("step", packed)
+            batch = unpack(packet.send(self.device)["step"], mixed_step(room), room)
+            if graphs is not None and room is own:
+                graphs.read(batch, room)
+            else:
+                self._step.read(batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 
@@ -109,3 +110,23 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
     state.tokens.view(-1).index_copy_(0, at, drawn)
     move(state, rows, live, flag)
     return torch.stack((live, flag, drawn), dim=1)
+
+
+def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    """Of hidden states [S * wide, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
+    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains."""
+    wide = len(hidden) // max(1, len(packed))
+    if hidden.is_cuda:
+        node = (packed[:, 0] - 1).clamp(min=0).long()
+        if path is not None:
+            node = path.gather(1, node.unsqueeze(1)).squeeze(1)
+        return hidden.index_select(0, node + torch.arange(0, len(hidden), wide, device=node.device))
+    # Behind a model's weights every call runs cold: a row alone makes few, and numpy's are shorter than torch's.
+    counts, nodes = packed.numpy()[:, 0], None if path is None else path.numpy()
+    if len(counts) == 1:
+        one = max(0, int(counts[0]) - 1)
+        return hidden.narrow(0, one if nodes is None else int(nodes[0, one]), 1)
+    found = np.maximum(counts - 1, 0).astype(np.int64)
+    if nodes is not None:
+        found = nodes[np.arange(len(found)), found]
+    return hidden.index_select(0, torch.from_numpy(found + np.arange(0, len(hidden), wide)))

@@ -285,7 +285,7 @@ class Ops:
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
-    gather, advance: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
+    gather, advance, last: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
     draw(state, heat float32 [R], rows int32 [S], logits [S * wide, V], depth int32 [S * wide] or None) -> tokens int32 [S * wide]:
@@ -321,6 +321,7 @@ class Ops:
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
+    last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = rows.last
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     verify: Verify | None = None
     keep: KeepPath | None = None

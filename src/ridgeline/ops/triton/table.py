@@ -25,7 +25,7 @@ from ridgeline.ops.triton.rows import advance, gather
 from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
-from ridgeline.ops.triton.verify import verify
+from ridgeline.ops.triton.verify import last, verify
 from ridgeline.ops.triton.w8a8 import W8A8_TRITON, apart
 
 
@@ -126,6 +126,7 @@ TRITON = Ops(
     sample=sample,
     gather=gather,
     advance=advance,
+    last=last,
     fp8=FP8_TRITON,
     integer=INT_TRITON,
     w8a8=W8A8_TRITON,

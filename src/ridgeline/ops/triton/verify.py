@@ -11,6 +11,9 @@ from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.rows import DONE, KNOWN, LENGTH, LIMIT, MIN_TOKENS, POSITION, PROMPT, STOP
 
+BLOCK = 1024
+"""Numbers of a hidden state that a program copies."""
+
 
 @triton.jit(do_not_specialize=["wide", "packed_stride"])
 def _verify_kernel(
@@ -118,3 +121,47 @@ def verify(
             **overlap(rows.device),
         )
     return packed, path
+
+
+@triton.jit(do_not_specialize=["packed_stride", "wide"])
+def _last_kernel(
+    packed_ptr,
+    path_ptr,
+    hidden_ptr,
+    out_ptr,
+    packed_stride,
+    wide,
+    width,
+    TREE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.maximum(tl.load(packed_ptr + row * packed_stride) - 1, 0).to(tl.int64)
+    if TREE:
+        node = tl.load(path_ptr + row * wide + node)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(hidden_ptr + (row * wide + node) * width + at, mask=at < width)
+    tl.store(out_ptr + row * width + at, value, mask=at < width)
+
+
+def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    """See ops.rows.last."""
+    count, width = len(packed), hidden.shape[1]
+    out = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
+    if count:
+        _last_kernel[(count, triton.cdiv(width, BLOCK))](
+            packed,
+            packed if path is None else path,
+            hidden,
+            out,
+            packed.stride(0),
+            len(hidden) // count,
+            width,
+            TREE=path is not None,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **overlap(hidden.device),
+        )
+    return out
