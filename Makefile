@@ -50,7 +50,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' $(ARGS)
 
 bench-cpu: $(DEV_STAMP)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,16 +197,19 @@ HAVING = {"plain": {"amx_bf16", "avx512_bf16"}, "avx2": {"avx512f"}}
 
 
 @pytest.fixture(scope="session")
-def plainer(shared: Path) -> Callable[[str], Path]:
-    """Where a library lies that leaves instructions out, made once: plainer(name in HAVING)."""
+def plainer(shared: Path, pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """Where a library lies that leaves instructions out, made once for these sources and kept where pytest keeps what it finds
+    again (half a minute of two cores): plainer(name in HAVING)."""
+    kept: Any = getattr(pytestconfig, "cache", None)
 
     @cache
     def made(name: str) -> Path:
         if not HAVING[name] & cpu_flags():
             pytest.skip("this CPU has nothing to leave out")
+        command = f"{os.environ.get('CXX', 'g++')} {LEFT_OUT[name]}"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} {LEFT_OUT[name]}")
-            return _built(shared / name)
+            patch.setenv("CXX", command)
+            return _built(shared / name if kept is None else kept.mkdir("native" + re.sub(r"\W+", "-", command)))
 
     return made
 
