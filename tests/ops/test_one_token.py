@@ -65,6 +65,7 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
     [
         ((4096, 4096, 14336), "bf16", True),
         ((2048, 2048, 6144), "bf16", True),
+        ((1280, 1536, 4096), "bf16", False),
         ((1024, 2048, 3072), "bf16", False),
         ((4096, 4096, 14336), "fp8", True),
         ((4096, 4096, 14336), "int4", True),

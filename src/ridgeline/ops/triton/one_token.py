@@ -16,7 +16,7 @@ from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
 """Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
-LEAST_BYTES: dict[type, int] = {torch.Tensor: 96 << 20, Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
+LEAST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
 """Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
 measured."""
 HEAD_DIMS = (64, 128, 256)
