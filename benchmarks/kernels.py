@@ -19,7 +19,7 @@ from common import provenance, write_rows
 
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.triton import attention, tuning
+from ridgeline.ops.triton import launch, tuning
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.ops.triton.tuning import Tile
 
@@ -197,13 +197,13 @@ def variants(decode: bool, sweep: bool) -> Iterator[str]:
                 yield f"{_named(tile)} p{programs}"
         else:
             tuning.GLUON_VERSIONS = ()
-            attention._hopper.cache_clear()
+            launch.gluon.cache_clear()
             for tile in CHUNK_SWEEP:
                 tuning.CHUNK_TILES[DIM] = tile
                 yield _named(tile)
     finally:
         tuning.GLUON_VERSIONS = versions
-        attention._hopper.cache_clear()
+        launch.gluon.cache_clear()
         tuning.SPLIT_TILES[DIM], tuning.CHUNK_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = shipped
 
 

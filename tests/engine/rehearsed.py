@@ -23,7 +23,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import graphs, runner
 from ridgeline.models.build import build
-from ridgeline.ops.triton import ahead, attention, hopper, integer, integer_ring, launch, table
+from ridgeline.ops.triton import ahead, attention, integer, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -76,14 +76,12 @@ def pretend() -> None:
     driver.set_active(PaperDriver())
     attention._processors = lambda device: PROCESSORS
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
-    attention._hopper = lambda device: hopper
-    table._hopper = lambda device: True
     integer._gpu = lambda device: True
-    integer._ring = lambda device: integer_ring
-    own = launch.overlap
-    for module in list(sys.modules.values()):
-        if getattr(module, "overlap", None) is own:
-            module.overlap = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    for name, said in (("overlap", {"PDL": True, "launch_pdl": True}), ("is_hopper", True)):
+        own = getattr(launch, name)
+        for module in list(sys.modules.values()):
+            if getattr(module, name, None) is own:
+                setattr(module, name, lambda device, said=said: said)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], weight.shape[0])
     torch.Tensor.addmm_ = lambda stream, *_: stream
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -23,7 +21,7 @@ import triton
 from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import tuning
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
-from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.launch import gluon, overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
@@ -33,16 +31,6 @@ from ridgeline.ops.triton.walk import combine_kernel, split_kernel
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter gets few, so that tests see rows both split and whole."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
-
-
-@cache
-def _hopper(device: torch.device) -> ModuleType | None:
-    """The module of hopper_kernel where it runs. Its language may change from version to version of Triton."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    if not triton.__version__.startswith(tuning.GLUON_VERSIONS):
-        return None
-    return import_module("ridgeline.ops.triton.hopper")
 
 
 Plan = TypeVar("Plan")
@@ -88,7 +76,7 @@ class _Call:
         """Whether the chunks are hopper_kernel's: plain causal attention, with heads and pages that its copies take."""
         view, step, kv = self.view, self.step, self.view.kv
         return (
-            _hopper(self.q.device) is not None
+            gluon(self.q.device, "hopper") is not None
             and self.q.dtype in (torch.bfloat16, torch.float16)
             and kv.dtype == self.q.dtype
             and self.q.shape[2] in tuning.HOPPER_HEAD_DIMS
@@ -376,7 +364,7 @@ def _chunks_on_hopper(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None
     kv, dim, tile = call.view.kv, call.q.shape[2], call.tile(split=False)
     kv_heads, box = kv.shape[2], math.gcd(call.view.page_tokens, tile.keys)
     page_rows, kind_rows, head_rows = (stride // dim for stride in kv.stride()[:3])
-    hopper = _hopper(call.q.device)
+    hopper = gluon(call.q.device, "hopper")
     assert hopper is not None
     hopper.hopper_kernel[(min(units.shape[1] * kv_heads, _processors(call.q.device)),)](
         call.q,

@@ -1,8 +1,8 @@
 """8-bit linears: products that stream e4m3 weights.
 
 One token is a matrix-vector product in registers (fp8_vector; here for shapes that it does not take); up to LARGEST_SMALL
-tokens a tensor-core product that splits the inputs so that every processor streams weights; beyond it cuBLAS
-(`torch._scaled_mm`), which is bound by arithmetic there.
+tokens weights stream through a ring on Hopper (ring), elsewhere a tensor-core product splits the inputs so that every
+processor streams weights; beyond it cuBLAS (`torch._scaled_mm`), which is bound by arithmetic there.
 """
 
 # mypy: allow-untyped-defs
@@ -16,8 +16,9 @@ import triton.language as tl
 
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
 from ridgeline.ops.triton import fp8_vector
-from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.launch import await_inputs, gluon, overlap
 from ridgeline.ops.triton.quantize import activate, quantize, rms_norm
+from ridgeline.ops.triton.ring_shapes import ring8_for
 from ridgeline.ops.triton.shapes import ResidentTile
 
 
@@ -348,6 +349,31 @@ def _small_for(tokens: int, outputs: int) -> Small | None:
     return SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE]
 
 
+def _scaled(x: Activation) -> Scaled:
+    """x in 8 bits, its norm done first where it is still to be."""
+    if isinstance(x, Scaled):
+        return x
+    return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else quantize(x)
+
+
+def _ringed(
+    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor | torch.dtype, kind: str | None = None
+) -> torch.Tensor | None:
+    """The product through a ring, its activation included, into a stream or as the type that is asked for; None: not so."""
+    (tokens, inputs), outputs = x.values.shape, matrix.values.shape[0]
+    dtype = out if isinstance(out, torch.dtype) else out.dtype
+    tile = ring8_for(tokens, outputs, inputs, kind is not None)
+    addressed = not inputs % 16 and not (x.values.data_ptr() | matrix.values.data_ptr()) % 16
+    if tile is None or not addressed or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    module = gluon(matrix.values.device, "ring")
+    if module is None:
+        return None
+    stream = None if isinstance(out, torch.dtype) else out
+    product: torch.Tensor = module.ring_product(x, matrix, bias, tile, stream, kind, dtype=dtype)
+    return product
+
+
 def _product(
     x: Activation,
     matrix: Fp8Matrix,
@@ -359,10 +385,9 @@ def _product(
     outputs, inputs = matrix.values.shape
     if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
         return fp8_vector.product(x, matrix, bias, resident_for(outputs, inputs), stream)
-    if isinstance(x, Normed):
-        x = rms_norm(x.x, x.weight, x.eps, x.offset)
-    elif not isinstance(x, Scaled):
-        x = quantize(x)
+    x = _scaled(x)
+    if (out := _ringed(x, matrix, bias, dtype if stream is None else stream)) is not None:
+        return out
     tokens = x.values.shape[0]
     launch = _small_for(tokens, outputs)
     if launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
@@ -390,10 +415,12 @@ def linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stre
 def linear_activate(
     x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
 ) -> Activation:
-    """See Fp8Ops; plain for one token, which the next product quantizes."""
+    """See Fp8Ops; plain where the activation is part of the product: the next one quantizes it."""
     if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
         return fp8_vector.product(x, matrix, bias, resident_for(*matrix.values.shape), kind=kind)
-    return activate(linear(x, matrix, bias, dtype), kind)
+    x = _scaled(x)
+    out = _ringed(x, matrix, bias, dtype, kind)
+    return activate(linear(x, matrix, bias, dtype), kind) if out is None else out
 
 
 FP8_TRITON = Fp8Ops(

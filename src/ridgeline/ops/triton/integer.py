@@ -8,20 +8,17 @@ whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops, Plain, plain
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
+from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int) -> IntMatrix:
@@ -46,14 +43,6 @@ def _gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@cache
-def _ring(device: torch.device) -> ModuleType | None:
-    """The module of integer_ring_product where it runs. Its language may change from version to version of Triton."""
-    if torch.cuda.get_device_capability(device)[0] != 9 or not triton.__version__.startswith(GLUON_VERSIONS):
-        return None
-    return import_module("ridgeline.ops.triton.integer_ring")
-
-
 def _streams(x: torch.Tensor) -> bool:
     """Whether the copy engine can address x."""
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
@@ -67,7 +56,7 @@ def _fused(
     source = x.x if isinstance(x, Normed) else x
     if source.dtype not in (torch.bfloat16, torch.float16) or not source.shape[0] or not _gpu(source.device):
         return None
-    ring = _ring(source.device) if _streams(source) else None
+    ring = gluon(source.device, "integer_ring") if _streams(source) else None
     tile = tile_for(source.shape[0], matrix, kind is not None, ring is not None)
     if isinstance(tile, IntVectorTile):
         # Each program would norm every token by itself.

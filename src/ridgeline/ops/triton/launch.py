@@ -1,4 +1,5 @@
-"""Programmatic dependent launch: a kernel is made ready while the one before it drains (CUDA guide, section 4.5).
+"""Which kernels a device runs, and programmatic dependent launch: a kernel is made ready while the one before it drains (CUDA
+guide, section 4.5).
 
 A step is hundreds of short kernels, each waiting for the last. With this, the launch of a kernel overlaps the end of its
 predecessor and only its work waits. Hopper and later; elsewhere, and in the interpreter, the switch is off.
@@ -8,13 +9,30 @@ predecessor and only its work waits. Hopper and later; elsewhere, and in the int
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ridgeline.ops.triton import tuning
+
 OLDEST_CAPABILITY = (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def gluon(device: torch.device, name: str) -> ModuleType | None:
+    """A module of Gluon kernels for Hopper where they run. Their language may change from version to version of Triton."""
+    if not is_hopper(device) or not triton.__version__.startswith(tuning.GLUON_VERSIONS):
+        return None
+    return import_module(f"ridgeline.ops.triton.{name}")
 
 
 @cache

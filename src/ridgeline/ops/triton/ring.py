@@ -6,6 +6,9 @@ with the next tile's while the last one's result is written.
 
 Where tiles are few, each one's sum is cut along k (split-K). The programs of a tile wait for each other, and each adds
 the parts of its share of the tokens, in their order, so that results do not depend on timing.
+
+Of e4m3 the matrix unit's sums keep fewer bits than float32, so those of PROMOTED inputs are added to float32 ones (DeepSeek-V3
+report, section 3.3.2), while the next ones are made; results are scaled by token and by output.
 """
 
 # mypy: allow-untyped-defs
@@ -27,12 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ridgeline.ops.table import Fp8Matrix, Scaled
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.ring_shapes import RingTile
 
 COUNTERS = 4096
 """Tiles that may be shared: more than this are dealt whole."""
+PROMOTED = 128
+"""Inputs after which a sum of 8-bit products is added to a float32 one; also what the copy engine takes of a row at a time."""
 
 
 @cache
@@ -55,16 +61,20 @@ def _share(work, SPLIT: gl.constexpr):
 
 
 @jit
-def _weights(w_desc, tile, block, stage, ring, batches, n, BYTES: gl.constexpr, SIDES: gl.constexpr):
+def _weights(w_desc, tile, block, stage, ring, batches, n, SIDES: gl.constexpr):
     """Ask for a block of a tile's weights, and say how many bytes are to come with those of x."""
-    weights, _tokens, full, _free = ring
+    weights, tokens, full, _free = ring
     ROWS: gl.constexpr = weights.shape[1]
-    BLOCK: gl.constexpr = weights.shape[2]
+    PIECE: gl.constexpr = weights.shape[2]
+    PIECES: gl.constexpr = tokens.shape[0] // full.shape[0]
     row = tile // batches * ROWS
-    mbarrier.expect(full.index(stage), BYTES)
-    for side in gl.static_range(SIDES):
-        target = weights.index(stage * SIDES + side)
-        tma.async_copy_global_to_shared(w_desc, [row + side * n, block * BLOCK], full.index(stage), target)
+    SIZE: gl.constexpr = weights.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full.index(stage), (ROWS * SIDES + tokens.shape[1]) * PIECES * PIECE * SIZE)
+    for piece in gl.static_range(PIECES):
+        for side in gl.static_range(SIDES):
+            target = weights.index((stage * PIECES + piece) * SIDES + side)
+            place = [row + side * n, (block * PIECES + piece) * PIECE]
+            tma.async_copy_global_to_shared(w_desc, place, full.index(stage), target)
 
 
 @jit
@@ -72,9 +82,11 @@ def _tokens(x_desc, tile, block, stage, ring, batches):
     """Ask for a block of a tile's x."""
     _weights, tokens, full, _free = ring
     BATCH: gl.constexpr = tokens.shape[1]
-    BLOCK: gl.constexpr = tokens.shape[2]
-    place = [tile % batches * BATCH, block * BLOCK]
-    tma.async_copy_global_to_shared(x_desc, place, full.index(stage), tokens.index(stage))
+    PIECE: gl.constexpr = tokens.shape[2]
+    PIECES: gl.constexpr = tokens.shape[0] // full.shape[0]
+    for piece in gl.static_range(PIECES):
+        place = [tile % batches * BATCH, (block * PIECES + piece) * PIECE]
+        tma.async_copy_global_to_shared(x_desc, place, full.index(stage), tokens.index(stage * PIECES + piece))
 
 
 @jit
@@ -84,7 +96,6 @@ def _fetch(
     ring,
     work,
     n,
-    BYTES: gl.constexpr,
     SIDES: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
@@ -95,7 +106,7 @@ def _fetch(
     first, count, begin, run = _share(work, SPLIT)
     early = gl.minimum(run, STAGES)
     for at in range(early):
-        _weights(w_desc, first, begin + at, at, ring, batches, n, BYTES, SIDES)
+        _weights(w_desc, first, begin + at, at, ring, batches, n, SIDES)
     if PDL:
         gdc_wait()
     for at in range(early):
@@ -105,7 +116,7 @@ def _fetch(
         block = begin + at % run
         stage = at % STAGES
         mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
-        _weights(w_desc, tile, block, stage, ring, batches, n, BYTES, SIDES)
+        _weights(w_desc, tile, block, stage, ring, batches, n, SIDES)
         _tokens(x_desc, tile, block, stage, ring, batches)
 
 
@@ -202,6 +213,70 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
 
 
 @jit
+def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
+    """Sums of a tile's blocks, the first of which is block `at` of the ring's: those of the rows, and of up's."""
+    weights, tokens, full, free = ring
+    SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
+    total = gl.zeros(SHAPE, gl.float32, SUMS)
+    up = gl.zeros(SHAPE, gl.float32, SUMS)
+    for block in range(run):
+        stage = (at + block) % STAGES
+        mbarrier.wait(full.index(stage), (at + block) // STAGES & 1)
+        x = tokens.index(stage).permute((1, 0))
+        total = warpgroup_mma(weights.index(stage * SIDES), x, total, is_async=True)
+        if SIDES == 2:
+            up = warpgroup_mma(weights.index(stage * SIDES + 1), x, up, is_async=True)
+            total, up = warpgroup_mma_wait(2, deps=[total, up])
+        else:
+            total = warpgroup_mma_wait(1, deps=[total])
+        mbarrier.arrive(free.index((at + block + STAGES - 1) % STAGES), count=1, pred=block > 0)
+    if SIDES == 2:
+        total, up = warpgroup_mma_wait(0, deps=[total, up])
+    else:
+        total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(free.index((at + run + STAGES - 1) % STAGES), count=1)
+    return total, up
+
+
+@jit
+def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
+    """The same of 8-bit numbers, blocks of two products. No product runs on into the next block: ptxas would then have all wait
+    for each other."""
+    weights, tokens, full, free = ring
+    SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
+    total = gl.zeros(SHAPE, gl.float32, SUMS)
+    up = gl.zeros(SHAPE, gl.float32, SUMS)
+    even = gl.zeros(SHAPE, gl.float32, SUMS)
+    odd = gl.zeros(SHAPE, gl.float32, SUMS)
+    for block in range(run):
+        stage = (at + block) % STAGES
+        mbarrier.wait(full.index(stage), (at + block) // STAGES & 1)
+        x = tokens.index(2 * stage // SIDES).permute((1, 0))
+        even = warpgroup_mma(weights.index(2 * stage), x, even, use_acc=False, is_async=True)
+        x = tokens.index((2 * stage + 1) // SIDES).permute((1, 0))
+        odd = warpgroup_mma(weights.index(2 * stage + 1), x, odd, use_acc=False, is_async=True)
+        even = warpgroup_mma_wait(1, deps=[even])
+        total += even
+        odd = warpgroup_mma_wait(0, deps=[odd])
+        mbarrier.arrive(free.index(stage), count=1)
+        if SIDES == 2:
+            up += odd
+        else:
+            total += odd
+    return total, up
+
+
+@jit
+def _scaled(total, tensors, row, token, m, n):
+    """Sums of 8-bit products times the scales of their rows, from `row` on, and of their tokens, from `token` on."""
+    high = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    wide = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+    w_scale = gl.load(tensors[4] + high, mask=high < n, other=0.0)
+    x_scale = gl.load(tensors[5] + wide, mask=wide < m, other=0.0)
+    return total * (w_scale[:, None] * x_scale[None, :])
+
+
+@jit
 def _multiply(
     tensors,
     ring,
@@ -218,12 +293,14 @@ def _multiply(
     PDL: gl.constexpr,
 ):
     """Multiply what is in the ring, and write."""
-    weights, tokens, full, free = ring
+    weights, tokens, _full, _free = ring
     batches = work[2]
     ROWS: gl.constexpr = weights.shape[1]
     BATCH: gl.constexpr = tokens.shape[1]
+    EIGHT: gl.constexpr = weights.dtype.primitive_bitwidth == 8
     HIGH: gl.constexpr = WARPS if WARPS * 16 <= ROWS else ROWS // 16
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HIGH, WARPS // HIGH], [16, BATCH // (WARPS // HIGH), 16])
+    WIDE: gl.constexpr = BATCH // (WARPS // HIGH)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HIGH, WARPS // HIGH], [16, WIDE, 32 if EIGHT else 16])
     # Threads of a warp along the rows, which lie side by side in memory: of what a warp holds, and of what it reads.
     HELD: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [HIGH, WARPS // HIGH], [0, 1])
     READ: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
@@ -233,38 +310,24 @@ def _multiply(
         gdc_wait()
     first, count, _begin, run = _share(work, SPLIT)
     skip = gl.program_id(0) % SPLIT * OWN
-    at = 0
-    up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
         place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
         held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
-        total = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
-        if SIDES == 2:
-            up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
-        for block in range(run):
-            stage = at % STAGES
-            mbarrier.wait(full.index(stage), at // STAGES & 1)
-            x = tokens.index(stage).permute((1, 0))
-            total = warpgroup_mma(weights.index(stage * SIDES), x, total, is_async=True)
-            if SIDES == 2:
-                up = warpgroup_mma(weights.index(stage * SIDES + 1), x, up, is_async=True)
-                total, up = warpgroup_mma_wait(2, deps=[total, up])
-            else:
-                total = warpgroup_mma_wait(1, deps=[total])
-            mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=block > 0)
-            at += 1
-        if SIDES == 2:
-            total, up = warpgroup_mma_wait(0, deps=[total, up])
+        at = turn * run
+        if EIGHT:
+            sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
         else:
-            total = warpgroup_mma_wait(0, deps=[total])
-        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+            sums, ups = _sums(ring, at, run, SUMS, SIDES, STAGES)
         row = tile // batches * ROWS
-        if SPLIT == 1:
-            _finish(total, up, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
-        else:
-            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, PUT)
-            _finish(sums, ups, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
+        if SPLIT > 1:
+            sums, ups = _exchange(sums, ups, tensors, tile, SIDES, SPLIT, PUT)
+        if EIGHT:
+            token = tile % batches * BATCH + skip
+            sums = _scaled(sums, tensors, row, token, m, n)
+            if SIDES == 2:
+                ups = _scaled(ups, tensors, row + n, token, m, 2 * n)
+        _finish(sums, ups, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])
@@ -275,6 +338,8 @@ def ring_kernel(
     out_ptr,
     part_ptr,
     arrivals_ptr,
+    w_scale_ptr,
+    x_scale_ptr,
     m,
     n,
     k,
@@ -295,15 +360,18 @@ def ring_kernel(
     and up. ROWS: features of a tile, of each side.
 
     w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile, a power of two; tiles * SPLIT programs
-    if not 1. part: float32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile.
+    if not 1. part: float32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile. w_scale, x_scale: float32
+    [features] and [m] of e4m3.
     """
     if PDL:
         gdc_launch_dependents()
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    PIECE: gl.constexpr = w_desc.block_shape[1]
+    PIECES: gl.constexpr = BLOCK // PIECE
+    gl.static_assert(w_desc.dtype.primitive_bitwidth == 16 or PIECES * SIDES == 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    weights = gl.allocate_shared_memory(dtype, [STAGES * SIDES, ROWS, BLOCK], w_desc.layout)
-    tokens = gl.allocate_shared_memory(dtype, [STAGES, BATCH, BLOCK], x_desc.layout)
+    weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PIECES * SIDES, ROWS, PIECE], w_desc.layout)
+    tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, BATCH, PIECE], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
@@ -312,12 +380,11 @@ def ring_kernel(
     fence_async_shared()
     ring = (weights, tokens, full, free)
     work = (tiles, (k + BLOCK - 1) // BLOCK, batches)
-    tensors = (bias_ptr, out_ptr, part_ptr, arrivals_ptr)
-    BYTES: gl.constexpr = (ROWS * SIDES + BATCH) * BLOCK * 2
+    tensors = (bias_ptr, out_ptr, part_ptr, arrivals_ptr, w_scale_ptr, x_scale_ptr)
     gl.warp_specialize(
         [
             (_multiply, (tensors, ring, work, m, n, BIAS, ADD, KIND, SIDES, SPLIT, STAGES, WARPS, PDL)),
-            (_fetch, (w_desc, x_desc, ring, work, n, BYTES, SIDES, SPLIT, STAGES, PDL)),
+            (_fetch, (w_desc, x_desc, ring, work, n, SIDES, SPLIT, STAGES, PDL)),
         ],
         [1],
         [24],
@@ -325,38 +392,46 @@ def ring_kernel(
 
 
 def _blocks(values: torch.Tensor, rows: int, block: int) -> TensorDescriptor:
-    """values [R, k] for the copy engine, `rows` x `block` at a time."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, block], layout)
+    """values [R, k] for the copy engine, `rows` x `block` at a time; of 8 bits, PROMOTED."""
+    bits = 8 * values.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    box = [rows, PROMOTED if bits == 8 else block]
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), box, layout)
 
 
 def ring_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Scaled,
+    weight: torch.Tensor | Fp8Matrix,
     bias: torch.Tensor | None,
     tile: RingTile,
     stream: torch.Tensor | None = None,
     kind: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """See gemm_small.matrix_product; 16-bit floats alone."""
-    tokens, k = x.shape
+    """See gemm_small.matrix_product; 16-bit floats, or both x and weight in 8 bits. dtype: of the result (x's)."""
+    values, x_scales = (x.values, x.scales) if isinstance(x, Scaled) else (x, x)
+    matrix, w_scales = (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, weight)
+    tokens, k = values.shape
     sides = 1 if kind is None else 2
-    n, rows = weight.shape[0] // sides, tile.rows // sides
+    n, rows = matrix.shape[0] // sides, tile.rows // sides
     batches, blocks = triton.cdiv(tokens, tile.batch), triton.cdiv(k, tile.block)
     tiles = triton.cdiv(n, rows) * batches
     split = tile.split if tile.split <= blocks and tiles <= COUNTERS else 1
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device) if stream is None else stream
+    out = torch.empty((tokens, n), dtype=dtype or values.dtype, device=values.device) if stream is None else stream
     part, arrivals = out, out
     if split > 1:
         shape = (tiles, split, tile.batch, tile.rows)
-        part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
+        part, arrivals = torch.empty(shape, dtype=torch.float32, device=out.device), _arrivals(out.device)
     ring_kernel[(min(tile.programs, tiles) if split == 1 else tiles * split,)](
-        _blocks(weight, rows, tile.block),
-        _blocks(x, tile.batch, tile.block),
-        weight if bias is None else bias,
+        _blocks(matrix, rows, tile.block),
+        _blocks(values, tile.batch, tile.block),
+        w_scales if bias is None else bias,
         out,
         part,
         arrivals,
+        w_scales,
+        x_scales,
         tokens,
         n,
         k,
@@ -373,6 +448,6 @@ def ring_product(
         WARPS=tile.warps,
         num_warps=tile.warps,
         maxnreg=tile.registers,
-        **overlap(x.device),
+        **overlap(out.device),
     )
     return out

@@ -81,12 +81,35 @@ _GATE: dict[int, tuple[_For, ...]] = {
     128: (),
     256: (_For(16384, RingTile(128, 128, 64, 8, 6, 128, programs=PROCESSORS), SMALL),),
 }
+# Of e4m3: the same, with blocks of two products (see ring._promoted_sums).
+_PLAIN8: dict[int, tuple[_For, ...]] = {
+    1: (),
+    16: (_For(ANY, RingTile(16, 64, 256, 4, 10, 96)),),
+    32: (_For(ANY, RingTile(32, 64, 256, 4, 8, 128)),),
+    64: (_For(ANY, RingTile(64, 64, 256, 4, 6, 128)),),
+    128: (_For(ANY, RingTile(128, 64, 256, 4, 4, 168)),),
+}
+_GATE8: dict[int, tuple[_For, ...]] = {
+    1: (),
+    16: (_For(ANY, RingTile(16, 128, 128, 4, 11, 128, programs=PROCESSORS)),),
+    32: (_For(ANY, RingTile(32, 128, 128, 4, 10, 128, programs=PROCESSORS)),),
+    64: (_For(ANY, RingTile(64, 128, 128, 4, 8, 168, programs=PROCESSORS)),),
+    128: (_For(ANY, RingTile(128, 128, 128, 8, 6, 168, programs=PROCESSORS)),),
+}
 
 
 def ring_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None:
     """The configuration of x [tokens, k] times a weight [n, k], with the activation of a merged gate and up as part of it.
     None: other kernels are faster."""
-    table = _GATE if gate else _PLAIN
+    return _choice(_GATE if gate else _PLAIN, tokens, n, k)
+
+
+def ring8_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None:
+    """The same for e4m3."""
+    return _choice(_GATE8 if gate else _PLAIN8, tokens, n, k)
+
+
+def _choice(table: dict[int, tuple[_For, ...]], tokens: int, n: int, k: int) -> RingTile | None:
     rows = table[key] if (key := next((key for key in table if tokens <= key), None)) else ()
     tile = next((row.tile for row in rows if n <= row.most and n * k <= row.numbers), None)
     return None if tile is None else _split(tile, tokens, n, k)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
 from ridgeline.ops.triton.activation import activate
@@ -18,13 +14,13 @@ from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
 from ridgeline.ops.triton.integer import INT_TRITON
+from ridgeline.ops.triton.launch import gluon, is_hopper
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.ring_shapes import ring_for
 from ridgeline.ops.triton.rows import advance, gather
 from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
-from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 from ridgeline.ops.triton.verify import last, verify
 from ridgeline.ops.triton.w8a8 import W8A8_TRITON, apart
 
@@ -33,23 +29,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-@cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def _gluon(device: torch.device, name: str) -> ModuleType | None:
-    """A module of Gluon kernels for Hopper where they run. Their language may change from version to version of Triton."""
-    if not _hopper(device) or not triton.__version__.startswith(GLUON_VERSIONS):
-        return None
-    return import_module(f"ridgeline.ops.triton.{name}")
-
-
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernels for few tokens take these: 16-bit numbers whose rows the copy engine can address."""
     return (
-        _hopper(x.device)
+        is_hopper(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == 1
         and weight.is_contiguous()
@@ -68,7 +51,7 @@ def _streamed(
     if not tokens or not _streams(source, weight):
         return None
     ring = None if isinstance(x, Normed) else ring_for(tokens, weight.shape[0], k, kind is not None)
-    if ring is not None and (module := _gluon(source.device, "ring")) is not None:
+    if ring is not None and (module := gluon(source.device, "ring")) is not None:
         return module.ring_product(source, weight, bias, ring, stream, kind)
     tile = tile_for(tokens, weight.shape[0], k, isinstance(x, Normed), kind is not None)
     if isinstance(tile, ResidentTile):
@@ -109,7 +92,7 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
     """See Ops: one kernel for one token of large layers."""
-    module = _gluon(parts[0].attention_norm.device, "one_token")
+    module = gluon(parts[0].attention_norm.device, "one_token")
     return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 
 
