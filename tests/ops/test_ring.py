@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.reference import FP8, REFERENCE, quantize
 
 pytest.importorskip("triton")
 
@@ -21,7 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import ring
 from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.ring_shapes import SMALL, RingTile, ring_for
+from ridgeline.ops.triton.fp8 import FP8_TRITON
+from ridgeline.ops.triton.ring_shapes import SMALL, RingTile, ring8_for, ring_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -51,29 +52,33 @@ def test_every_block_is_computed_once(
     ("n", "k"), [(48, 64), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
 )
 @pytest.mark.parametrize("gate", [False, True])
-def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool) -> None:
+@pytest.mark.parametrize("eight", [False, True])
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, eight: bool) -> None:
     """A ring and what turns the layout of results fit a processor's memory; programs that wait for each other all run."""
-    tile = ring_for(tokens, n, k, gate)
+    tile = (ring8_for if eight else ring_for)(tokens, n, k, gate)
     if tile is None:
-        assert gate or not 1 < tokens <= 64 or (tokens <= 16 and n > 16384)
+        assert gate or not 1 < tokens <= 64 or (tokens <= 16 and n > 16384 and not eight)
     else:
-        assert (tile.rows + tile.batch) * tile.block * 2 * tile.stages + 8192 <= 227 * 1024
+        assert (tile.rows + tile.batch) * tile.block * (1 if eight else 2) * tile.stages + 8192 <= 227 * 1024
+        assert not eight or tile.block * (2 if gate else 1) == 2 * ring.PROMOTED
         assert tile.registers * 32 * (tile.warps + 4) <= 1 << 16
-        assert tile.batch >= tokens or n * k <= SMALL
+        assert tile.batch >= tokens or n * k <= SMALL or eight
         assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
         assert tile.split == 1 or tile.split * -(-n // tile.rows) * -(-tokens // tile.batch) <= 132
         assert tile.rows >= (128 if gate else 64)
 
 
-def compile_for_hopper(tile: RingTile, kind: str | None, add: bool) -> None:
-    """Compile the kernel as ring_product would launch it; no GPU is asked."""
+def compile_for_hopper(tile: RingTile, kind: str | None, add: bool, eight: bool = False) -> str:
+    """Compile the kernel as ring_product would launch it; no GPU is asked. Returns its code in PTX."""
     kernel = ring.ring_kernel
     rows = tile.rows if kind is None else tile.rows // 2
-    some = torch.zeros(tile.rows + tile.batch, tile.block, dtype=torch.bfloat16)
+    some = torch.empty(tile.rows + tile.batch, tile.block, dtype=FP8 if eight else torch.bfloat16)
     types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32", "w_scale_ptr": "*fp32", "x_scale_ptr": "*fp32"}
     for name, height in (("w_desc", rows), ("x_desc", tile.batch)):
-        types[name] = f"tensordesc<bf16[{height},{tile.block}],{ring._blocks(some, height, tile.block).layout!r}>"
+        blocks = ring._blocks(some, height, tile.block)
+        shape = ",".join(map(str, blocks.block_shape))
+        types[name] = f"tensordesc<{'fp8e4nv' if eight else 'bf16'}[{shape}],{blocks.layout!r}>"
     constants = {"BIAS": True, "ADD": add, "KIND": KINDS[kind], "BATCH": tile.batch, "ROWS": rows, "BLOCK": tile.block}
     constants |= {"SPLIT": tile.split, "STAGES": tile.stages, "WARPS": tile.warps, "PDL": True}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -82,18 +87,24 @@ def compile_for_hopper(tile: RingTile, kind: str | None, add: bool) -> None:
     options = {"num_warps": tile.warps, "maxnreg": tile.registers}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared <= 227 * 1024
+    ptx: str = made.asm["ptx"]
+    return ptx
 
 
 @pytest.mark.parametrize(
-    ("tile", "kind", "add"),
+    ("tile", "kind", "add", "product"),
     [
-        (RingTile(64, 128, 64, 4, 4, 128), "silu", False),
-        (RingTile(16, 64, 128, 4, 5, 96, split=2), None, True),
+        (RingTile(64, 128, 64, 4, 4, 128), "silu", False, ""),
+        (RingTile(16, 64, 128, 4, 5, 96, split=2), None, True, ""),
+        (RingTile(64, 128, 128, 4, 4, 168), "silu", False, "m64n64k32.f32.e4m3.e4m3"),
+        (RingTile(16, 64, 256, 4, 5, 96, split=2), None, True, "m64n16k32.f32.e4m3.e4m3"),
     ],
     ids=str,
 )
-def test_the_ring_kernel_compiles(apart: Callable[..., Any], tile: RingTile, kind: str | None, add: bool) -> None:
-    apart(compile_for_hopper, tile, kind, add)
+def test_the_ring_kernel_compiles(
+    apart: Callable[..., Any], tile: RingTile, kind: str | None, add: bool, product: str
+) -> None:
+    assert product in apart(compile_for_hopper, tile, kind, add, bool(product))
 
 
 def off(out: torch.Tensor, want: torch.Tensor) -> float:
@@ -129,3 +140,36 @@ def test_ring_products(tokens: int, n: int, k: int, tile: RingTile, dtype: torch
         both += bias.double()
         activated = ring.ring_product(x, weight, bias, tile, kind="gelu_tanh")
         assert off(activated, REFERENCE.activate(both, "gelu_tanh")) < 6e-3
+
+
+TILES8 = [
+    RingTile(64, 128, 128, 4, 4, 168, programs=7),
+    RingTile(64, 64, 256, 4, 6, 128, split=2),
+    RingTile(16, 64, 256, 4, 10, 96, split=4),
+    RingTile(128, 128, 128, 8, 6, 168),
+]
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("tile", TILES8, ids=str)
+@pytest.mark.parametrize(("tokens", "n", "k"), [*SHAPES, (37, 4096, 14336)])
+def test_ring_products_in_8_bits(tokens: int, n: int, k: int, tile: RingTile) -> None:
+    """The same. Sums of 128 products keep about 13 bits, so that those of all are off by as little as bfloat16 rounds."""
+    torch.manual_seed(0)
+    x = quantize(torch.randn(tokens, k, device=DEVICE) * torch.logspace(-2, 2, tokens, device=DEVICE)[:, None])
+    rows = quantize(torch.randn(2 * n, k, device=DEVICE) * torch.logspace(-2, 0, 2 * n, device=DEVICE)[:, None])
+    weight = FP8_TRITON.pack(rows.values, rows.scales)
+    half = FP8_TRITON.pack(rows.values[:n], rows.scales[:n])
+    bias = 20 * torch.randn(2 * n, dtype=torch.bfloat16, device=DEVICE)
+    stream = 20 * torch.randn(tokens, n, dtype=torch.bfloat16, device=DEVICE)
+    wide = [one.values.double() * one.scales.double()[:, None] for one in (x, rows)]
+    both = wide[0] @ wide[1].T
+    if tile.block == 256:
+        assert off(ring.ring_product(x, half, None, tile, torch.bfloat16), both[:, :n]) < 4e-3
+        added = ring.ring_product(x, half, bias[:n], tile, stream.clone())
+        assert off(added, both[:, :n] + bias[:n].double() + stream.double()) < 4e-3
+        assert torch.equal(added, ring.ring_product(x, half, bias[:n], tile, stream.clone()))
+    else:
+        activated = ring.ring_product(x, weight, bias, tile, torch.bfloat16, "gelu_tanh")
+        assert off(activated, REFERENCE.activate(both + bias.double(), "gelu_tanh")) < 6e-3

@@ -357,11 +357,11 @@ def _scaled(x: Activation) -> Scaled:
 
 
 def _ringed(
-    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor | torch.dtype, kind: str | None = None
+    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, into: torch.Tensor | torch.dtype, kind: str | None = None
 ) -> torch.Tensor | None:
     """The product through a ring, its activation included, into a stream or as the type that is asked for; None: not so."""
     (tokens, inputs), outputs = x.values.shape, matrix.values.shape[0]
-    dtype = out if isinstance(out, torch.dtype) else out.dtype
+    dtype = into if isinstance(into, torch.dtype) else into.dtype
     tile = ring8_for(tokens, outputs, inputs, kind is not None)
     addressed = not inputs % 16 and not (x.values.data_ptr() | matrix.values.data_ptr()) % 16
     if tile is None or not addressed or dtype not in (torch.bfloat16, torch.float16):
@@ -369,8 +369,7 @@ def _ringed(
     module = gluon(matrix.values.device, "ring")
     if module is None:
         return None
-    stream = None if isinstance(out, torch.dtype) else out
-    product: torch.Tensor = module.ring_product(x, matrix, bias, tile, stream, kind, dtype=dtype)
+    product: torch.Tensor = module.ring_product(x, matrix, bias, tile, into, kind)
     return product
 
 

@@ -404,12 +404,11 @@ def ring_product(
     weight: torch.Tensor | Fp8Matrix,
     bias: torch.Tensor | None,
     tile: RingTile,
-    stream: torch.Tensor | None = None,
+    into: torch.Tensor | torch.dtype | None = None,
     kind: str | None = None,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """See gemm_small.matrix_product; 16-bit floats, or both x and weight in 8 bits. dtype: of the result (x's)."""
+    """See gemm_small.matrix_product; 16-bit floats, or both x and weight in 8 bits. into: the stream, or the type of the result
+    (x's)."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Scaled) else (x, x)
     matrix, w_scales = (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, weight)
     tokens, k = values.shape
@@ -418,7 +417,9 @@ def ring_product(
     batches, blocks = triton.cdiv(tokens, tile.batch), triton.cdiv(k, tile.block)
     tiles = triton.cdiv(n, rows) * batches
     split = tile.split if tile.split <= blocks and tiles <= COUNTERS else 1
-    out = torch.empty((tokens, n), dtype=dtype or values.dtype, device=values.device) if stream is None else stream
+    out = into
+    if not isinstance(out, torch.Tensor):
+        out = torch.empty((tokens, n), dtype=out or values.dtype, device=values.device)
     part, arrivals = out, out
     if split > 1:
         shape = (tiles, split, tile.batch, tile.rows)
@@ -438,7 +439,7 @@ def ring_product(
         tiles,
         batches,
         BIAS=bias is not None,
-        ADD=stream is not None,
+        ADD=out is into,
         KIND=KINDS[kind],
         BATCH=tile.batch,
         ROWS=rows,
