@@ -356,7 +356,7 @@ def _scaled(x: Activation) -> Scaled:
     return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else quantize(x)
 
 
-def _ringed(
+def ringed(
     x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, into: torch.Tensor | torch.dtype, kind: str | None = None
 ) -> torch.Tensor | None:
     """The product through a ring, its activation included, into a stream or as the type that is asked for; None: not so."""
@@ -385,7 +385,7 @@ def _product(
     if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
         return fp8_vector.product(x, matrix, bias, resident_for(outputs, inputs), stream)
     x = _scaled(x)
-    if (out := _ringed(x, matrix, bias, dtype if stream is None else stream)) is not None:
+    if (out := ringed(x, matrix, bias, dtype if stream is None else stream)) is not None:
         return out
     tokens = x.values.shape[0]
     launch = _small_for(tokens, outputs)
@@ -418,7 +418,7 @@ def linear_activate(
     if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
         return fp8_vector.product(x, matrix, bias, resident_for(*matrix.values.shape), kind=kind)
     x = _scaled(x)
-    out = _ringed(x, matrix, bias, dtype, kind)
+    out = ringed(x, matrix, bias, dtype, kind)
     return activate(linear(x, matrix, bias, dtype), kind) if out is None else out
 
 

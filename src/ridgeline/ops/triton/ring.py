@@ -217,18 +217,23 @@ def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.con
     """Sums of a tile's blocks, the first of which is block `at` of the ring's: those of the rows, and of up's."""
     weights, tokens, full, free = ring
     SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
-    total = gl.zeros(SHAPE, gl.float32, SUMS)
-    up = gl.zeros(SHAPE, gl.float32, SUMS)
+    PIECES: gl.constexpr = tokens.shape[0] // STAGES
+    SUM: gl.constexpr = gl.int32 if weights.dtype.is_int() else gl.float32
+    total = gl.zeros(SHAPE, SUM, SUMS)
+    up = gl.zeros(SHAPE, SUM, SUMS)
     for block in range(run):
         stage = (at + block) % STAGES
         mbarrier.wait(full.index(stage), (at + block) // STAGES & 1)
-        x = tokens.index(stage).permute((1, 0))
-        total = warpgroup_mma(weights.index(stage * SIDES), x, total, is_async=True)
+        for piece in gl.static_range(PIECES):
+            x = tokens.index(stage * PIECES + piece).permute((1, 0))
+            w = (stage * PIECES + piece) * SIDES
+            total = warpgroup_mma(weights.index(w), x, total, is_async=True)
+            if SIDES == 2:
+                up = warpgroup_mma(weights.index(w + 1), x, up, is_async=True)
         if SIDES == 2:
-            up = warpgroup_mma(weights.index(stage * SIDES + 1), x, up, is_async=True)
-            total, up = warpgroup_mma_wait(2, deps=[total, up])
+            total, up = warpgroup_mma_wait(2 * PIECES, deps=[total, up])
         else:
-            total = warpgroup_mma_wait(1, deps=[total])
+            total = warpgroup_mma_wait(PIECES, deps=[total])
         mbarrier.arrive(free.index((at + block + STAGES - 1) % STAGES), count=1, pred=block > 0)
     if SIDES == 2:
         total, up = warpgroup_mma_wait(0, deps=[total, up])
@@ -273,7 +278,7 @@ def _scaled(total, tensors, row, token, m, n):
     wide = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
     w_scale = gl.load(tensors[4] + high, mask=high < n, other=0.0)
     x_scale = gl.load(tensors[5] + wide, mask=wide < m, other=0.0)
-    return total * (w_scale[:, None] * x_scale[None, :])
+    return total.to(gl.float32) * (w_scale.to(gl.float32)[:, None] * x_scale[None, :])
 
 
 @jit
@@ -315,7 +320,7 @@ def _multiply(
         place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
         held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
         at = turn * run
-        if EIGHT:
+        if weights.dtype.is_fp8():
             sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
         else:
             sums, ups = _sums(ring, at, run, SUMS, SIDES, STAGES)
@@ -368,7 +373,7 @@ def ring_kernel(
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
     PIECE: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = BLOCK // PIECE
-    gl.static_assert(w_desc.dtype.primitive_bitwidth == 16 or PIECES * SIDES == 2)
+    gl.static_assert(not w_desc.dtype.is_fp8() or PIECES * SIDES == 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PIECES * SIDES, ROWS, PIECE], w_desc.layout)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, BATCH, PIECE], x_desc.layout)
@@ -423,7 +428,8 @@ def ring_product(
     part, arrivals = out, out
     if split > 1:
         shape = (tiles, split, tile.batch, tile.rows)
-        part, arrivals = torch.empty(shape, dtype=torch.float32, device=out.device), _arrivals(out.device)
+        sums = torch.int32 if matrix.dtype == torch.int8 else torch.float32
+        part, arrivals = torch.empty(shape, dtype=sums, device=out.device), _arrivals(out.device)
     ring_kernel[(min(tile.programs, tiles) if split == 1 else tiles * split,)](
         _blocks(matrix, rows, tile.block),
         _blocks(values, tile.batch, tile.block),

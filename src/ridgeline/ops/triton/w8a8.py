@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, IntOps, Normed, Plain, Scaled
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.fp8 import LARGEST_SMALL, SMALL, WIDE, Small, Vector, _finish, small
+from ridgeline.ops.triton.fp8 import LARGEST_SMALL, SMALL, WIDE, Small, Vector, _finish, ringed, small
 from ridgeline.ops.triton.gemm_small import _arrivals
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.launch import await_inputs, overlap
@@ -364,6 +364,10 @@ def _product(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: tor
     dtype = x.x.dtype if isinstance(x, Normed) else x.dtype
     given = codes(x)
     tokens = given.values.shape[0]
+    # The ring and the small product ask a matrix for nothing but 8-bit values, scales and counters.
+    held = Fp8Matrix(matrix.codes.view(torch.int8), matrix.scales.view(-1), _arrivals(given.values.device))
+    if (product := ringed(given, held, bias, dtype if stream is None else stream)) is not None:
+        return product
     out = torch.empty((tokens, matrix.out), dtype=dtype, device=given.values.device) if stream is None else stream
     if not tokens:
         return out
@@ -373,8 +377,6 @@ def _product(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: tor
     elif isinstance(launch, Large):
         large(given, matrix, bias, out, launch, stream is not None)
     else:
-        # The small product asks a matrix for nothing but 8-bit values, scales and counters.
-        held = Fp8Matrix(matrix.codes.view(torch.int8), matrix.scales.view(-1), _arrivals(out.device))
         small(given, held, bias, out, launch, stream is not None)
     return out
 
