@@ -244,30 +244,47 @@ def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.con
 
 
 @jit
-def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
-    """The same of 8-bit numbers, blocks of two products. No product runs on into the next block: ptxas would then have all wait
-    for each other."""
+def _product(ring, stage, turn: gl.constexpr, TURNS: gl.constexpr, SIDES: gl.constexpr, into):
+    """Begin one product of a block, which leaves what `into` held behind."""
+    x = ring[1].index((stage * TURNS + turn) // SIDES).permute((1, 0))
+    return warpgroup_mma(ring[0].index(stage * TURNS + turn), x, into, use_acc=False, is_async=True)
+
+
+@jit
+def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr):
+    """The same of 8-bit numbers, blocks of an even number of products. Two of these take turns: one is made while the other is
+    added; ALONE: where registers do not hold both, each is added before the next. No product runs on into the next block: ptxas
+    would have all wait for each other."""
     weights, tokens, full, free = ring
     SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
+    TURNS: gl.constexpr = weights.shape[0] // STAGES
     total = gl.zeros(SHAPE, gl.float32, SUMS)
     up = gl.zeros(SHAPE, gl.float32, SUMS)
     even = gl.zeros(SHAPE, gl.float32, SUMS)
-    odd = gl.zeros(SHAPE, gl.float32, SUMS)
+    odd = even
+    if not ALONE:
+        odd = gl.zeros(SHAPE, gl.float32, SUMS)
     for block in range(run):
         stage = (at + block) % STAGES
         mbarrier.wait(full.index(stage), (at + block) // STAGES & 1)
-        x = tokens.index(2 * stage // SIDES).permute((1, 0))
-        even = warpgroup_mma(weights.index(2 * stage), x, even, use_acc=False, is_async=True)
-        x = tokens.index((2 * stage + 1) // SIDES).permute((1, 0))
-        odd = warpgroup_mma(weights.index(2 * stage + 1), x, odd, use_acc=False, is_async=True)
-        even = warpgroup_mma_wait(1, deps=[even])
-        total += even
-        odd = warpgroup_mma_wait(0, deps=[odd])
-        mbarrier.arrive(free.index(stage), count=1)
-        if SIDES == 2:
-            up += odd
-        else:
-            total += odd
+        for turn in gl.static_range(0, TURNS, 2):
+            if ALONE:
+                even = warpgroup_mma_wait(0, deps=[_product(ring, stage, turn, TURNS, SIDES, even)])
+                total += even
+                even = warpgroup_mma_wait(0, deps=[_product(ring, stage, turn + 1, TURNS, SIDES, even)])
+                odd = even
+            else:
+                even = _product(ring, stage, turn, TURNS, SIDES, even)
+                odd = _product(ring, stage, turn + 1, TURNS, SIDES, odd)
+                even = warpgroup_mma_wait(1, deps=[even])
+                total += even
+                odd = warpgroup_mma_wait(0, deps=[odd])
+            if turn + 2 == TURNS:
+                mbarrier.arrive(free.index(stage), count=1)
+            if SIDES == 2:
+                up += odd
+            else:
+                total += odd
     return total, up
 
 
@@ -321,7 +338,9 @@ def _multiply(
         held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
         at = turn * run
         if weights.dtype.is_fp8():
-            sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
+            sums, ups = _promoted_sums(
+                ring, at, run, SUMS, SIDES, STAGES, ROWS * BATCH // (32 * WARPS) * (2 + SIDES) > 200
+            )
         else:
             sums, ups = _sums(ring, at, run, SUMS, SIDES, STAGES)
         row = tile // batches * ROWS
@@ -373,7 +392,7 @@ def ring_kernel(
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
     PIECE: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = BLOCK // PIECE
-    gl.static_assert(not w_desc.dtype.is_fp8() or PIECES * SIDES == 2)
+    gl.static_assert(not w_desc.dtype.is_fp8() or PIECES * SIDES % 2 == 0)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PIECES * SIDES, ROWS, PIECE], w_desc.layout)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, BATCH, PIECE], x_desc.layout)

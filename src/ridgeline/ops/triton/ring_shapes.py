@@ -81,20 +81,23 @@ _GATE: dict[int, tuple[_For, ...]] = {
     128: (),
     256: (_For(16384, RingTile(128, 128, 64, 8, 6, 128, programs=PROCESSORS), SMALL),),
 }
-# Of e4m3: the same, with blocks of two products (see ring._promoted_sums).
+# Of 8 bits: the same, e4m3 in blocks of an even number of products (see ring._promoted_sums).
 _PLAIN8: dict[int, tuple[_For, ...]] = {
     1: (),
     16: (_For(ANY, RingTile(16, 64, 256, 4, 10, 96)),),
     32: (_For(ANY, RingTile(32, 64, 256, 4, 8, 128)),),
     64: (_For(ANY, RingTile(64, 64, 256, 4, 6, 128)),),
-    128: (_For(ANY, RingTile(128, 64, 256, 4, 4, 168)),),
+    128: (
+        _For(4096, RingTile(64, 64, 256, 4, 6, 128), 2 * SMALL),
+        _For(16384, RingTile(128, 64, 256, 4, 4, 168)),
+    ),
 }
 _GATE8: dict[int, tuple[_For, ...]] = {
     1: (),
     16: (_For(ANY, RingTile(16, 128, 128, 4, 11, 128, programs=PROCESSORS)),),
     32: (_For(ANY, RingTile(32, 128, 128, 4, 10, 128, programs=PROCESSORS)),),
     64: (_For(ANY, RingTile(64, 128, 128, 4, 8, 168, programs=PROCESSORS)),),
-    128: (_For(ANY, RingTile(128, 128, 128, 8, 6, 168, programs=PROCESSORS)),),
+    128: (),
 }
 
 
