@@ -153,7 +153,7 @@ TILES8 = [
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("tile", TILES8, ids=str)
-@pytest.mark.parametrize(("tokens", "n", "k"), [*SHAPES, (37, 4096, 14336)])
+@pytest.mark.parametrize(("tokens", "n", "k"), [*SHAPES[:3], (130, 640, 80), (37, 4096, 14336)])
 def test_ring_products_in_8_bits(tokens: int, n: int, k: int, tile: RingTile) -> None:
     """The same. Sums of 128 products keep about 13 bits, so that those of all are off by as little as bfloat16 rounds."""
     torch.manual_seed(0)

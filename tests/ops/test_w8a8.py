@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import IntMatrix, Normed
-from ridgeline.ops.triton import w8a8
+from ridgeline.ops.triton import fp8, w8a8
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.w8a8 import W8A8_TRITON, Large
@@ -97,6 +97,24 @@ def test_a_token_s_results_do_not_depend_on_the_others(monkeypatch: pytest.Monke
     whole = W8A8_TRITON.linear(x, matrix, bias)
     for tokens in (1, 17, 70):
         assert torch.equal(W8A8_TRITON.linear(x[:tokens], matrix, bias), whole[:tokens])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 8192), (1000, 1096)])
+def test_rings_and_small_products_agree_to_the_last_bit(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
+) -> None:
+    matrix, bias, x = matrix_of(outputs, inputs), noise(outputs).half(), noise(128, inputs, seed=6).half()
+    stream = noise(128, outputs, seed=7).half()
+    for tokens in (5, 33, 64, 128):
+        found = []
+        for choice in (fp8.ring8_for, lambda *_: None):
+            monkeypatch.setattr(fp8, "ring8_for", choice)
+            some, onto = x[:tokens], stream[:tokens]
+            found.append(W8A8_TRITON.linear(some, matrix, bias))
+            found += [W8A8_TRITON.linear_add(some, matrix, added, onto.clone()) for added in (bias, None)]
+        monkeypatch.undo()
+        assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
 
 
 def test_nothing_is_multiplied_for_no_tokens() -> None:

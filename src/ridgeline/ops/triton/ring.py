@@ -8,7 +8,7 @@ Where tiles are few, each one's sum is cut along k (split-K). The programs of a 
 the parts of its share of the tokens, in their order, so that results do not depend on timing.
 
 Of e4m3 the matrix unit's sums keep fewer bits than float32, so those of PROMOTED inputs are added to float32 ones (DeepSeek-V3
-report, section 3.3.2), while the next ones are made; results are scaled by token and by output.
+report, section 3.3.2), while the next ones are made; those of integers are exact. Either are scaled by token and by output.
 """
 
 # mypy: allow-untyped-defs
@@ -244,47 +244,30 @@ def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.con
 
 
 @jit
-def _product(ring, stage, turn: gl.constexpr, TURNS: gl.constexpr, SIDES: gl.constexpr, into):
-    """Begin one product of a block, which leaves what `into` held behind."""
-    x = ring[1].index((stage * TURNS + turn) // SIDES).permute((1, 0))
-    return warpgroup_mma(ring[0].index(stage * TURNS + turn), x, into, use_acc=False, is_async=True)
-
-
-@jit
-def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr):
-    """The same of 8-bit numbers, blocks of an even number of products. Two of these take turns: one is made while the other is
-    added; ALONE: where registers do not hold both, each is added before the next. No product runs on into the next block: ptxas
-    would have all wait for each other."""
+def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
+    """The same of e4m3, blocks of two products. No product runs on into the next block: ptxas would then have all wait for each
+    other."""
     weights, tokens, full, free = ring
     SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
-    TURNS: gl.constexpr = weights.shape[0] // STAGES
     total = gl.zeros(SHAPE, gl.float32, SUMS)
     up = gl.zeros(SHAPE, gl.float32, SUMS)
     even = gl.zeros(SHAPE, gl.float32, SUMS)
-    odd = even
-    if not ALONE:
-        odd = gl.zeros(SHAPE, gl.float32, SUMS)
+    odd = gl.zeros(SHAPE, gl.float32, SUMS)
     for block in range(run):
         stage = (at + block) % STAGES
         mbarrier.wait(full.index(stage), (at + block) // STAGES & 1)
-        for turn in gl.static_range(0, TURNS, 2):
-            if ALONE:
-                even = warpgroup_mma_wait(0, deps=[_product(ring, stage, turn, TURNS, SIDES, even)])
-                total += even
-                even = warpgroup_mma_wait(0, deps=[_product(ring, stage, turn + 1, TURNS, SIDES, even)])
-                odd = even
-            else:
-                even = _product(ring, stage, turn, TURNS, SIDES, even)
-                odd = _product(ring, stage, turn + 1, TURNS, SIDES, odd)
-                even = warpgroup_mma_wait(1, deps=[even])
-                total += even
-                odd = warpgroup_mma_wait(0, deps=[odd])
-            if turn + 2 == TURNS:
-                mbarrier.arrive(free.index(stage), count=1)
-            if SIDES == 2:
-                up += odd
-            else:
-                total += odd
+        x = tokens.index(2 * stage // SIDES).permute((1, 0))
+        even = warpgroup_mma(weights.index(2 * stage), x, even, use_acc=False, is_async=True)
+        x = tokens.index((2 * stage + 1) // SIDES).permute((1, 0))
+        odd = warpgroup_mma(weights.index(2 * stage + 1), x, odd, use_acc=False, is_async=True)
+        even = warpgroup_mma_wait(1, deps=[even])
+        total += even
+        odd = warpgroup_mma_wait(0, deps=[odd])
+        mbarrier.arrive(free.index(stage), count=1)
+        if SIDES == 2:
+            up += odd
+        else:
+            total += odd
     return total, up
 
 
@@ -338,15 +321,16 @@ def _multiply(
         held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
         at = turn * run
         if weights.dtype.is_fp8():
-            sums, ups = _promoted_sums(
-                ring, at, run, SUMS, SIDES, STAGES, ROWS * BATCH // (32 * WARPS) * (2 + SIDES) > 200
-            )
+            sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
         else:
             sums, ups = _sums(ring, at, run, SUMS, SIDES, STAGES)
         row = tile // batches * ROWS
         if SPLIT > 1:
             sums, ups = _exchange(sums, ups, tensors, tile, SIDES, SPLIT, PUT)
         if EIGHT:
+            # Before they are scaled: what joins them is added by the same instruction, as in fp8._finish.
+            if ADD:
+                sums = gl.convert_layout(sums, PUT)
             token = tile % batches * BATCH + skip
             sums = _scaled(sums, tensors, row, token, m, n)
             if SIDES == 2:
@@ -384,15 +368,15 @@ def ring_kernel(
     and up. ROWS: features of a tile, of each side.
 
     w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile, a power of two; tiles * SPLIT programs
-    if not 1. part: float32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile. w_scale, x_scale: float32
-    [features] and [m] of e4m3.
+    if not 1. part: float32, of integers int32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile.
+    w_scale [features], x_scale [m]: of 8-bit w and x.
     """
     if PDL:
         gdc_launch_dependents()
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
     PIECE: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = BLOCK // PIECE
-    gl.static_assert(not w_desc.dtype.is_fp8() or PIECES * SIDES % 2 == 0)
+    gl.static_assert(not w_desc.dtype.is_fp8() or PIECES * SIDES == 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PIECES * SIDES, ROWS, PIECE], w_desc.layout)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, BATCH, PIECE], x_desc.layout)

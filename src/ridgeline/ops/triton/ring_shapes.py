@@ -81,7 +81,8 @@ _GATE: dict[int, tuple[_For, ...]] = {
     128: (),
     256: (_For(16384, RingTile(128, 128, 64, 8, 6, 128, programs=PROCESSORS), SMALL),),
 }
-# Of 8 bits: the same, e4m3 in blocks of an even number of products (see ring._promoted_sums).
+# Of 8 bits: the same, in blocks of two products (see ring._promoted_sums). Gate and up of 65 to 128 tokens are cuBLAS's: every
+# tile of ours that registers hold reads x too often.
 _PLAIN8: dict[int, tuple[_For, ...]] = {
     1: (),
     16: (_For(ANY, RingTile(16, 64, 256, 4, 10, 96)),),
@@ -108,7 +109,7 @@ def ring_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None
 
 
 def ring8_for(tokens: int, n: int, k: int, gate: bool = False) -> RingTile | None:
-    """The same for e4m3."""
+    """The same of 8-bit floats or integers."""
     return _choice(_GATE8 if gate else _PLAIN8, tokens, n, k)
 
 

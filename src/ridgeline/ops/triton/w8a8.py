@@ -2,9 +2,10 @@
 
 Weights lie as integer.pack laid them out, in an order of the inputs that the weight-only kernels want. A sum does not ask
 for the order of its terms, so inputs are rounded into the same order and one copy of the weights serves both. One token is
-multiplied in registers, four codes an instruction; up to LARGEST_SMALL tokens products are those of fp8, which stream weights of
-any 8-bit type; beyond it tiles are large enough to be bound by arithmetic. Sums are exact, for int32 holds 2^17 products of
-127 x 128, so a token's results depend neither on how many tokens there are nor on which kernel took them.
+multiplied in registers, four codes an instruction; up to LARGEST_SMALL tokens products are those of fp8, by the ring or the small
+kernel, which stream weights of any 8-bit type; beyond it tiles are large enough to be bound by arithmetic. Sums are exact, for
+int32 holds 2^17 products of 127 x 128, so a token's results depend neither on how many tokens there are nor on which kernel took
+them.
 """
 
 # mypy: allow-untyped-defs
