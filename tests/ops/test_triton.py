@@ -213,6 +213,21 @@ def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
     assert len(set(want.tolist())) > rows // 2
 
 
+def test_the_first_of_equals_is_drawn_and_never_a_token_that_is_not_there() -> None:
+    vocab = 5000
+    logits = torch.full((4, vocab), -1.0)
+    logits[0, [4990, 70, 900]] = 2.0
+    logits[1] = float("-inf")
+    logits[1, 4321] = -9.0
+    logits[2] = float("nan")
+    logits[2, :4096] = float("-inf")
+    logits[3] = float("nan")
+    zeros = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+    drawn = TRITON.sample(logits.to(DEVICE), torch.zeros(4, device=DEVICE), zeros, zeros[:, 0], Purpose.TOKEN).tolist()
+    assert drawn[:2] == [70, 4321]
+    assert all(0 <= token < vocab for token in drawn)
+
+
 @pytest.mark.parametrize("wide", [1, 3])
 @pytest.mark.parametrize("deep", [False, True])
 def test_draw_finds_what_sample_is_given(wide: int, deep: bool) -> None:
