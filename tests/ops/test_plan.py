@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.triton import attention, tuning
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 
@@ -35,10 +37,10 @@ def plan(rows: list[tuple[int, int]], spare: int, window: int, finer: bool) -> t
         spare,
         GROUP,
         SMALL,
+        SMALLEST,
         kv_heads=KV_HEADS,
         window=window,
         tile=TILE,
-        smallest=SMALLEST,
         FINER=finer,
         ROWS=16,
         BLOCK=4,
@@ -67,7 +69,7 @@ def test_units_cover_each_row_once(seed: int, finer: bool, window: int) -> None:
             continue
         assert first == at
         # A row's runs are as long as the first of them, but for what its tile lacks.
-        run = -(-(units[first][2] - units[first][1]).item() // TILE) * TILE
+        run = -(-int(units[first][2] - units[first][1]) // TILE) * TILE
         assert run <= longest
         longest = run
         slot = max(length - n - window + 1, 0) // TILE * TILE if window else 0
@@ -98,3 +100,19 @@ def test_rows_a_little_longer_than_a_run_are_not_cut() -> None:
     lengths = [TILE, SMALLEST, SMALLEST + 1, 3 * SMALLEST // 2 - 1, 2 * SMALLEST, 4 * SMALLEST]
     _, per_row = plan([(length, 1) for length in lengths], spare=100, window=0, finer=False)
     assert per_row[1].tolist() == [1, 1, 1, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "query", "many"),
+    [(8, 1, False), (49, 1, False), (64, 1, False), (66, 1, True), (255, 1, True), (255, 9, False)],
+)
+def test_many_rows_of_a_step_that_only_decodes_are_cut_less(
+    rows: int, query: int, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 132 processors, with 8 KV heads: up to 65 rows run at a time; rows of a mixed step may be fewer than its graph's."""
+    monkeypatch.setattr(attention, "_processors", lambda device: 132)
+    q, kv = torch.empty(rows * query, 16, 128, device="meta"), torch.empty(2, 2, 8, 64, 128, device="meta")
+    none = torch.empty(0, dtype=torch.int32)
+    step = StepInputs(torch.empty(rows, dtype=torch.int32), none, none, none, none, query, 4096)
+    call = attention._Call(q, KvView(kv, none, none, None, None, 1.0), step, 2 if query == 1 else 16)
+    assert call.smallest == (tuning.SMALLEST_OF_MANY if many else tuning.SMALLEST_SPLIT)

@@ -109,12 +109,6 @@ class _Call:
         return self.few and self.step.rows.shape[0] >= tuning.FEWEST_WIDE_ROWS
 
     @property
-    def smallest(self) -> int:
-        """Slots below which a part of a row is not cut further."""
-        verifies = self.step.max_query > 1 and self.step.max_query * self.group <= self.small
-        return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT
-
-    @property
     def lone(self) -> bool:
         """Whether one or two rows of long contexts leave room for the next layer's programs beside their own. Steps that only
         decode, as below."""
@@ -144,6 +138,16 @@ class _Call:
         waves = 1 if self.programs < self.wave else tuning.SPLIT_WAVES
         units = self.wave * waves // self.view.kv.shape[2]
         return max(1, units - self.step.rows.shape[0] if self.sparse else units)
+
+    @property
+    def smallest(self) -> int:
+        """Slots below which a part of a row is not cut further. Steps that only decode have about as many rows as are said; those
+        of a graph of mixed steps may be few, and parts of a few are worth their price."""
+        if self.step.max_query == 1:
+            many = not self.sparse and self.programs >= self.wave
+            return tuning.SMALLEST_OF_MANY if many else tuning.SMALLEST_SPLIT
+        verifies = self.step.max_query * self.group <= self.small
+        return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT
 
     @property
     def early(self) -> bool:
@@ -209,10 +213,10 @@ def _plan(call: _Call) -> _Work:
         spare,
         call.group,
         call.small,
+        call.smallest if call.q.is_cuda else tile.keys,
         kv_heads=kv_heads,
         window=0 if call.compacted else call.view.window or 0,
         tile=tile.keys,
-        smallest=call.smallest if call.q.is_cuda else tile.keys,
         FINER=call.sparse,
         ROWS=_class(rows, tuning.PLAN_ROWS),
         BLOCK=block,

@@ -72,7 +72,7 @@ def _parts(span, run, tile: tl.constexpr, FINER: tl.constexpr):
     return tl.where(span > 0, (span + own_run - 1) // tl.maximum(own_run, 1), 0), own_run
 
 
-@triton.jit(do_not_specialize=["rows", "units", "spare", "group", "small"])
+@triton.jit(do_not_specialize=["rows", "units", "spare", "group", "small", "smallest"])
 def plan_kernel(
     rows_ptr,
     q_start_ptr,
@@ -85,19 +85,19 @@ def plan_kernel(
     spare,
     group,
     small,
+    smallest,
     kv_heads: tl.constexpr,
     window: tl.constexpr,
     tile: tl.constexpr,
-    smallest: tl.constexpr,
     FINER: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut rows with at most `small` packed queries along their slots into runs of about a common length, multiples of `tile`,
-    such that all runs fit into rows + spare units; FINER: into as many of them as that allows. The runs of a row are alike but
-    for its last. Unless FINER, a row is cut from one and a half runs on: a few slots more make no program late, and each part
-    costs a program and its share in putting them together.
+    """Cut rows with at most `small` packed queries along their slots into runs of about a common length, multiples of `tile`
+    and about `smallest` at least, such that all runs fit into rows + spare units; FINER: into as many of them as that allows.
+    The runs of a row are alike but for its last. Unless FINER, a row is cut from one and a half runs on: a few slots more make
+    no program late, and each part costs a program and its share in putting them together.
 
     Rows of the longest runs come first (Graham 1969): programs start in the order of their units, and what starts last
     should end soon. Each program of the plan hands out BLOCK rows.

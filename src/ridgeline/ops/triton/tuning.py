@@ -92,6 +92,9 @@ SMALLEST_SPLIT = 256
 """Slots below which a further split costs more than it brings."""
 SMALLEST_VERIFIED_SPLIT = 64
 """The same where rows have a few query tokens: a part's program takes 2 us for each 64 slots of theirs."""
+SMALLEST_OF_MANY = 960
+"""The same where rows and heads alone fill more than one wave, whose tail starting with the longest runs has shortened already: a
+0.6B of 91 rows lost 5 % of a step to parts of 640."""
 COMBINED_ALONE = 4096
 """Numbers that a program of combine_kernel holds at a time while it puts the parts of a head together: 32 parts in one turn."""
 COMBINED_ELEMENTS = 2048
