@@ -70,8 +70,8 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// Up to 16 rows by one block, or one pair of blocks. Each number of rows up to 8 has its own, because with weights in the caches the
-// products are what takes the time: one a cycle.
+// Up to 16 rows by one block, or one pair of blocks. Each number of rows up to 8 has its own: with weights in the caches the
+// multiply-adds are what takes the time, one a cycle.
 template <class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form ROWS = Form::ROWS, MIXED = Form::MIXED;
     const index m = p.m;
