@@ -103,16 +103,25 @@ def test_rows_a_little_longer_than_a_run_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "query", "many"),
-    [(8, 1, False), (49, 1, False), (64, 1, False), (66, 1, True), (255, 1, True), (255, 9, False)],
+    ("rows", "query", "small", "smallest"),
+    [
+        (8, 1, 2, tuning.SMALLEST_SPLIT),
+        (49, 1, 2, tuning.SMALLEST_SPLIT),
+        (64, 1, 2, tuning.SMALLEST_SPLIT),
+        (66, 1, 2, tuning.SMALLEST_OF_MANY),
+        (255, 1, 2, tuning.SMALLEST_OF_MANY),
+        (255, 9, 16, tuning.SMALLEST_SPLIT),
+        (4, 8, 16, tuning.SMALLEST_VERIFIED_SPLIT),
+    ],
 )
-def test_many_rows_of_a_step_that_only_decodes_are_cut_less(
-    rows: int, query: int, many: bool, monkeypatch: pytest.MonkeyPatch
+def test_how_short_the_parts_of_a_row_may_be(
+    rows: int, query: int, small: int, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On 132 processors, with 8 KV heads: up to 65 rows run at a time; rows of a mixed step may be fewer than its graph's."""
+    """On 132 processors, with 8 KV heads and 16 of queries: up to 65 rows that decode run at a time; rows of a mixed step
+    may be fewer than its graph's; those that verify have all their queries in one tile."""
     monkeypatch.setattr(attention, "_processors", lambda device: 132)
     q, kv = torch.empty(rows * query, 16, 128, device="meta"), torch.empty(2, 2, 8, 64, 128, device="meta")
     none = torch.empty(0, dtype=torch.int32)
     step = StepInputs(torch.empty(rows, dtype=torch.int32), none, none, none, none, query, 4096)
-    call = attention._Call(q, KvView(kv, none, none, None, None, 1.0), step, 2 if query == 1 else 16)
-    assert call.smallest == (tuning.SMALLEST_OF_MANY if many else tuning.SMALLEST_SPLIT)
+    call = attention._Call(q, KvView(kv, none, none, None, None, 1.0), step, small)
+    assert call.smallest == smallest

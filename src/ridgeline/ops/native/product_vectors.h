@@ -1,6 +1,8 @@
 // Products without tiles: by fused multiply-adds along K, 16 outputs a vector.
 #pragma once
 
+#include <utility>
+
 #include "problem.h"
 
 namespace ridgeline {
@@ -70,34 +72,30 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// Up to 16 rows by one block, or one pair of blocks. Each number of rows up to 8 has its own: with weights in the caches the
-// multiply-adds are what takes the time, one a cycle.
-template <class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
-    constexpr Form ROWS = Form::ROWS, MIXED = Form::MIXED;
+// MOST_SPLIT for 1 to 8 rows, of one block and of a pair.
+constexpr int SPLITS[2][8] = {{8, 4, 4, 4, 2, 2, 2, 2}, {4, 4, 4, 2, 1, 1, 1, 1}};
+
+// Each number of rows up to 8 has its own: with weights in the caches the multiply-adds are what takes the time, one a cycle.
+template <bool GATED, class T, class Out, int... BEFORE>
+void as_many_rows(const Problem<T, Out>& p, const T* x, index block, std::integer_sequence<int, BEFORE...>) {
+    ((p.m == BEFORE + 1
+          ? stream<T, BEFORE + 1, GATED ? 2 : 1, SPLITS[GATED][BEFORE], GATED, Form::ROWS>(p, x, 0, p.m, block)
+          : void()),
+     ...);
+}
+
+// Up to 16 rows by one block, or one pair of blocks.
+template <bool GATED, class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
+    constexpr Form MIXED = Form::MIXED;
     const index m = p.m;
-    if (p.gated()) {
-        if (m == 1) return stream<T, 1, 2, 4, true, ROWS>(p, x, 0, m, block);
-        if (m == 2) return stream<T, 2, 2, 4, true, ROWS>(p, x, 0, m, block);
-        if (m == 3) return stream<T, 3, 2, 4, true, ROWS>(p, x, 0, m, block);
-        if (m == 4) return stream<T, 4, 2, 2, true, ROWS>(p, x, 0, m, block);
-        if (m == 5) return stream<T, 5, 2, 1, true, ROWS>(p, x, 0, m, block);
-        if (m == 6) return stream<T, 6, 2, 1, true, ROWS>(p, x, 0, m, block);
-        if (m == 7) return stream<T, 7, 2, 1, true, ROWS>(p, x, 0, m, block);
-        if (m == 8) return stream<T, 8, 2, 1, true, ROWS>(p, x, 0, m, block);
-        if (m <= 12) return stream<T, 12, 2, 1, true, MIXED>(p, x, 0, m, block);
+    if (m <= 8) return as_many_rows<GATED>(p, x, block, std::make_integer_sequence<int, 8>());
+    if (m <= 12) return stream<T, 12, GATED ? 2 : 1, 2, GATED, MIXED>(p, x, 0, m, block);
+    if constexpr (GATED) {
         stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
-        return stream<T, 8, 2, 1, true, MIXED>(p, x, 8, m - 8, block);
+        stream<T, 8, 2, 1, true, MIXED>(p, x, 8, m - 8, block);
+    } else {
+        stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
     }
-    if (m == 1) return stream<T, 1, 1, 8, false, ROWS>(p, x, 0, m, block);
-    if (m == 2) return stream<T, 2, 1, 4, false, ROWS>(p, x, 0, m, block);
-    if (m == 3) return stream<T, 3, 1, 4, false, ROWS>(p, x, 0, m, block);
-    if (m == 4) return stream<T, 4, 1, 4, false, ROWS>(p, x, 0, m, block);
-    if (m == 5) return stream<T, 5, 1, 2, false, ROWS>(p, x, 0, m, block);
-    if (m == 6) return stream<T, 6, 1, 2, false, ROWS>(p, x, 0, m, block);
-    if (m == 7) return stream<T, 7, 1, 2, false, ROWS>(p, x, 0, m, block);
-    if (m == 8) return stream<T, 8, 1, 2, false, ROWS>(p, x, 0, m, block);
-    if (m <= 12) return stream<T, 12, 1, 2, false, MIXED>(p, x, 0, m, block);
-    return stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
 }
 
 // Many rows: as many times so many blocks as there are registers for, x and a few blocks of weights staying in the cache.
@@ -142,7 +140,7 @@ template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p
 template <class T, class Out> void by_vectors(const Problem<T, Out>& p, const T* x, Range own) {
     if (p.fixed) return p.gated() ? in_order<T, true>(p, x, own) : in_order<T, false>(p, x, own);
     if (p.m > FEW_ROWS) return p.gated() ? many_rows<T, true>(p, x, own) : many_rows<T, false>(p, x, own);
-    for (index block = own.begin; block < own.end; ++block) few_rows(p, x, block);
+    for (index block = own.begin; block < own.end; ++block) p.gated() ? few_rows<true>(p, x, block) : few_rows<false>(p, x, block);
 }
 
 }  // namespace ridgeline
