@@ -63,10 +63,14 @@ class Steps:
         self.used[0] += len(rest)
         return [(gained, took), *rest]
 
-    def run(self, pace: Pace, count: int, kept: float) -> float:
-        """Tokens per row and second, against steps without drafts."""
+    def run(self, pace: Pace, count: int, kept: float, length: int | None = None) -> float:
+        """Tokens per row and second, against steps without drafts. length: steps between two requests that come new."""
         found: list[tuple[float, float]] = []
+        came = -1
         while len(found) < count:
+            if length is not None and len(found) // length > came:
+                pace.welcome(self.rows, 1)
+                came = len(found) // length
             found += self.step(pace, kept)
         plain = sum(self.time(0, 0) for _ in range(2000)) / 2000
         return plain * sum(gained for gained, _ in found) / sum(seconds for _, seconds in found)
@@ -113,6 +117,25 @@ def test_easy_and_hard_answers_in_turns_are_no_slower_than_plain_ones() -> None:
     for _ in range(10):
         assert steps.run(pace, 128, 0.0) > 0.92
         steps.run(pace, 128, 0.7)
+
+
+def test_who_comes_new_is_tried_again() -> None:
+    """What a hard text taught must not keep an easy one behind it from being drafted."""
+    for seed in range(3):
+        pace, steps = Pace(SIZES), Steps(two_cores, seed=seed)
+        easy, hard = [], []
+        for _ in range(10):
+            hard.append(steps.run(pace, 128, 0.0, 128))
+            easy.append(steps.run(pace, 128, 0.7, 128))
+        assert sum(easy) > 10 * 1.3 and sum(hard) > 10 * 0.93
+
+
+@pytest.mark.parametrize(("kept", "rows", "length"), [(0.0, 1, 32), (0.3, 1, 32), (0.0, 128, 1), (0.3, 128, 1)])
+def test_short_requests_that_gain_nothing_cost_next_to_nothing(kept: float, rows: int, length: int) -> None:
+    for seed in range(3):
+        pace, steps = Pace(SIZES), Steps(two_cores if rows == 1 else device(128), rows=rows, seed=seed)
+        steps.run(pace, 300, kept)
+        assert steps.run(pace, 3000, kept, length) > 0.97
 
 
 def test_longer_contexts_do_not_turn_the_choice() -> None:

@@ -8,6 +8,8 @@ along as contexts grow. Two accounts, both in plain steps, bound what drafting c
 - `credit` is what drafting of any kind has really gained against plain steps, a share of whose time it is given. Without credit
   nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share and _CREDIT steps.
 
+What one request's text taught says little of the next one's: who comes new brings a little of both, enough to try again.
+
 What a size promises is the sum of Leviathan et al. (2023, section 3.3), with measured rates in place of given ones.
 """
 
@@ -19,6 +21,8 @@ from dataclasses import dataclass, field, replace
 _SHARE = 0.0125
 _CREDIT, _START = 4.0, 2.0
 """Steps of credit at most, and at first."""
+_NEW_CREDIT, _NEW_SPARE = 1.0, 0.5
+"""What a request that is alone has of both when it comes; in a batch its share of that."""
 _WARM = 16
 """Plain steps before anything is tried: the first ones of an engine are slow."""
 _LOOK, _COLD, _ASKS = 6, 2, 4
@@ -54,6 +58,12 @@ class _Batch:
     left: int = 0
     won: float = 0.0
     tried: int = 0
+
+    def welcome(self, share: float) -> None:
+        """A share of the rows is new."""
+        self.credit, self.spare = max(self.credit, share * _NEW_CREDIT), max(self.spare, share * _NEW_SPARE)
+        if not self.size:
+            self.left = 0
 
     def steps_to(self, price: float, keep: float = 0.0) -> int:
         """Plain steps after which a look can be paid, 0 if it can be now. keep: what must be left to spare."""
@@ -91,6 +101,10 @@ class Pace:
         own = replace(known, plain=0.0, ratio=dict(known.ratio), spare=1.0, credit=_START, left=0, won=0.0)
         self._batches[key] = own
         return own
+
+    def welcome(self, rows: int, new: int) -> None:
+        """Of so many rows some are new: what was learned may not hold for them."""
+        self._of(rows).welcome(min(1.0, new / rows))
 
     # --- what the device drafts ---------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class Drafts:
         self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
         """The first nodes of the device's draft that are a chain."""
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
-        self._rest = self._waiting = 0
+        self._rest = self._waiting = self._new = 0
         self._asked: list[Request] = []
         self._quoted = 0.0
         """What a question won lately that was asked to find out: what is expected for a new request."""
@@ -196,6 +196,10 @@ class Drafts:
             return
         device, plan, rows = self._device, step.plan, sum(step.plan.samples)
         self._rows = max(1, rows)
+        self._new += len(plan.joins)
+        if rows and self._new:
+            self._pace.welcome(rows, self._new)
+            self._new = 0
         step.size, self._size = self._size, 0
         step.asked, self._asked = self._asked, []
         waiting, self._waiting = self._waiting, 0
