@@ -37,13 +37,15 @@ from ridgeline.ops.triton.ring_shapes import RingTile
 
 COUNTERS = 4096
 """Tiles that may be shared: more than this are dealt whole."""
+ROUND = gl.constexpr(64)
+"""What the programs of a tile add to its counter together; as many as they may be at most."""
 PROMOTED = 128
 """Inputs after which a sum of 8-bit products is added to a float32 one; also what the copy engine takes of a row at a time."""
 
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of the programs that have written, and read, their part of a tile: zero before and after every product."""
+    """Counters of the programs that have written their part of a tile: whole rounds before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -193,8 +195,12 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
         gl.store(place + SIZE, up)
     # Every thread's part must be out before the one thread that counts says so.
     gl.thread_barrier()
-    arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") + 1
-    while arrived < SPLIT:
+    EACH: gl.constexpr = ROUND // SPLIT
+    arrived = gl.atomic_add(arrivals_ptr + tile, EACH, sem="acq_rel")
+    # Differences are right where the counter has run over.
+    goal = (arrived | (ROUND - 1)) + 1
+    arrived += EACH
+    while arrived - goal < 0:
         arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
     high = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     wide = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
@@ -207,8 +213,6 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
         ups = gl.load(place + SIZE, cache_modifier=".cg")
         for other in gl.static_range(1, SPLIT):
             ups += gl.load(place + (other * SIDES + 1) * SIZE, cache_modifier=".cg")
-    left = gl.atomic_add(arrivals_ptr + tile, 1, sem="relaxed")
-    gl.store(arrivals_ptr + tile, 0, mask=left == 2 * SPLIT - 1)
     return sums, ups
 
 
@@ -368,7 +372,7 @@ def ring_kernel(
     and up. ROWS: features of a tile, of each side.
 
     w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile, a power of two; tiles * SPLIT programs
-    if not 1. part: float32, of integers int32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, zero for every tile.
+    if not 1. part: float32, of integers int32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, see _arrivals.
     w_scale [features], x_scale [m]: of 8-bit w and x.
     """
     if PDL:
