@@ -47,9 +47,10 @@ def test_every_block_is_computed_once(
     assert sorted(found) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
 @pytest.mark.parametrize(
-    ("n", "k"), [(48, 64), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
+    ("n", "k"),
+    [(48, 64), (512, 14336), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)],
 )
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("eight", [False, True])
@@ -64,6 +65,7 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, ei
         assert tile.registers * 32 * (tile.warps + 4) <= 1 << 16
         assert tile.batch >= tokens or n * k <= SMALL or eight
         assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
+        assert tile.split <= ring.ROUND.value
         assert tile.split == 1 or tile.split * -(-n // tile.rows) * -(-tokens // tile.batch) <= 132
         assert tile.rows >= (128 if gate else 64)
 
@@ -95,7 +97,7 @@ def compile_for_hopper(tile: RingTile, kind: str | None, add: bool, eight: bool 
     ("tile", "kind", "add", "product"),
     [
         (RingTile(64, 128, 64, 4, 4, 128), "silu", False, ""),
-        (RingTile(16, 64, 128, 4, 5, 96, split=2), None, True, ""),
+        (RingTile(8, 64, 128, 4, 12, 96, split=2), None, True, ""),
         (RingTile(64, 128, 128, 4, 4, 168), "silu", False, "m64n64k32.f32.e4m3.e4m3"),
         (RingTile(16, 64, 256, 4, 5, 96, split=2), None, True, "m64n16k32.f32.e4m3.e4m3"),
     ],
@@ -117,6 +119,8 @@ TILES = [
     (RingTile(64, 64, 128, 4, 6, 128, split=2), torch.float16),
     (RingTile(16, 128, 128, 4, 6, 128), torch.bfloat16),
     (RingTile(16, 64, 128, 4, 10, 96, split=4), torch.bfloat16),
+    (RingTile(8, 64, 128, 4, 12, 96, split=2), torch.bfloat16),
+    (RingTile(8, 128, 128, 4, 6, 128), torch.float16),
 ]
 
 
@@ -140,6 +144,23 @@ def test_ring_products(tokens: int, n: int, k: int, tile: RingTile, dtype: torch
         both += bias.double()
         activated = ring.ring_product(x, weight, bias, tile, kind="gelu_tanh")
         assert off(activated, REFERENCE.activate(both, "gelu_tanh")) < 6e-3
+
+
+@pytest.mark.gpu
+@hopper
+def test_counters_run_over() -> None:
+    """They are never set back: the sums of a shared tile are whole on either side of the largest number."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 2048, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.randn(300, 2048, dtype=torch.bfloat16, device=DEVICE)
+    tiles = [RingTile(8, 64, 128, 4, 12, 96, split=split) for split in (2, 8, 4, 2)]
+    counters = ring._arrivals(x.device)
+    before = counters.clone()
+    counters.fill_((1 << 31) - 2 * ring.ROUND.value)
+    for tile in tiles:
+        assert off(ring.ring_product(x, weight, None, tile), x.double() @ weight.double().T) < 4e-3
+    assert counters[0].item() == 2 * ring.ROUND.value - (1 << 31)
+    counters.copy_(before)
 
 
 TILES8 = [

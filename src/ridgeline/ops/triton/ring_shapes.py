@@ -48,6 +48,7 @@ class _For:
 # wait for is the kernel before.
 _PLAIN: dict[int, tuple[_For, ...]] = {
     1: (),
+    8: (_For(16384, RingTile(8, 64, 128, 4, 12, 96)),),
     16: (_For(16384, RingTile(16, 64, 128, 4, 10, 96)),),
     32: (
         _For(16384, RingTile(32, 64, 128, 4, 8, 96)),
@@ -66,6 +67,10 @@ _PLAIN: dict[int, tuple[_For, ...]] = {
 # The activation of a merged gate and up as part of it.
 _GATE: dict[int, tuple[_For, ...]] = {
     1: (),
+    8: (
+        _For(16384, None),
+        _For(ANY, RingTile(8, 128, 128, 4, 6, 128, programs=PROCESSORS)),
+    ),
     16: (
         _For(16384, None),
         _For(ANY, RingTile(16, 128, 128, 4, 6, 128, programs=PROCESSORS)),
@@ -120,10 +125,10 @@ def _choice(table: dict[int, tuple[_For, ...]], tokens: int, n: int, k: int) -> 
 
 
 def _split(tile: RingTile, tokens: int, n: int, k: int) -> RingTile:
-    """With so many programs per tile that one wave is about full."""
+    """With so many programs per tile that one wave is about full, each of which has a token of it at least."""
     tiles = -(-n // tile.rows) * -(-tokens // tile.batch)
     split = 1
     if tokens <= MOST_SPLIT_TOKENS and k >= SHORTEST_SPLIT:
-        while 2 * split * tiles <= PROCESSORS and 2 * split * SMALLEST_PART <= k:
+        while 2 * split <= tile.batch and 2 * split * tiles <= PROCESSORS and 2 * split * SMALLEST_PART <= k:
             split *= 2
     return replace(tile, split=split)
