@@ -2,7 +2,7 @@
 
 One token is a matrix-vector product in registers (fp8_vector; here for shapes that it does not take); up to LARGEST_SMALL
 tokens weights stream through a ring on Hopper (ring), elsewhere a tensor-core product splits the inputs so that every
-processor streams weights; beyond it cuBLAS (`torch._scaled_mm`), which is bound by arithmetic there.
+processor streams weights; beyond it cuBLAS (`torch._scaled_mm`, and cublas onto a stream), which is bound by arithmetic there.
 """
 
 # mypy: allow-untyped-defs
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
-from ridgeline.ops.triton import fp8_vector
+from ridgeline.ops.triton import cublas, fp8_vector
 from ridgeline.ops.triton.launch import await_inputs, gluon, overlap
 from ridgeline.ops.triton.quantize import activate, quantize, rms_norm
 from ridgeline.ops.triton.ring_shapes import ring8_for
@@ -395,6 +395,8 @@ def _product(
     tokens = x.values.shape[0]
     launch = _small_for(tokens, outputs)
     if launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
+        if stream is not None and bias is None and cublas.join(x, matrix, stream):
+            return stream
         out = _large(x, matrix, bias)
         return out if stream is None else stream.add_(out)
     add = stream is not None
