@@ -13,9 +13,10 @@ from ridgeline.ops.table import Activation, Fp8Matrix, Normed, Scaled, plain
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import fp8, fp8_vector
+from ridgeline.ops.triton import cublas, fp8, fp8_vector
 from ridgeline.ops.triton import quantize as inputs
 from ridgeline.ops.triton.fp8 import FP8_TRITON
+from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.shapes import ResidentTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,6 +124,31 @@ def test_products(dtype: torch.dtype, tokens: int, shape: tuple[int, int]) -> No
         check(FP8_TRITON.linear(given, weights, added, dtype), want, slack + odd)
         check(FP8_TRITON.linear_add(given, weights, added, stream.clone()), stream.double() + want, slack + odd)
     assert not weights.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu" or not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [129, 300, 1025])
+@pytest.mark.parametrize("shape", [(96, 64), (256, 1040)])
+def test_what_joins_the_stream_is_rounded_once(tokens: int, shape: tuple[int, int]) -> None:
+    """By cuBLAS, as it stores; added behind the product it would be rounded before, too."""
+    weights, x = matrix(*shape), quantize(noise(tokens, shape[1]).bfloat16())
+    stream = (5 * noise(tokens, shape[0], seed=8)).bfloat16()
+    want, before = stream.double() + exact(x, weights, None), stream.clone()
+    assert not cublas.join(x, weights, stream.half())
+    assert cublas.join(x, weights, stream)
+    check(stream, want)
+    apart = before + fp8._large(x, weights, None)
+    assert (stream.double() - want).norm() < (apart.double() - want).norm()
+    # In a graph, on another stream of other tokens in between.
+    graph = torch.cuda.CUDAGraph()
+    held = before.clone()
+    with torch.cuda.graph(graph):
+        cublas.join(x, weights, held)
+    cublas.join(Scaled(x.values[:50], x.scales[:50]), weights, before[:50].clone())
+    held.copy_(before)
+    graph.replay()
+    assert torch.equal(held, stream)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,8 @@ LARGEST = tl.constexpr(448.0)
 SMALLEST_AMAX = tl.constexpr(1e-12)
 WIDEST_ROW = 16384
 """Elements of a row that one program keeps in registers; longer rows are read twice."""
+MANY = 1024
+"""Tokens from which a processor always has the next ones at hand."""
 
 
 @triton.jit
@@ -23,6 +25,26 @@ def scale_of(amax):
     """(factor of the values, scale): 448 / amax and amax / 448, rounded as the reference rounds them."""
     amax = tl.maximum(amax, SMALLEST_AMAX)
     return tl.math.div_rn(LARGEST, amax), tl.math.div_rn(amax, LARGEST)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
+    """x, float32, as `dtype` holds it, in float32. FAST: two at a time; one by one they wait for the unit of exponentials."""
+    if FAST and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+            }""",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -48,19 +70,19 @@ def _norm_kernel(
     await_inputs(PDL)
     wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = (wide * rms * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    normed = _rounded(wide * rms * weight, x_ptr.dtype.element_ty, PDL)
     factor, scale = scale_of(tl.max(tl.abs(normed), 0))
     tl.store(out_ptr + token * size + at, (normed * factor).to(tl.float8e4nv), mask=inside)
     tl.store(scale_ptr + token, scale)
 
 
 @triton.jit
-def _source(x_ptr, at, inside, size, ACTIVATION: tl.constexpr):
+def _source(x_ptr, at, size, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """What is quantized at `at`: x itself, or act(gate) * up rounded to x's dtype; float32."""
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     if ACTIVATION != 0:
-        up = tl.load(x_ptr + size + at, mask=inside, other=0.0).to(tl.float32)
-        x = gated(x, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+        up = tl.load(x_ptr + size + at, mask=at < size, other=0.0).to(tl.float32)
+        x = _rounded(gated(x, up, ACTIVATION, PDL), x_ptr.dtype.element_ty, PDL)
     return x
 
 
@@ -73,35 +95,53 @@ def _quantize_kernel(
     size,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    HELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up)."""
+    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up). HELD: parts that a
+    row is held in, one behind the other; none: it is read twice, BLOCK at a time."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     out_ptr += token * size
-    at = tl.arange(0, BLOCK)
     await_inputs(PDL)
-    if BLOCKS == 1:
-        x = _source(x_ptr, at, at < size, size, ACTIVATION)
-        factor, scale = scale_of(tl.max(tl.abs(x), 0))
-        tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
-    else:
-        amax = 0.0
-        for block in range(BLOCKS):
-            here = block * BLOCK + at
-            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, here, here < size, size, ACTIVATION)), 0))
+    if len(HELD) > 0:
+        at = tl.arange(0, HELD[0])
+        x = _source(x_ptr, at, size, ACTIVATION, PDL)
+        amax = tl.max(tl.abs(x), 0)
+        if len(HELD) > 1:
+            second = HELD[0] + tl.arange(0, HELD[1])
+            x1 = _source(x_ptr, second, size, ACTIVATION, PDL)
+            amax = tl.maximum(amax, tl.max(tl.abs(x1), 0))
+        if len(HELD) > 2:
+            third = HELD[0] + HELD[1] + tl.arange(0, HELD[2])
+            x2 = _source(x_ptr, third, size, ACTIVATION, PDL)
+            amax = tl.maximum(amax, tl.max(tl.abs(x2), 0))
         factor, scale = scale_of(amax)
-        for block in range(BLOCKS):
-            here = block * BLOCK + at
-            x = _source(x_ptr, here, here < size, size, ACTIVATION)
-            tl.store(out_ptr + here, (x * factor).to(tl.float8e4nv), mask=here < size)
+        tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
+        if len(HELD) > 1:
+            tl.store(out_ptr + second, (x1 * factor).to(tl.float8e4nv), mask=second < size)
+        if len(HELD) > 2:
+            tl.store(out_ptr + third, (x2 * factor).to(tl.float8e4nv), mask=third < size)
+    else:
+        at = tl.arange(0, BLOCK)
+        amax = 0.0
+        for first in range(0, size, BLOCK):
+            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, first + at, size, ACTIVATION, PDL)), 0))
+        factor, scale = scale_of(amax)
+        for first in range(0, size, BLOCK):
+            x = _source(x_ptr, first + at, size, ACTIVATION, PDL)
+            tl.store(out_ptr + first + at, (x * factor).to(tl.float8e4nv), mask=first + at < size)
     tl.store(scale_ptr + token, scale)
 
 
 def _room(tokens: int, size: int, like: torch.Tensor) -> Scaled:
     values = torch.empty((tokens, size), dtype=FP8, device=like.device)
     return Scaled(values, torch.empty(tokens, dtype=torch.float32, device=like.device))
+
+
+def _warps(tokens: int, block: int) -> int:
+    """Of a program: many for few tokens, which wait for each other; few for many, which cost by the instruction."""
+    return min(32, max(1, block // (512 if tokens < MANY else 1024)))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
@@ -120,7 +160,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
             size,
             OFFSET=offset,
             BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(16, _warps(tokens, block)),
             **overlap(x.device),
         )
     return out
@@ -138,9 +178,9 @@ def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
             x.stride(0),
             size,
             ACTIVATION=activation,
-            BLOCKS=triton.cdiv(size, block),
+            HELD=(block,) if size <= block else (),
             BLOCK=block,
-            num_warps=min(32, max(1, block // 512)),
+            num_warps=_warps(tokens, block),
             **overlap(x.device),
         )
     return out
