@@ -1,8 +1,9 @@
-"""Products in 8 bits onto a stream by cuBLASLt, through its C interface.
+"""Products of many tokens in 8 bits by cuBLASLt, through its C interface.
 
 torch takes no summand but a bias in an 8-bit product, so that a kernel of its own adds what comes out: it reads two tensors
-and writes one. cuBLASLt joins the stream while it stores (beta = 1): half of that traffic, one rounding less, no launch. The
-kernel is the one that its heuristic names, as for torch. Numbers are those of cublasLt.h, the same in 12.9 and 13.
+and writes one. cuBLASLt joins the stream while it stores (beta = 1): half of that traffic, and no launch. The kernel is the
+one that its heuristic names first, as for torch, but of those that need no memory of their own: torch's take four bytes,
+which a fill before each product sets to zero. Numbers are those of cublasLt.h, the same in 12.9 and 13.
 
 cuBLAS counts in columns: a tensor [rows, k] is to it a matrix k x rows, so out^T [n, T] = W x^T, and W is its A.
 """
@@ -24,8 +25,6 @@ VERSIONS = range(120900, 140000)
 FLOAT32, BFLOAT16, E4M3, SUMS = 0, 14, 28, 68
 # cublasLtMatmulDescAttributes_t; a scale for each row (cublasLtMatmulMatrixScale_t); cublasLtMatrixLayoutAttribute_t.
 TRANSPOSED, SCALES, FAST, MODES, EACH_ROW, COLUMNS = 3, (17, 18), 25, (31, 32), 3, 3
-# cublasLtMatmulPreferenceAttributes_t.
-WORKSPACE, WORKSPACE_BYTES = 1, 32 << 20
 
 
 class _Choice(ctypes.Structure):
@@ -40,12 +39,13 @@ class _Choice(ctypes.Structure):
     )
 
 
-class Joined:
-    """stream [T, n] += x [T, k] weight [n, k]^T of e4m3 values with a scale for each row, for one shape of weights."""
+class Product:
+    """out [T, n] (+)= x [T, k] weight [n, k]^T of e4m3 values with a scale for each row, for one shape of weights."""
 
     def __init__(self, library: ctypes.CDLL, n: int, k: int) -> None:
         self._library = library
-        self._one = c_float(1.0)
+        self._factors = c_float(0.0), c_float(1.0)
+        # A preference as it is made allows no memory.
         self._product, self._preference = c_void_p(), c_void_p()
         self._call("MatmulDescCreate", byref(self._product), c_int(SUMS), c_int(FLOAT32))
         self._set("MatmulDesc", self._product, TRANSPOSED, c_int(1))
@@ -57,8 +57,7 @@ class Joined:
         )
         self._set("MatrixLayout", self._weight, COLUMNS, c_uint64(n))
         self._call("MatmulPreferenceCreate", byref(self._preference))
-        self._set("MatmulPreference", self._preference, WORKSPACE, c_uint64(WORKSPACE_BYTES))
-        self._choices: dict[int, _Choice | None] = {}
+        self._choices: dict[tuple[int, bool], _Choice | None] = {}
 
     def _call(self, name: str, *given: object) -> None:
         if status := getattr(self._library, f"cublasLt{name}")(*given):
@@ -81,27 +80,23 @@ class Joined:
         refused = self._library.cublasLtMatmulAlgoGetHeuristic(*given)
         return None if refused or not count.value or found.state else found
 
-    def __call__(self, x: Scaled, matrix: Fp8Matrix, stream: torch.Tensor) -> bool:
+    def __call__(self, x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
         """Whether the library did it."""
-        tokens = len(stream)
         # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
-        handle = c_void_p(torch.cuda.current_blas_handle())
+        handle, kind = c_void_p(torch.cuda.current_blas_handle()), (len(out), add)
         for layout in (self._x, self._out):
-            self._set("MatrixLayout", layout, COLUMNS, c_uint64(tokens))
+            self._set("MatrixLayout", layout, COLUMNS, c_uint64(len(out)))
         for attribute, scales in zip(SCALES, (matrix.scales, x.scales), strict=True):
             self._set("MatmulDesc", self._product, attribute, c_void_p(scales.data_ptr()))
-        if tokens not in self._choices:
-            self._choices[tokens] = self._chosen(handle)
-        choice = self._choices[tokens]
-        if choice is None:
+        if kind not in self._choices:
+            self._choices[kind] = self._chosen(handle)
+        if (choice := self._choices[kind]) is None:
             return False
-        space = torch.empty(choice.workspace, dtype=torch.uint8, device=stream.device)
-        one, out = byref(self._one), c_void_p(stream.data_ptr())
-        weight, inputs = c_void_p(matrix.values.data_ptr()), c_void_p(x.values.data_ptr())
-        operands = (one, weight, self._weight, inputs, self._x, one, out, self._out, out, self._out)
-        where = c_void_p(torch.cuda.current_stream(stream.device).cuda_stream)
-        last = (byref(choice), c_void_p(space.data_ptr()), c_size_t(choice.workspace), where)
-        self._call("Matmul", handle, self._product, *operands, *last)
+        weight, inputs, target = (c_void_p(one.data_ptr()) for one in (matrix.values, x.values, out))
+        one, beta = byref(self._factors[1]), byref(self._factors[add])
+        operands = (one, weight, self._weight, inputs, self._x, beta, target, self._out, target, self._out)
+        where = c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
+        self._call("Matmul", handle, self._product, *operands, byref(choice), None, c_size_t(0), where)
         return True
 
 
@@ -117,19 +112,19 @@ def _library() -> ctypes.CDLL | None:
 
 
 @cache
-def _joined(n: int, k: int) -> Joined | None:
+def _product(n: int, k: int) -> Product | None:
     library = _library()
-    return None if library is None else Joined(library, n, k)
+    return None if library is None else Product(library, n, k)
 
 
-def join(x: Scaled, matrix: Fp8Matrix, stream: torch.Tensor) -> bool:
-    """stream [T, n] += x matrix^T in its own memory; False: not here, and nothing was done.
+def product(x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
+    """x matrix^T into out [T, n], or added to what is there; False: not here, and nothing was done.
 
-    x.values [T, k] and matrix.values [n, k] e4m3, n and k in sixteens; stream bfloat16; all contiguous."""
-    if not is_hopper(stream.device) or stream.dtype != torch.bfloat16:
+    x.values [T, k] and matrix.values [n, k] e4m3, n and k in sixteens; out bfloat16; all contiguous."""
+    if not is_hopper(out.device) or out.dtype != torch.bfloat16:
         return False
-    held = (x.values, x.scales, matrix.values, matrix.scales, stream)
+    held = (x.values, x.scales, matrix.values, matrix.scales, out)
     if any(one.data_ptr() % 16 or not one.is_contiguous() for one in held):
         return False
-    run = _joined(*matrix.values.shape)
-    return run is not None and run(x, matrix, stream)
+    run = _product(*matrix.values.shape)
+    return run is not None and run(x, matrix, out, add)

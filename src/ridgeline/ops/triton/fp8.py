@@ -2,7 +2,7 @@
 
 One token is a matrix-vector product in registers (fp8_vector; here for shapes that it does not take); up to LARGEST_SMALL
 tokens weights stream through a ring on Hopper (ring), elsewhere a tensor-core product splits the inputs so that every
-processor streams weights; beyond it cuBLAS (`torch._scaled_mm`, and cublas onto a stream), which is bound by arithmetic there.
+processor streams weights; beyond it cuBLAS (cublas, `torch._scaled_mm`), which is bound by arithmetic there.
 """
 
 # mypy: allow-untyped-defs
@@ -334,17 +334,23 @@ def pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
     return Fp8Matrix(values, scales, torch.zeros(tiles, dtype=torch.int32, device=values.device))
 
 
-def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, fast: bool = True) -> torch.Tensor:
-    """cuBLAS, in bfloat16; inputs and outputs in sixteens. fast: sums in the tensor core's own precision."""
-    return torch._scaled_mm(
+def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
+    """cuBLAS, in bfloat16, onto the stream if there is one; inputs and outputs in sixteens. Sums in the tensor core's own
+    precision."""
+    shape = (x.values.shape[0], matrix.values.shape[0])
+    out = torch.empty(shape, dtype=torch.bfloat16, device=matrix.values.device) if stream is None else stream
+    if bias is None and cublas.product(x, matrix, out, stream is not None):
+        return out
+    apart = torch._scaled_mm(
         x.values,
         matrix.values.t(),
         scale_a=x.scales.unsqueeze(1),
         scale_b=matrix.scales.unsqueeze(0),
         bias=bias,
         out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        use_fast_accum=True,
     )
+    return apart if stream is None else stream.add_(apart)
 
 
 def _small_for(tokens: int, outputs: int) -> Small | None:
@@ -395,10 +401,7 @@ def _product(
     tokens = x.values.shape[0]
     launch = _small_for(tokens, outputs)
     if launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
-        if stream is not None and bias is None and cublas.join(x, matrix, stream):
-            return stream
-        out = _large(x, matrix, bias)
-        return out if stream is None else stream.add_(out)
+        return _large(x, matrix, bias, stream)
     add = stream is not None
     out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device) if stream is None else stream
     if tokens == 1:

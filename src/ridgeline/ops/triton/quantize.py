@@ -95,42 +95,29 @@ def _quantize_kernel(
     size,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
-    HELD: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up). HELD: parts that a
-    row is held in, one behind the other; none: it is read twice, BLOCK at a time."""
+    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up)."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     out_ptr += token * size
+    at = tl.arange(0, BLOCK)
     await_inputs(PDL)
-    if len(HELD) > 0:
-        at = tl.arange(0, HELD[0])
+    if BLOCKS == 1:
         x = _source(x_ptr, at, size, ACTIVATION, PDL)
-        amax = tl.max(tl.abs(x), 0)
-        if len(HELD) > 1:
-            second = HELD[0] + tl.arange(0, HELD[1])
-            x1 = _source(x_ptr, second, size, ACTIVATION, PDL)
-            amax = tl.maximum(amax, tl.max(tl.abs(x1), 0))
-        if len(HELD) > 2:
-            third = HELD[0] + HELD[1] + tl.arange(0, HELD[2])
-            x2 = _source(x_ptr, third, size, ACTIVATION, PDL)
-            amax = tl.maximum(amax, tl.max(tl.abs(x2), 0))
-        factor, scale = scale_of(amax)
+        factor, scale = scale_of(tl.max(tl.abs(x), 0))
         tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
-        if len(HELD) > 1:
-            tl.store(out_ptr + second, (x1 * factor).to(tl.float8e4nv), mask=second < size)
-        if len(HELD) > 2:
-            tl.store(out_ptr + third, (x2 * factor).to(tl.float8e4nv), mask=third < size)
     else:
-        at = tl.arange(0, BLOCK)
         amax = 0.0
-        for first in range(0, size, BLOCK):
-            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, first + at, size, ACTIVATION, PDL)), 0))
+        for block in range(BLOCKS):
+            here = block * BLOCK + at
+            amax = tl.maximum(amax, tl.max(tl.abs(_source(x_ptr, here, size, ACTIVATION, PDL)), 0))
         factor, scale = scale_of(amax)
-        for first in range(0, size, BLOCK):
-            x = _source(x_ptr, first + at, size, ACTIVATION, PDL)
-            tl.store(out_ptr + first + at, (x * factor).to(tl.float8e4nv), mask=first + at < size)
+        for block in range(BLOCKS):
+            here = block * BLOCK + at
+            x = _source(x_ptr, here, size, ACTIVATION, PDL)
+            tl.store(out_ptr + here, (x * factor).to(tl.float8e4nv), mask=here < size)
     tl.store(scale_ptr + token, scale)
 
 
@@ -178,7 +165,7 @@ def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
             x.stride(0),
             size,
             ACTIVATION=activation,
-            HELD=(block,) if size <= block else (),
+            BLOCKS=triton.cdiv(size, block),
             BLOCK=block,
             num_warps=_warps(tokens, block),
             **overlap(x.device),
