@@ -3,7 +3,7 @@
 torch takes no summand but a bias in an 8-bit product, so that a kernel of its own adds what comes out: it reads two tensors
 and writes one. cuBLASLt joins the stream while it stores (beta = 1): half of that traffic, and no launch. The kernel is the
 one that its heuristic names first, as for torch, but of those that need no memory of their own: torch's take four bytes,
-which a fill before each product sets to zero. Numbers are those of cublasLt.h, the same in 12.9 and 13.
+which a fill before each product sets to zero. Numbers are those of cublasLt.h, of 13.
 
 cuBLAS counts in columns: a tensor [rows, k] is to it a matrix k x rows, so out^T [n, T] = W x^T, and W is its A.
 """
@@ -19,7 +19,7 @@ import torch
 from ridgeline.ops.table import Fp8Matrix, Scaled
 from ridgeline.ops.triton.launch import is_hopper
 
-VERSIONS = range(120900, 140000)
+VERSIONS = range(130000, 140000)
 """Of cublasLt: it knows a scale for each token, and its numbers mean what they mean here."""
 # cudaDataType_t, and CUBLAS_COMPUTE_32F.
 FLOAT32, BFLOAT16, E4M3, SUMS = 0, 14, 28, 68
