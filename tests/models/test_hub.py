@@ -23,7 +23,7 @@ ANSWER = SimpleNamespace(headers={}, request=None)
 
 
 def test_folder_wins(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     (tmp_path / "config.json").write_text("{}")
     assert hub.resolve_model(ModelConfig(model=str(tmp_path))) == tmp_path
 
@@ -44,7 +44,7 @@ def test_only_what_is_needed_is_downloaded(monkeypatch):
         asked.update(options, name=name)
         return "/cache/model"
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     found = hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
     assert found == Path("/cache/model")
     assert asked["name"] == "org/model" and asked["revision"] == "v2"
@@ -68,7 +68,7 @@ def test_errors_name_the_remedy(error, said, monkeypatch):
     def download(*_, **__):
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match=said):
         hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
 

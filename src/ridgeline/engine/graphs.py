@@ -96,15 +96,20 @@ class Replay(Protocol):
 
 
 class CudaRecorder:
-    """Captures work as a CUDA graph. All graphs share one memory pool: they run one after the other on one stream."""
+    """Captures work as a CUDA graph. All graphs share one memory pool: they run one after the other on one stream. Not by
+    torch.cuda.graph, which gives all free memory back to the device before each capture, to be asked for again."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], object]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
 

@@ -1,15 +1,11 @@
-"""The engine process: `python -m ridgeline.engine.process FD`, where FD is one end of a socket pair.
-
-The first frame that comes in is the configuration; Loading, then Ready or Failed go out; then the heart beats until the
-service says stop or has gone.
-"""
+"""What the engine's process does once it has its configuration: Loading, then Ready or Failed go out; then the heart beats
+until the service says stop or has gone."""
 
 from __future__ import annotations
 
+import gc
 import logging
-import signal
 import socket
-import sys
 import threading
 import time
 
@@ -18,7 +14,7 @@ from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
 from ridgeline.engine.loop import freeze
 from ridgeline.hardware.probe import process_age_s
-from ridgeline.wire.config import receive_config
+from ridgeline.wire.config import EngineOrder
 from ridgeline.wire.inbox import Inbox
 from ridgeline.wire.messages import Beat, Failed, Loading, Ready
 
@@ -28,11 +24,9 @@ BEAT_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def main(fd: int) -> int:
+def run(sock: socket.socket, config: EngineOrder) -> int:
     """Serve until the service has gone; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    config = receive_config(sock)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     inbox = Inbox(sock)
     try:
         engine = assemble(
@@ -41,8 +35,9 @@ def main(fd: int) -> int:
             lambda stage, done, total: inbox.send(Loading(stage, done, total)),
             process_age_s(),
         )
-        inbox.send(Ready(engine.setup.facts))
         freeze()
+        gc.enable()
+        inbox.send(Ready(engine.setup.facts))
         serve(engine, inbox)
     except RidgelineError as error:
         inbox.send(Failed(error.message, type(error).__name__))
@@ -84,8 +79,3 @@ def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
     """Say every BEAT_S that the process lives and how far the loop is, also while a long step holds it up."""
     while not ended.wait(BEAT_S):
         inbox.send(Beat(engine.loop.turns, not engine.idle))
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    sys.exit(main(int(sys.argv[1])))

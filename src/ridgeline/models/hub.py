@@ -6,17 +6,6 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 
@@ -56,23 +45,26 @@ def resolve_model(model: ModelConfig) -> Path:
 
 
 def _download(model: ModelConfig) -> Path:
+    # Only here: a folder is served without it, and it takes a tenth of a second to import, in the service and in the engine.
+    from huggingface_hub import errors, snapshot_download
+
     name = model.model
     wanted = list(NEEDED if model.load_format == "dummy" else NEEDED + WEIGHTS)
     try:
         return Path(
             snapshot_download(name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(UNNEEDED))
         )
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise ConfigError(
             f"{name} asks for its licence to be accepted: do so on huggingface.co/{name}, then set HF_TOKEN."
         ) from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise ConfigError(f"{name} has no revision {model.revision!r}.", param="revision") from None
-    except (RepositoryNotFoundError, HFValidationError):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ConfigError(
             f"{name} is neither a folder here nor a public model on the hub: check the name (private: set HF_TOKEN)."
         ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise ConfigError(
             f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}). Where there is a "
             f"network run `hf download {name} --local-dir DIR`, then serve DIR."

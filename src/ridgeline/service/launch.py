@@ -39,13 +39,13 @@ class EngineProcess:
 async def launch(
     model: ModelConfig, engine: EngineConfig, on_step: Callable[[StepStats], None] | None = None
 ) -> EngineProcess:
-    """Start `python -m ridgeline.engine.process` and hand it its configuration. Its output goes where ours goes."""
+    """Start `python -m ridgeline.engine` and hand it its configuration. Its output goes where ours goes."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "ridgeline.engine.process",
+            "ridgeline.engine",
             str(theirs.fileno()),
             pass_fds=[theirs.fileno()],
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,21 +1,24 @@
 """Compiling kernels side by side on a cold start.
 
-Triton compiles a kernel when it is first launched, one after the other on one core. Most of that is LLVM and ptxas, which
-do not hold Python's lock, so threads share it. What has to be compiled is found by the very steps that will be served:
-they run once with every launch left out. Nothing but the cache on disk passes from the threads to the launches that follow,
-so its key alone says what fits, and a kernel that no thread could compile is compiled when it is launched, as without all
-this.
+Triton compiles a kernel when it is first launched, one after the other on one core. Here processes share it, forked from this
+one as it stands, so that they import nothing and are handed nothing (threads would wait for each other: a seventh of the work
+holds Python's lock). What has to be compiled is found by the very steps that will be served: they run once with every launch
+left out. Nothing but the cache on disk passes from the processes to the launches that follow, so its key alone says what fits,
+and a kernel that none of them could compile is compiled when it is launched, as without all this.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITCallable
 
 Progress = Callable[[str, int, int], None]
+Job = tuple[Any, dict[str, Any]]
+"""A kernel, and what it is to be compiled for."""
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when the one it was forked from ends."""
 
 STAGE = "compile"
 
@@ -40,7 +48,7 @@ _UNSET = frozenset(
 
 
 def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Progress) -> None:
-    """Run `work`. If it meets a kernel that is not on disk, stop it, compile all that `dry` launches with as many threads
+    """Run `work`. If it meets a kernel that is not on disk, stop it, compile all that `dry` launches with as many processes
     as there are cores, and run `work` again.
 
     work: launches kernels and can be begun anew at any launch. dry: launches the same kernels on inputs for which zeros
@@ -48,30 +56,31 @@ def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Pr
     kernels are done, of how many.
     """
     name_all()
-    threads = len(os.sched_getaffinity(0))
-    if threads > 1:
+    cores = len(os.sched_getaffinity(0))
+    if cores > 1:
         try:
             with _stopped_by_compiling():
                 work()
             return
         except _Cold:
-            compile_all(dry, threads, progress)
+            compile_all(dry, cores, progress)
     work()
 
 
-def compile_all(dry: Callable[[], None], threads: int, progress: Progress) -> None:
+def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None:
     """Compile what `dry` launches, without launching any of it; see with_kernels. What fails is told in the log alone."""
-    jobs: list[tuple[Any, dict[str, Any]]] = []
+    jobs: list[Job] = []
     try:
-        # First all, then the threads: they would keep the lock from this one, which gives it up at every operation.
         with _unlaunched(lambda *job: jobs.append(job)), _Zeroed():
             dry()
     except Exception:
         log.warning("not every kernel could be found ahead; the rest compiles when it is launched", exc_info=True)
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        compiling = [pool.submit(_compile, *job) for job in jobs]
+    # The longest first: one that starts last is waited for alone.
+    jobs.sort(key=lambda job: -_length(job[0], set()))
+    with ProcessPoolExecutor(cores, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
+        compiling = [pool.submit(_compile, number) for number in range(len(jobs))]
         for number, done in enumerate(as_completed(compiling), 1):
-            if error := done.exception():
+            if error := done.exception() or done.result():
                 log.warning("a kernel could not be compiled ahead: %s", error)
             progress(STAGE, number, len(compiling))
 
@@ -89,18 +98,31 @@ def name_all() -> None:
 
 
 def _name(kernel: JITCallable, named: set[int]) -> None:
-    if id(kernel) in named:
-        return
-    named.add(id(kernel))
+    if id(kernel) not in named:
+        named.add(id(kernel))
+        for one in _calls(kernel):
+            _name(one, named)
+        _ = kernel.cache_key
+
+
+def _calls(kernel: JITCallable) -> Iterator[JITCallable]:
+    """What a kernel calls by a name of its module, or of a module that it names."""
     places = [kernel.__globals__]
     for name in kernel.fn.__code__.co_names:
         for place in list(places):
             value = place.get(name)
             if isinstance(value, JITCallable):
-                _name(value, named)
+                yield value
             elif isinstance(value, ModuleType):
                 places.append(vars(value))
-    _ = kernel.cache_key
+
+
+def _length(kernel: JITCallable, counted: set[int]) -> int:
+    """Characters of a kernel's source and of all that it calls."""
+    if id(kernel) in counted:
+        return 0
+    counted.add(id(kernel))
+    return len(kernel.src) + sum(_length(one, counted) for one in _calls(kernel))
 
 
 class _Cold(Exception):
@@ -156,15 +178,32 @@ def _unlaunched(found: Callable[[Any, dict[str, Any]], object]) -> Iterator[None
             loaded.pop(key, None)
 
 
-def _compile(kernel: Any, wanted: dict[str, Any]) -> None:
-    """Compile a kernel and the code that launches it into the cache on disk."""
+_jobs: list[Job] = []
+"""Of a process that compiles."""
+
+
+def _become_worker(parent: int, jobs: list[Job]) -> None:
+    """A process that compiles ends with the one it was forked from: it holds that one's pipe to the service open, and its GPU."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    _jobs.extend(jobs)
+
+
+def _compile(number: int) -> str:
+    """Compile a kernel and the code that launches it into the cache on disk; why it failed, "" if it did not."""
+    kernel, wanted = _jobs[number]
     target = kernel.device_caches[wanted["device"]][2]
     # JSON has no tuples, and the cache key tells them from lists.
     options = json.loads(wanted["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
-    made = triton.compile(source, target=target, options=options)
-    driver.active.launcher_cls(source, made.metadata)
+    try:
+        source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
+        made = triton.compile(source, target=target, options=options)
+        driver.active.launcher_cls(source, made.metadata)
+    except Exception as error:  # its own kind may not be one that can be sent
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class _Zeroed(TorchDispatchMode):
