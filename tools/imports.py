@@ -66,16 +66,17 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
 
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention", "hardware.table",
-    "hardware.probe", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.loop",
+    "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.loop",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Rooms and modules that must not reach torch, on whatever way: they decide, serve and start without it."""
 
 OPTIONAL = (
     "llguidance", "highspy", "matplotlib", "pynvml", "ray", "yaml", "triton", "readline",
-    "ridgeline.ops.triton",
+    "ridgeline.ops.triton", "huggingface_hub",
 )  # fmt: skip
-"""Packages that need not be there, and modules of ours that need one: only these may be imported inside a function."""
+"""Packages that need not be there, modules of ours that need one, and what few starts need and all would wait for: only these
+may be imported inside a function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import gc
 import signal
 import socket
 import sys
+from importlib import import_module
 
 from ridgeline.hardware.context import open_context
 from ridgeline.wire.config import receive_config
@@ -20,9 +21,7 @@ def main(fd: int) -> int:
     config = receive_config(sock)
     if config.engine.device != "cpu":
         open_context()
-    from ridgeline.engine.process import run
-
-    return run(sock, config)
+    return int(import_module("ridgeline.engine.process").run(sock, config))
 
 
 if __name__ == "__main__":
