@@ -66,8 +66,8 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
 
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention", "hardware.table",
-    "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.loop",
-    "cli.main", "cli.serve", "cli.chat",
+    "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
+    "engine.flight", "engine.loop", "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Rooms and modules that must not reach torch, on whatever way: they decide, serve and start without it."""
 
