@@ -170,6 +170,36 @@ def of_triton() -> list[Any]:
     return [value for module in own for value in module.values() if isinstance(value, JITCallable)]
 
 
+def test_memory_that_was_not_written_reads_as_zeros() -> None:
+    like = torch.full((1000,), 7.0)
+    with ahead._Zeroed():
+        made = [
+            torch.empty(1000),
+            torch.empty_like(like),
+            torch.empty_strided((1000,), (1,)),
+            like.new_empty(1000),
+            like.new_empty_strided((1000,), (1,)),
+        ]
+        seen: list[Any] = []
+        with Listening(seen):
+            torch.empty(1)
+            torch.empty_like(like)
+            torch.empty_strided((1,), (1,))
+            like.new_empty(1)
+            like.new_empty_strided((1,), (1,))
+    assert not any(one.any() for one in made)
+    assert {*seen} == ahead._UNSET
+
+
+class Listening(torch.overrides.TorchFunctionMode):
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._seen.append(func)
+        return torch.zeros(0)
+
+
 @pytest.mark.parametrize("case", [prepare_twice, prepare_with_errors])
 def test_kernels_compile_side_by_side(apart: Callable[..., Any], case: Callable[[Path], None], tmp_path: Path) -> None:
     apart(case, tmp_path)

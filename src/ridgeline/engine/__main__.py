@@ -9,12 +9,14 @@ import socket
 import sys
 from importlib import import_module
 
+from ridgeline.core.bytecode import keep_bytecode
 from ridgeline.hardware.context import open_context
 from ridgeline.wire.config import receive_config
 
 
 def main(fd: int) -> int:
     """Serve until the service has gone; returns the exit status."""
+    keep_bytecode("torch")
     gc.disable()  # what a start makes stays: looking through it for garbage took a seventh of the imports
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

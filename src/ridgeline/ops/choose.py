@@ -37,7 +37,10 @@ def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops
         log.info("ops: cpu in %s (native operations: %s)", dtype, what)
         return CPU
     # Only here: Triton is an extra that a machine without a GPU need not have.
+    from ridgeline.ops.triton.ahead import hashing
     from ridgeline.ops.triton.table import TRITON
+
+    hashing()
 
     log.info("ops: triton on %s in %s, large products by cuBLAS", torch.cuda.get_device_name(device), dtype)
     return TRITON

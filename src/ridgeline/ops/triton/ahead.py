@@ -18,15 +18,18 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 Progress = Callable[[str, int, int], None]
@@ -40,9 +43,8 @@ STAGE = "compile"
 
 log = logging.getLogger(__name__)
 
-_aten = torch.ops.aten
 _UNSET = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided},
+    {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided},
 )
 """Operations whose result holds whatever lay in memory."""
 
@@ -55,6 +57,7 @@ def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Pr
     are in range; none of its launches runs, and what they would have written reads as zeros. progress: told how many
     kernels are done, of how many.
     """
+    hashing().join()
     name_all()
     cores = len(os.sched_getaffinity(0))
     if cores > 1:
@@ -83,6 +86,15 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
             if error := done.exception() or done.result():
                 log.warning("a kernel could not be compiled ahead: %s", error)
             progress(STAGE, number, len(compiling))
+
+
+@cache
+def hashing() -> Thread:
+    """The thread that hashes Triton's own files, a part of every kernel's key: a third of a second in which it hardly holds
+    Python's lock. It begins when it is first asked for."""
+    thread = Thread(target=triton_key, name="hashing", daemon=True)
+    thread.start()
+    return thread
 
 
 def name_all() -> None:
@@ -206,9 +218,10 @@ def _compile(number: int) -> str:
     return ""
 
 
-class _Zeroed(TorchDispatchMode):
-    """New memory holds zeros, which are in range as an index of anything."""
+class _Zeroed(TorchFunctionMode):
+    """New memory holds zeros, which are in range as an index of anything. Of functions as they are called here: to listen for
+    what the dispatcher calls, torch imports its compiler, which takes seconds."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if func.overloadpacket in _UNSET else out
+        return out.zero_() if func in _UNSET else out
