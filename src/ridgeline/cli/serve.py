@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ridgeline.cli.show import Stages, chosen, configuration, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.models.hub import resolve_model
-from ridgeline.service.server import serve
+from ridgeline.service.launch import begin
 
 SHIPPED_NAME = "ridgeline-14m"
 """What the API calls the model that comes with Ridgeline."""
@@ -98,8 +99,11 @@ def run(given: Given) -> int:
         resolve_model(
             replace(resolved.model, model=reference)
         )  # a name that is none is an error now, not a warning later
+    begun = begin(resolved.model, resolved.engine)
+    # Only now: what the service is made of is imported while the engine's process imports torch.
+    server = import_module("ridgeline.service.server")
     console = Console(stderr=True)
     with Stages(console) as stages:
         announcer = Announcer(given, folder, console, stages)
-        uvloop.run(serve(resolved.service, resolved.model, resolved.engine, folder, announcer))
+        uvloop.run(server.serve(resolved.service, resolved.model, resolved.engine, folder, begun, announcer))
     return 0

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.wire.client import EngineClient
@@ -23,42 +25,55 @@ _READ_LIMIT = 1 << 22
 class EngineProcess:
     """A running engine: its process and the client that speaks to it."""
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     client: EngineClient
 
     async def stop(self, patience_s: float = 10.0) -> None:
         """Close the pipe, so that the engine ends by itself; kill it when it does not."""
         await self.client.close()
         try:
-            await asyncio.wait_for(self.process.wait(), patience_s)
-        except TimeoutError:
+            await asyncio.to_thread(self.process.wait, patience_s)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            await self.process.wait()
+            await asyncio.to_thread(self.process.wait)
+
+
+class Begun(NamedTuple):
+    """An engine's process that nobody speaks to yet, and our end of its pipe. It ends when that is closed."""
+
+    process: subprocess.Popen[bytes]
+    pipe: socket.socket
+
+
+def begin(model: ModelConfig, engine: EngineConfig) -> Begun:
+    """Start `python -m ridgeline.engine` and hand it its configuration. Its output goes where ours goes."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "ridgeline.engine", str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client sees the end and says why
+        ours.sendall(encode_config(model, engine))
+    return Begun(process, ours)
+
+
+async def connect(begun: Begun, on_step: Callable[[StepStats], None] | None = None) -> EngineProcess:
+    """Speak to an engine that was begun."""
+    process, pipe = begun
+    reader, writer = await asyncio.open_connection(sock=pipe, limit=_READ_LIMIT)
+
+    async def last_words() -> str:
+        return _describe(await asyncio.to_thread(process.wait))
+
+    return EngineProcess(process, EngineClient(reader, writer, on_step=on_step, last_words=last_words))
 
 
 async def launch(
     model: ModelConfig, engine: EngineConfig, on_step: Callable[[StepStats], None] | None = None
 ) -> EngineProcess:
-    """Start `python -m ridgeline.engine` and hand it its configuration. Its output goes where ours goes."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "ridgeline.engine",
-            str(theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client sees the end and says why
-        ours.sendall(encode_config(model, engine))
-    reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
-
-    async def last_words() -> str:
-        return _describe(await process.wait())
-
-    return EngineProcess(process, EngineClient(reader, writer, on_step=on_step, last_words=last_words))
+    """Begin an engine and speak to it."""
+    return await connect(begin(model, engine), on_step)
 
 
 def _describe(status: int) -> str:

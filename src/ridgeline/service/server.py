@@ -21,7 +21,7 @@ from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.app import make_app
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
-from ridgeline.service.launch import launch
+from ridgeline.service.launch import Begun, connect
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -175,9 +175,14 @@ class Quiet:
 
 
 async def serve(
-    config: ServiceConfig, model: ModelConfig, engine: EngineConfig, folder: Path, announce: Announce | None = None
+    config: ServiceConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    folder: Path,
+    begun: Begun,
+    announce: Announce | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT. `folder`: the model's files on this disk.
+    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. begun: the engine of `model` and `engine`.
 
     Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
     get errors and /health says why, so that whoever supervises it can see and decide.
@@ -186,7 +191,7 @@ async def serve(
     told = announce or Quiet()
     name = model.model or folder.name
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
-    process = await launch(model, engine, on_step=metrics.on_step)
+    process = await connect(begun, metrics.on_step)
     server = Server(config, process.client, metrics, reference)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
