@@ -22,7 +22,7 @@ from ridgeline.ops.step import SHORT
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)
 """Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the
-attention. The most that it can have are a chunk, and make a step too large for a graph."""
+attention, and some are a chunk. Beside them as many as a step takes, which are too many for a graph if any are."""
 ODD = (3, 48, 65)
 """Numbers of rows that are tried beside the powers of two, where ranges are narrower than from one to the next."""
 MOST_ASKING = 32
@@ -88,8 +88,9 @@ def mixes(rows: int, tokens: int, longest: int) -> Iterator[list[int]]:
     """Steps of rows that decode beside one with more to compute, as query tokens per row; the most rows first. longest: query
     tokens that a row can have."""
     for count in reversed(row_counts(rows)):
-        for size in (*BESIDE, min(longest, tokens - count + 1)):
-            if size <= longest and count - 1 + size <= tokens:
+        most = min(longest, tokens - count + 1)
+        for size in {*BESIDE, most}:
+            if 0 < size <= most:
                 yield [1] * (count - 1) + [size]
 
 
