@@ -1,6 +1,6 @@
 """All rows of the H200 table with one command: `python benchmarks/gpu.py --out benchmarks/results/h200.json`.
 
-Start-up is timed on fresh processes, first with an empty cache of compiled kernels, then with what that left. The rest is
+Start-up is timed on fresh processes, first with empty caches of compiled kernels and modules, then with what that left. The rest is
 in process (no HTTP), random weights from config.json alone, temperature 1.0, end tokens ignored, no prefix caching, at most
 512 running, context 10,240: as the peers' figures were taken. `--model FOLDER` (a config.json is enough) with
 `--lens FILE` runs any other shape and mix and prints its requests and tokens per second.
@@ -13,6 +13,8 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +34,8 @@ from ridgeline.service.launch import launch
 MAX_LEN = 10_240
 LEAST_S = 0.3
 """Seconds that the runs of one measurement take together, at least."""
-KERNEL_CACHE = "TRITON_CACHE_DIR"
+CACHES = {"TRITON_CACHE_DIR": "kernels", "XDG_CACHE_HOME": "others"}
+"""Variables that say where a start keeps what it has compiled, and folders that are empty before the cold one."""
 SHARE = f"share of {kernels.READ_TB_S} TB/s"
 
 Source = TypeVar("Source")
@@ -61,15 +64,17 @@ class Card:
         """Seconds from starting the engine's process until it is ready, weights made on the card. Both are measured at
         once: the warm one needs what the cold one compiled."""
         if self._startup is None:
-            before = os.environ.get(KERNEL_CACHE)
+            before = {name: os.environ.get(name) for name in CACHES}
             with tempfile.TemporaryDirectory() as folder:
-                os.environ[KERNEL_CACHE] = folder
+                os.environ |= {name: f"{folder}/{own}" for name, own in CACHES.items()}
                 try:
                     self._startup = (asyncio.run(self._ready()), asyncio.run(self._ready()))
+                    print(f"of this host: importing torch takes {_import_s(folder):.2f} s", flush=True)
                 finally:
-                    os.environ.pop(KERNEL_CACHE)
-                    if before is not None:
-                        os.environ[KERNEL_CACHE] = before
+                    for name, value in before.items():
+                        os.environ.pop(name)
+                        if value is not None:
+                            os.environ[name] = value
         return self._startup[0 if cold else 1]
 
     async def _ready(self) -> float:
@@ -90,6 +95,15 @@ class Card:
         microseconds, read = kernels.time_decode(rows, context, "page")()
         torch.cuda.empty_cache()
         return read / microseconds * 1e-6 / kernels.READ_TB_S
+
+
+def _import_s(folder: str) -> float:
+    """Seconds in which a fresh process imports torch, compiled as the engine's own finds it."""
+    kept = Path(folder, CACHES["XDG_CACHE_HOME"], "ridgeline", "bytecode")
+    environ = os.environ | ({"PYTHONPYCACHEPREFIX": str(kept)} if kept.is_dir() else {})
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], env=environ, check=True)
+    return time.perf_counter() - started
 
 
 class Composition:

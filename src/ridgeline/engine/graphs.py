@@ -96,20 +96,15 @@ class Replay(Protocol):
 
 
 class CudaRecorder:
-    """Captures work as a CUDA graph. All graphs share one memory pool: they run one after the other on one stream. Not by
-    torch.cuda.graph, which gives all free memory back to the device before each capture, to be asked for again."""
+    """Captures work as a CUDA graph. All graphs share one memory pool: they run one after the other on one stream."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], object]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
         return graph
 
 
