@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
-from ridgeline.engine.loop import freeze
 from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepStats, Submit
 
 
@@ -33,7 +33,8 @@ class LocalEngine:
         on_step: Callable[[StepStats], None] | None = None,
     ) -> LocalEngine:
         engine = assemble(model, config, progress or (lambda stage, done, total: None))
-        freeze()
+        gc.collect()
+        gc.freeze()  # so that no collection walks over what torch and the engine are made of in the middle of a step
         return cls(engine, on_step)
 
     def submit(self, request: Submit) -> None:

@@ -5,7 +5,6 @@ Nothing here knows a feature. Requests come in through `submit`, `cancel` and `e
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -25,13 +24,6 @@ class Runner(Protocol):
         """The result of the oldest launched step; waits for it."""
 
     def close(self) -> None: ...
-
-
-def freeze() -> None:
-    """What an engine is made of lives as long as it does: keep the garbage collector from walking over it in the middle of
-    a step (a full collection over torch's objects takes a tenth of a second)."""
-    gc.collect()
-    gc.freeze()
 
 
 class Loop:
