@@ -100,10 +100,13 @@ def run(given: Given) -> int:
             replace(resolved.model, model=reference)
         )  # a name that is none is an error now, not a warning later
     begun = begin(resolved.model, resolved.engine)
-    # Only now: what the service is made of is imported while the engine's process imports torch.
-    server = import_module("ridgeline.service.server")
-    console = Console(stderr=True)
-    with Stages(console) as stages:
-        announcer = Announcer(given, folder, console, stages)
-        uvloop.run(server.serve(resolved.service, resolved.model, resolved.engine, folder, begun, announcer))
+    try:
+        # Only now: what the service is made of is imported while the engine's process imports torch.
+        server = import_module("ridgeline.service.server")
+        console = Console(stderr=True)
+        with Stages(console) as stages:
+            announcer = Announcer(given, folder, console, stages)
+            uvloop.run(server.serve(resolved.service, resolved.model, resolved.engine, folder, begun, announcer))
+    finally:
+        begun.process.kill()  # it has ended already, but where the service never came to speak to it
     return 0

@@ -80,7 +80,8 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
         log.warning("not every kernel could be found ahead; the rest compiles when it is launched", exc_info=True)
     # The longest first: one that starts last is waited for alone.
     jobs.sort(key=lambda job: -_length(job[0], set()))
-    with ProcessPoolExecutor(cores, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
+    workers = max(1, min(cores, len(jobs)))
+    with ProcessPoolExecutor(workers, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
         compiling = [pool.submit(_compile, number) for number in range(len(jobs))]
         for number, done in enumerate(as_completed(compiling), 1):
             if error := done.exception() or done.result():
