@@ -7,6 +7,7 @@ import os
 import pkgutil
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,28 @@ def prepare_with_errors(cache: Path) -> None:
     assert not broken.device_caches[0][0]
 
 
+def prepare_with_one_that_hangs(cache: Path) -> None:
+    """A process that never ends is not waited for; what it had to do compiles when it is launched."""
+    knobs.cache.dir = str(cache)
+    driver.set_active(PaperDriver())
+    ahead.LONGEST_S = 3.0
+    ready = ahead.triton.compile
+
+    def hang(source: Any, **given: Any) -> Any:
+        return time.sleep(600) if source.fn is double else ready(source, **given)
+
+    ahead.triton.compile = hang
+    told: list[tuple[str, int, int]] = []
+    began = time.monotonic()
+
+    def dry() -> None:
+        double[(1,)](torch.ones(16), torch.ones(16), N=16)
+
+    ahead.compile_all(dry, 2, lambda *one: told.append(one))
+    assert told == [(ahead.STAGE, 1, 1)]
+    assert time.monotonic() - began < 60
+
+
 def name_in_any_order() -> None:
     """A kernel's key is the same whichever kernels were named or launched before it, and no constant in it stands beside
     another of the same name: Triton sorts these by where their modules lie in memory."""
@@ -200,7 +223,7 @@ class Listening(torch.overrides.TorchFunctionMode):
         return torch.zeros(0)
 
 
-@pytest.mark.parametrize("case", [prepare_twice, prepare_with_errors])
+@pytest.mark.parametrize("case", [prepare_twice, prepare_with_errors, prepare_with_one_that_hangs])
 def test_kernels_compile_side_by_side(apart: Callable[..., Any], case: Callable[[Path], None], tmp_path: Path) -> None:
     apart(case, tmp_path)
 

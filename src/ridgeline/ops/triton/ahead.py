@@ -16,10 +16,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from threading import Thread
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,9 @@ Progress = Callable[[str, int, int], None]
 Job = tuple[Any, dict[str, Any]]
 """A kernel, and what it is to be compiled for."""
 
+LONGEST_S = 120.0
+"""Without a kernel done for so long, a process that compiles hangs: what another thread held when it was forked stays locked in
+it. The longest one takes 4 s."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when the one it was forked from ends."""
 
@@ -82,11 +85,18 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
     jobs.sort(key=lambda job: -_length(job[0], set()))
     workers = max(1, min(cores, len(jobs)))
     with ProcessPoolExecutor(workers, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
-        compiling = [pool.submit(_compile, number) for number in range(len(jobs))]
-        for number, done in enumerate(as_completed(compiling), 1):
-            if error := done.exception() or done.result():
-                log.warning("a kernel could not be compiled ahead: %s", error)
-            progress(STAGE, number, len(compiling))
+        compiling = {pool.submit(_compile, number) for number in range(len(jobs))}
+        left = compiling
+        while left:
+            done, left = wait(left, LONGEST_S, FIRST_COMPLETED)
+            if not done:  # its futures are done by that
+                log.warning("no kernel was compiled ahead for %g s; the rest compiles when it is launched", LONGEST_S)
+                for child in active_children():
+                    child.kill()
+            for number, one in enumerate(done, len(compiling) - len(left) - len(done) + 1):
+                if error := one.exception() or one.result():
+                    log.warning("a kernel could not be compiled ahead: %s", error)
+                progress(STAGE, number, len(compiling))
 
 
 @cache
