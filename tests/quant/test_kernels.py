@@ -136,6 +136,8 @@ def test_many_tokens_by_cublas(tokens: int, shape: tuple[int, int]) -> None:
     stream = (100 * noise(tokens, shape[0], seed=8)).bfloat16()
     assert not cublas.product(x, weights, stream.half(), True)
     joined, alone, few = stream.clone(), torch.empty_like(stream), stream[:50].clone()
+    # What torch knows of cuBLAS is made when it is first asked for, which no capture may hold.
+    assert cublas.product(x, weights, alone, False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert cublas.product(x, weights, joined, True)

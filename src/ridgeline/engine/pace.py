@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 _SHARE = 0.0125
 _CREDIT, _START = 4.0, 2.0
 """Steps of credit at most, and at first."""
-_NEW_CREDIT, _NEW_SPARE = 1.0, 0.5
+_NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
 """What a request that is alone has of both when it comes; in a batch its share of that."""
 _WARM = 16
 """Plain steps before anything is tried: the first ones of an engine are slow."""
