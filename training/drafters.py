@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 from ridgeline.compress.distill import MedusaModule, Recipe, medusa_loss
-from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losses, save_recurrent
+from ridgeline.compress.recurrent import RecurrentModule, lesson, place_loss, recurrent_losses, save_recurrent
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
@@ -40,8 +40,7 @@ PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
 STUDENTS = ("recurrent", "medusa")
 RECIPE = Recipe(logits=0.3, overlap=1.0, temperature=0.8)
-OUTPUTS = 3072  # the most frequent tokens, which alone are drafted
-LATER = 0.8  # weight of a draft's loss at each place of a chain, of that at the place before
+OUTPUTS = 4096  # the most frequent tokens, which alone are drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,21 @@ class Rows:
 
     corpus: TokenRows
     written: Tensor
+    seed: int = 0
 
     def __call__(self, number: int) -> Tensor:
         read = self.corpus(number)
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         pieces = WRITTEN * read.numel() // self.written.shape[1]
         some = torch.randint(len(self.written), (pieces,), generator=generator)
         return torch.cat((read, self.written[some.to(read.device)].view(-1, read.shape[1]).long()))
 
 
 def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | None) -> Tensor:
-    """int16 [about `tokens`]: documents and conversations of all kinds in random order; kept: a file of them."""
+    """int16 [about `tokens`]: documents of all kinds, and a third as many tokens of conversations, in random order; kept: a file of them."""
     if kept is not None and kept.is_file():
         return torch.from_numpy(np.load(kept)).to(device)
-    shares = {name: (TEXT.get(name, 0) + CHAT.get(name, 0)) / 2 for name in TEXT}
+    shares = {name: (3 * TEXT.get(name, 0) + CHAT.get(name, 0)) / 4 for name in TEXT}
     stream, _ = Blend(load(pools, device), shares, 1024, seed=5, whole=0).stream(tokens)
     stream = torch.where(stream < 0, ~stream, stream)
     if kept is not None:
@@ -71,7 +71,7 @@ def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | N
     return stream
 
 
-def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int) -> Tensor:
+def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int, seed: int = 0) -> Tensor:
     """int16 [batches * rows, PIECE]: prompts from the stream, every other one at the start of a document, and what the teacher says
     after them; a quarter greedy, the others at temperatures from 0.7 to 1."""
     device = stream.device
@@ -79,7 +79,7 @@ def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows
     temperature[::4] = 0
     starts = (stream == 0).nonzero().flatten() + 1
     found = []
-    for index in range(batches):
+    for index in range(seed * 1000, seed * 1000 + batches):
         length = PROMPTS[index % len(PROMPTS)]
         generator = torch.Generator().manual_seed(index)
         at = torch.randint(len(stream) - length, (rows,), generator=generator).to(device)
@@ -107,18 +107,18 @@ class Students(nn.Module):
 
     def loss(self, teacher: TrainableDecoder) -> Loss:
         """The sum of all students' losses; they share no parameter."""
-        weights = torch.tensor([LATER**depth for depth in range(DEPTH)], device=teacher.norm.weight.device)
+        cuda = teacher.norm.weight.is_cuda
+        learn, place = (torch.compile(part, dynamic=False) if cuda else part for part in (lesson, place_loss))
 
         def total(rows: Tensor) -> Tensor:
-            loss = weights.new_zeros(())
+            loss = torch.zeros((), device=rows.device)
             if self.heads is not None:
                 with torch.no_grad():
                     hidden = teacher.hidden(rows)
                     wanted = teacher.logits(hidden)
                 loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
             if self.draft is not None:
-                losses = recurrent_losses(self.draft, teacher, rows, RECIPE)
-                loss = loss + (losses * weights).sum() / weights.sum()
+                loss = loss + recurrent_losses(self.draft, teacher, rows, RECIPE, (learn, place)).sum()
             return loss
 
         return total
@@ -178,6 +178,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=64, help="rows of each kind that calibrate the heads' tree")
     parser.add_argument("--matrix-lr", type=float, default=5e-3)
     parser.add_argument("--vector-lr", type=float, default=1e-3)
+    parser.add_argument("--keep-every", type=int, default=2000, help="steps after which the draft is saved as it is")
+    parser.add_argument("--seed", type=int, default=0, help="of the text and its order")
     parser.add_argument("--tiny", action="store_true", help="small batches (dry runs)")
     given = parser.parse_args()
     if given.tiny:
@@ -197,30 +199,35 @@ def main() -> None:
         teacher.rounded(torch.bfloat16)
     stream = corpus_stream(given.pools, given.corpus_tokens, device, given.stream)
     print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
-    written = teacher_writes(teacher, stream, given.written_batches, given.written_rows)
+    written = teacher_writes(teacher, stream, given.written_batches, given.written_rows, given.seed)
     print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
-    source = Rows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens), written)
+    source = Rows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens, given.seed), written, given.seed)
     ids, attended = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size), given.attend
     before = load_recurrent(given.start, teacher.spec) if given.start else None
     if before is not None:
-        ids, attended = before.ids.long().to(device), before.layer
+        attended = before.layer
     students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers)).to(device)
-    if students.draft is not None and before is not None:
-        students.draft.take(before)
-    elif students.draft is not None:
+    if students.draft is not None:
         with torch.no_grad():
             students.draft.start(teacher, teacher.hidden(source(0)[:2]))
+        if before is not None:
+            students.draft.take(before)
     loss = students.loss(teacher)
     if device.type == "cuda":
-        loss = torch.compile(loss, dynamic=False)
         with torch.autocast("cuda", torch.bfloat16):
             loss(source(0)).backward()  # compiles before the clock of the schedule starts
         students.zero_grad()
         torch.cuda.synchronize()
         print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
-    schedule = Schedule(given.steps, seconds=given.seconds - (time.monotonic() - begin))
-    training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50)
-    last = Trainer(students, loss, source, training, given.out).run()
+    schedule = Schedule(given.steps, decay_from=0.15, seconds=given.seconds - (time.monotonic() - begin))
+    training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50, check_every=given.keep_every)
+
+    def keep() -> dict[str, float]:
+        if students.draft is not None:
+            save_recurrent(students.draft, given.out / "recurrent", teacher.spec)
+        return {"seconds": time.monotonic() - begin}
+
+    last = Trainer(students, loss, source, training, given.out).run(keep)
     print(f"{json.dumps(last)} after {time.monotonic() - begin:.1f} s", flush=True)
     save(students, teacher, given)
     print(f"saved after {time.monotonic() - begin:.1f} s", flush=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ridgeline.compress.decoder import TrainableDecoder
 from ridgeline.compress.distill import Recipe
-from ridgeline.compress.recurrent import DEPTH, RecurrentModule, recurrent_losses, save_recurrent
+from ridgeline.compress.recurrent import BEYOND, DEPTH, RecurrentModule, recurrent_losses, save_recurrent
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.decoding.drafters import Behind
@@ -157,7 +157,8 @@ def test_what_drafts_is_what_was_trained(folder: Path) -> None:
 
 
 def test_what_it_learns_from() -> None:
-    """Its loss at each place is that of the teacher's distribution behind the tokens of the chain."""
+    """Its loss at each place is that of the teacher's distribution behind the tokens of the chain, by how likely a draft is to get
+    there: the chance that a token of the text is drafted where the teacher has drawn it, or BEYOND."""
     torch.manual_seed(2)
     teacher, draft = TrainableDecoder(SPEC), module()
     with torch.no_grad():
@@ -168,18 +169,35 @@ def test_what_it_learns_from() -> None:
     cache = teacher.cache(*text.shape)
     hidden, turn = teacher.hidden(text, cache), rope_table(LAYER.rope, 20, CPU)
     p = (teacher.logits(hidden) / 0.8).softmax(-1)[..., draft.ids]
-    for depth in range(DEPTH):
-        refused = []
-        for start in range(20 - DEPTH):
-            # All chains but the last one stand in for others: it sees the keys of the tokens up to its own.
-            now, k, v = hidden[:, start], cache[1].k[:, :, : start + 1], cache[1].v[:, :, : start + 1]
-            for place in range(depth + 1):
-                tokens = text[:, start + 1 + place, None].expand(-1, start + 1)
-                own = turn[start + 1 + place].expand(start + 1, -1, -1)
-                now = draft(now[:, None].expand(-1, start + 1, -1), tokens, k, v, own)[:, -1]
+    refused = torch.zeros(DEPTH, 2, 20 - DEPTH)
+    for start in range(20 - DEPTH):
+        # All chains but the last one stand in for others: it sees the keys of the tokens up to its own.
+        now, k, v = hidden[:, start], cache[1].k[:, :, : start + 1], cache[1].v[:, :, : start + 1]
+        reached = torch.ones(2)
+        for depth, at in enumerate(range(start + 1, start + 1 + DEPTH)):
+            own = turn[at].expand(start + 1, -1, -1)
+            now = draft(now[:, None].expand(-1, start + 1, -1), text[:, at, None].expand(-1, start + 1), k, v, own)[
+                :, -1
+            ]
             q = (draft.lm_head(now) / 0.8).softmax(-1)
-            refused.append(1 - torch.minimum(p[:, start + 1 + depth], q).sum(-1))
-        torch.testing.assert_close(losses[depth], torch.stack(refused).mean())
+            refused[depth, :, start] = reached * (1 - torch.minimum(p[:, at], q).sum(-1))
+            if at + 1 < 20:
+                said = text[:, at + 1, None] == draft.ids  # odd tokens are never drafted
+                right = torch.where(said, (q / p[:, at]).clamp(max=1), 0).sum(-1)
+                reached = reached * (BEYOND + (1 - BEYOND) * right)
+    torch.testing.assert_close(losses, refused.mean((1, 2)))
+
+
+def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
+    torch.manual_seed(3)
+    wider = RecurrentModule(SPEC, torch.arange(0, 60, 3), 1)
+    before = wider.lm_head.weight.detach().clone()
+    wider.take(load_recurrent(folder, SPEC))
+    known = trained(folder)
+    both = wider.ids % 2 == 0
+    torch.testing.assert_close(wider.lm_head.weight[both], known.lm_head.weight[known.ids % 3 == 0])
+    assert torch.equal(wider.lm_head.weight[~both], before[~both])
+    assert torch.equal(wider.mix.weight, known.mix.weight) and wider.ids.tolist() == list(range(0, 60, 3))
 
 
 @torch.no_grad()

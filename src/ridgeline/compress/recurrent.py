@@ -8,6 +8,7 @@ through tokens that were kept (the unrolled training of EAGLE-3, Li et al. 2025,
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,10 @@ from ridgeline.quant.integer import round_to_nearest
 
 DEPTH = 4
 """Tokens of the chains that it is trained on."""
+BEYOND = 0.2
+"""Weight of a place behind a token that a draft would never have said: its likeliest other draws are drafted too."""
+MODULES = {"embedding": "embed_tokens", "mix": "mix", "query": "q_proj", "out": "o_proj", "down": "mlp.down_proj"}
+"""Where a folder's matrices stand in the module, but for gate_up, which are two there, and the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Lesson:
     """What chains that begin behind each of `tokens` tokens learn from. hidden: the model's states there, [rows, tokens, d_model].
     k, v: its keys and values there, of the layer that is attended to, [rows, kv_heads, tokens, head_dim].
     turn: rotary table of all tokens. text int64 [rows, tokens + DEPTH]; for each of its tokens what the model says behind it:
-    possible, the logits of tokens that a draft may say, and total, the logarithm of the sum of exp(logit / temperature) over all.
+    possible, the logits of tokens that a draft may say, and total, the logarithm of the sum of exp(logit / temperature) over all;
+    and behind, which of those tokens the text has there, -1 for none.
     """
 
     hidden: Tensor
@@ -42,6 +48,14 @@ class Lesson:
     text: Tensor
     possible: Tensor
     total: Tensor
+    behind: Tensor
+
+    def at(self, depth: int) -> Lesson:
+        """Of the chains' places at `depth` from 1 alone, each tensor as long as `hidden`, and copied, so that code that is compiled
+        for one depth is for all."""
+        here, texts = slice(depth, depth + self.hidden.shape[1]), (self.text, self.possible, self.total, self.behind)
+        text, possible, total, behind = (one[:, here].contiguous() for one in texts)
+        return Lesson(self.hidden, self.k, self.v, self.turn[here].clone(), text, possible, total, behind)
 
 
 class RecurrentModule(nn.Module):
@@ -80,15 +94,24 @@ class RecurrentModule(nn.Module):
             self.q_proj.weight.copy_(layer.get_parameter("self_attn.q_proj.weight"))
 
     def take(self, weights: RecurrentWeights) -> None:
-        """Take what a folder holds, a draft of the same tokens and layer."""
-        gate, up = weights.plain("gate_up", torch.float32, torch.device("cpu")).chunk(2)
-        modules = {"embed_tokens": "embedding", "mix": "mix", "q_proj": "query", "o_proj": "out"}
-        modules |= {"mlp.down_proj": "down", "lm_head": "head"}
-        norms = {"attn_norm": "query_norm", "mlp_norm": "inner_norm", "norm": "norm"}
-        state = {name: weights.plain(key, torch.float32, torch.device("cpu")) for name, key in modules.items()}
-        state |= {"mlp.gate_proj": gate, "mlp.up_proj": up} | {name: weights.norms[key] for name, key in norms.items()}
-        named = {f"{name}.weight": tensor for name, tensor in state.items()}
-        self.load_state_dict(named | {"ids": weights.ids.long()})
+        """Take what a folder holds, a draft that attends to the same layer: of its head what this one says too."""
+        held = {name: weights.plain(name, torch.float32, torch.device("cpu")) for name in ("gate_up", "head", *MODULES)}
+        gate, up = held.pop("gate_up").chunk(2)
+        head, place = (
+            self.lm_head.weight.detach().cpu().clone(),
+            {one: at for at, one in enumerate(weights.ids.tolist())},
+        )
+        both = [(at, place[one]) for at, one in enumerate(self.ids.tolist()) if one in place]
+        here, there = torch.tensor(both, dtype=torch.int64).view(-1, 2).unbind(1)
+        head[here] = held.pop("head")[there]
+        state = {MODULES[name]: tensor for name, tensor in held.items()}
+        state |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "lm_head": head}
+        state |= {
+            "attn_norm": weights.norms["query_norm"],
+            "mlp_norm": weights.norms["inner_norm"],
+            "norm": weights.norms["norm"],
+        }
+        self.load_state_dict({f"{name}.weight": tensor for name, tensor in state.items()} | {"ids": self.ids})
 
     def forward(self, state: Tensor, tokens: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
         """state [rows, n, d_model] and the next token int64 [rows, n] -> the next state, normed as the model's hidden states are.
@@ -105,6 +128,9 @@ class RecurrentModule(nn.Module):
         return self.norm(mixed + self.mlp(self.mlp_norm(mixed)))
 
 
+Parts = tuple[Callable[..., Lesson], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+
+
 @torch.no_grad()
 def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temperature: float) -> Lesson:
     """What the teacher teaches about rows [rows, tokens] int64."""
@@ -117,33 +143,44 @@ def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temp
     possible = F.linear(hidden, teacher.unembedding[draft.ids])
     k, v = (one[:, :, :tokens] for one in (cache[draft.attended].k, cache[draft.attended].v))
     turn = getattr(teacher, f"turn_{teacher.rope_of[draft.attended]}")
-    return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total)
+    number = rows.new_full((teacher.spec.vocab_size,), -1).index_copy(
+        0, draft.ids, torch.arange(len(draft.ids)).to(rows)
+    )
+    behind = F.pad(number[rows[:, 1:]], (0, 1), value=-1)
+    return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total, behind)
 
 
-def place_loss(
-    draft: RecurrentModule, state: Tensor, given: Lesson, depth: int, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """States of the chains -> those one token on and the loss there, at place `depth` from 1."""
-    heat, tokens = recipe.temperature, given.hidden.shape[1]
-    here = slice(depth, depth + tokens)
-    state = draft(state, given.text[:, here], given.k, given.v, given.turn[here])
+def place_loss(draft: RecurrentModule, state: Tensor, here: Lesson, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    """States of the chains, and the lesson at their next place (`Lesson.at`) -> the states one token on, and of each chain the loss
+    there and the chance that the draft's token is the text's where the text is drawn from the model, both [rows, tokens]."""
+    heat = recipe.temperature
+    state = draft(state, here.text, here.k, here.v, here.turn)
     said = F.log_softmax(draft.lm_head(state).float() / heat, -1)
-    wanted = given.possible[:, here].float() / heat - given.total[:, here]
+    wanted = here.possible.float() / heat - here.total
     among = wanted - wanted.logsumexp(-1, keepdim=True)
-    diverges = (among.exp() * (among - said)).sum(-1).mean() * heat**2
-    kept = torch.minimum(wanted.exp(), said.exp()).sum(-1).mean()
-    return state, recipe.logits * diverges + recipe.overlap * (1 - kept)
+    diverges = (among.exp() * (among - said)).sum(-1) * heat**2
+    kept = torch.minimum(wanted.exp(), said.exp()).sum(-1)
+    behind = here.behind.clamp(min=0).unsqueeze(-1)
+    right = (said.detach() - wanted).gather(-1, behind).squeeze(-1).clamp(max=0).exp() * (here.behind >= 0)
+    return state, recipe.logits * diverges + recipe.overlap * (1 - kept), right
 
 
-def recurrent_losses(draft: RecurrentModule, teacher: TrainableDecoder, rows: Tensor, recipe: Recipe) -> Tensor:
+def recurrent_losses(
+    draft: RecurrentModule, teacher: TrainableDecoder, rows: Tensor, recipe: Recipe, parts: Parts = (lesson, place_loss)
+) -> Tensor:
     """The loss at each of DEPTH places of a chain, float32 [DEPTH], of chains that begin at every token of rows [rows, tokens]
-    int64: KL to what the teacher says there, among the tokens that the draft may say, and `refused` among all.
+    int64: KL to what the teacher says there, among the tokens that the draft may say, and `refused` among all. A place counts as
+    much as it is likely to be reached, its chain's tokens being kept. parts: the two functions, compiled.
     """
-    given = lesson(teacher, draft, rows, recipe.temperature)
-    state, terms = given.hidden, []
+    learn, place = parts
+    given = learn(teacher, draft, rows, recipe.temperature)
+    # As the states of all later places are, for which one compiled form serves then.
+    state = given.hidden.float().requires_grad_(torch.is_grad_enabled())
+    reached, terms = torch.ones_like(given.hidden[..., 0], dtype=torch.float32), []
     for depth in range(1, DEPTH + 1):
-        state, loss = place_loss(draft, state, given, depth, recipe)
-        terms.append(loss)
+        state, loss, right = place(draft, state, given.at(depth), recipe)
+        terms.append((loss * reached).mean())
+        reached = reached * (BEYOND + (1 - BEYOND) * right)
     return torch.stack(terms)
 
 
