@@ -143,9 +143,8 @@ def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temp
     possible = F.linear(hidden, teacher.unembedding[draft.ids])
     k, v = (one[:, :, :tokens] for one in (cache[draft.attended].k, cache[draft.attended].v))
     turn = getattr(teacher, f"turn_{teacher.rope_of[draft.attended]}")
-    number = rows.new_full((teacher.spec.vocab_size,), -1).index_copy(
-        0, draft.ids, torch.arange(len(draft.ids)).to(rows)
-    )
+    number = rows.new_full((teacher.spec.vocab_size,), -1)
+    number[draft.ids] = torch.arange(len(draft.ids), device=rows.device)
     behind = F.pad(number[rows[:, 1:]], (0, 1), value=-1)
     return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total, behind)
 
