@@ -1,12 +1,14 @@
 """How often the shipped model says what its drafters guess, by kind of held-out text.
 
-    python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --machine "..." \
-        --commit HASH --out benchmarks/results/drafters.json
+    python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --recurrent DRAFT \
+        --machine "..." --commit HASH --out benchmarks/results/drafters.json
 
 Three ways to come by a text: `read`, the held-out text itself (the target is made to say it, as forced continuations are);
 `sampled` and `greedy`, what the target says at temperature 0.8 and 0 after the first 64 tokens of each row. A draft is kept as
 long as its guesses are the text's tokens, and it reads the same tokens before them as the target, so one pass of both over a
-text tells what every chain would have kept. The draft draws with the noise that the target draws with (ops.noise).
+text tells what every chain would have kept. The draft draws with the noise that the target draws with (ops.noise). A recurrent
+draft's `ranks` are, for each place of a chain, how often its best draws are right where the best ones of the places before were.
+With `--calibrate` they are measured on the valid split and written beside the draft, whose tree they shape.
 """
 
 from __future__ import annotations
@@ -29,12 +31,19 @@ from torch import Tensor
 
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 from ridgeline.compress.distill import MedusaModule
+from ridgeline.compress.recurrent import DEPTH as CHAIN
+from ridgeline.compress.recurrent import RecurrentModule, lesson
 from ridgeline.compress.write import keys_of, write
+from ridgeline.core.spec import ModelSpec
+from ridgeline.decoding.recurrent import load_recurrent
+from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.sample import sample
 
 PROMPT, LENGTH = 64, 256  # tokens
 DEPTH = 5
 RANKS = 10
+DRAWS = 8
+DEEPEST = 6  # level of a recurrent draft's tree; those that were not measured are as the last one that was
 HEAT = 0.8
 CUTS = (1024, 2048, 4096)
 AT_ONCE = 32  # rows
@@ -167,6 +176,49 @@ def head_hits(target: TrainableDecoder, heads: MedusaModule, text: Text) -> Tens
     return hits / (len(text.rows) * places)
 
 
+@torch.no_grad()
+def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Text) -> dict[str, Any]:
+    """Of chains behind every token of a text: how often each place is kept where all before it were, and the tokens kept of CHAIN."""
+    found = torch.cat([draw_ranks(target, draft, rows, keys, text.temperature or 0.0) for rows, keys in text.parts()])
+    kept, ranks = torch.ones(len(found), dtype=torch.bool, device=found.device), []
+    whole = 0.0
+    for place in range(CHAIN):
+        here = found[kept, place]
+        ranks.append([float((here == rank).double().mean()) for rank in range(DRAWS)])
+        kept &= found[:, place] == 0
+        whole += float(kept.double().mean())
+    return {"kept": [row[0] for row in ranks], f"kept_of_{CHAIN}": whole, "ranks": ranks}
+
+
+def draw_ranks(target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, keys: Tensor, heat: float) -> Tensor:
+    """int64 [chains, CHAIN]: how many of its tokens a draft would say rather than the text's; all of them where it cannot say that."""
+    given, state, found = lesson(target, draft, rows, HEAT), None, []
+    last = torch.arange(PROMPT - 1, rows.shape[1] - CHAIN, device=rows.device)  # known tokens
+    for depth in range(1, CHAIN + 1):
+        here = given.at(depth)
+        state = draft(
+            given.hidden.float() if state is None else state, here.text, here.k.float(), here.v.float(), here.turn
+        )
+        wanted = here.behind[:, last - 1]
+        for row, key in enumerate(keys):
+            logits = draft.lm_head(state[row, last - 1]).float()
+            if heat:
+                noise = draw_key(key.expand(len(last), 2), (last + depth).int(), Purpose.TOKEN)
+                logits -= heat * exponential(noise, draft.ids.int()).log()
+            score = logits.gather(1, wanted[row].clamp(min=0).unsqueeze(1)).masked_fill(
+                (wanted[row] < 0).unsqueeze(1), -torch.inf
+            )
+            found.append((logits > score).sum(1))
+    return torch.stack(found).view(CHAIN, -1).T
+
+
+def load_draft(folder: Path, spec: ModelSpec) -> RecurrentModule:
+    weights = load_recurrent(folder, spec)
+    draft = RecurrentModule(spec, weights.ids.long(), weights.layer)
+    draft.take(weights)
+    return draft.requires_grad_(False)
+
+
 def load_heads(folder: Path) -> MedusaModule:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = MedusaModule(config["hidden_size"], config["medusa_num_heads"], config["medusa_num_layers"])
@@ -175,7 +227,7 @@ def load_heads(folder: Path) -> MedusaModule:
 
 
 def rounded(value: Any) -> Any:
-    return [round(one, 4) for one in value] if isinstance(value, list) else round(value, 4)
+    return [rounded(one) for one in value] if isinstance(value, list) else round(value, 4)
 
 
 def mean_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,12 +244,16 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[s
     target = load_decoder(given.model).to(device).rounded(torch.bfloat16)
     draft = load_decoder(given.draft).to(device).rounded(torch.bfloat16) if given.draft else None
     heads = load_heads(given.medusa).to(device, torch.bfloat16) if given.medusa else None
-    reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)
+    again = load_draft(given.recurrent, target.spec).to(device) if given.recurrent else None
+    split = "valid" if given.calibrate else "test"
+    reader = Reader(given.corpus, given.model / "tokenizer.json", split, given.rows, device)
     frequent = Reader(given.corpus, given.model / "tokenizer.json", "valid", 1, device).frequent()
     found: dict[str, dict[str, Any]] = {}
     for text in texts(target, {kind: reader.rows(kind) for kind in KINDS}):
         if draft is not None:
             found[f"draft-{text.way}-{text.kind}"] = draft_figures(target, draft, text, frequent)
+        if again is not None:
+            found[f"recurrent-{text.way}-{text.kind}"] = recurrent_figures(target, again, text)
         if heads is not None:
             hits = head_hits(target, heads, text).cumsum(1)
             top = {f"head_{index + 1}_top": row[:3].tolist() for index, row in enumerate(hits)}
@@ -217,6 +273,15 @@ def write_rows(path: Path, figures: dict[str, dict[str, Any]], origin: dict[str,
     path.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
+def calibrate(folder: Path, figures: dict[str, dict[str, Any]]) -> None:
+    """Write a recurrent draft's chances by place and rank beside it, the mean over the ways to come by a text."""
+    ways = torch.tensor([row["ranks"] for name, row in figures.items() if name.endswith("-all")])
+    places = [[round(float(one), 5) for one in place] for place in ways.mean(0)]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["accuracies"] = places + places[-1:] * (DEEPEST - CHAIN)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def head_of_tree() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -228,6 +293,10 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--medusa", type=Path)
+    parser.add_argument("--recurrent", type=Path)
+    parser.add_argument(
+        "--calibrate", action="store_true", help="write what was found beside the recurrent draft, alone"
+    )
     parser.add_argument("--rows", type=int, default=192, help="rows of text of each kind")
     parser.add_argument("--machine", default="unnamed")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
@@ -238,9 +307,12 @@ def main() -> None:
     for name, row in sorted(figures.items()):
         if given.out is None or name.endswith("-all"):
             print(name, json.dumps(row), flush=True)
+    if given.calibrate:
+        calibrate(given.recurrent, figures)
     if given.out:
         command = (
-            "python training/acceptance.py --model {0.model} --corpus CORPUS --draft {0.draft} --medusa {0.medusa}"
+            "python training/acceptance.py --model {0.model} --corpus CORPUS --draft {0.draft} --medusa {0.medusa} "
+            "--recurrent {0.recurrent}"
         )
         origin = {
             "machine": given.machine,
