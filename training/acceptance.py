@@ -8,7 +8,6 @@ Three ways to come by a text: `read`, the held-out text itself (the target is ma
 long as its guesses are the text's tokens, and it reads the same tokens before them as the target, so one pass of both over a
 text tells what every chain would have kept. The draft draws with the noise that the target draws with (ops.noise). A recurrent
 draft's `ranks` are, for each place of a chain, how often its best draws are right where the best ones of the places before were.
-With `--calibrate` they are measured on the valid split and written beside the draft, whose tree they shape.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ PROMPT, LENGTH = 64, 256  # tokens
 DEPTH = 5
 RANKS = 10
 DRAWS = 8
-DEEPEST = 6  # level of a recurrent draft's tree; those that were not measured are as the last one that was
 HEAT = 0.8
 CUTS = (1024, 2048, 4096)
 AT_ONCE = 32  # rows
@@ -245,8 +243,7 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[s
     draft = load_decoder(given.draft).to(device).rounded(torch.bfloat16) if given.draft else None
     heads = load_heads(given.medusa).to(device, torch.bfloat16) if given.medusa else None
     again = load_draft(given.recurrent, target.spec).to(device) if given.recurrent else None
-    split = "valid" if given.calibrate else "test"
-    reader = Reader(given.corpus, given.model / "tokenizer.json", split, given.rows, device)
+    reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)
     frequent = Reader(given.corpus, given.model / "tokenizer.json", "valid", 1, device).frequent()
     found: dict[str, dict[str, Any]] = {}
     for text in texts(target, {kind: reader.rows(kind) for kind in KINDS}):
@@ -271,15 +268,6 @@ def write_rows(path: Path, figures: dict[str, dict[str, Any]], origin: dict[str,
     rows += [{"row": name, **figures[name], **origin} for name in sorted(figures)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
-
-
-def calibrate(folder: Path, figures: dict[str, dict[str, Any]]) -> None:
-    """Write a recurrent draft's chances by place and rank beside it, the mean over the ways to come by a text."""
-    ways = torch.tensor([row["ranks"] for name, row in figures.items() if name.endswith("-all")])
-    places = [[round(float(one), 5) for one in place] for place in ways.mean(0)]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["accuracies"] = places + places[-1:] * (DEEPEST - CHAIN)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def head_of_tree() -> str:
@@ -307,8 +295,6 @@ def main() -> None:
     for name, row in sorted(figures.items()):
         if given.out is None or name.endswith("-all"):
             print(name, json.dumps(row), flush=True)
-    if given.calibrate:
-        calibrate(given.recurrent, figures)
     if given.out:
         command = (
             "python training/acceptance.py --model {0.model} --corpus CORPUS --draft {0.draft} --medusa {0.medusa} "

@@ -301,15 +301,14 @@ def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
     read = torch.tensor([one for one in encoded if len(one) == 160])
     keys = torch.zeros(len(read), 2, dtype=torch.int32)
     said = write(teacher, read[:, :64], 96, torch.zeros(len(read)), keys)
-    for rows, first, all_kept in ((read, 0, 0), (said, 0, 0)):
+    for rows, first, together in ((read, 0.347, 0.62), (said, 0.647, 1.70)):
         given, state, alive, found = lesson(teacher, draft, rows, 1.0), None, 1, []
         for depth in range(1, DEPTH + 1):
             here = given.at(depth)
             state = draft(given.hidden if state is None else state, here.text, here.k, here.v, here.turn)
             alive = alive * (draft.lm_head(state).argmax(-1) == here.behind)[:, 64 : 96 + 64 - DEPTH - 1]
             found.append(float(alive.double().mean()))
-        print(found)
-        assert found[0] > first and sum(found) > all_kept, found
+        assert found[0] > first and sum(found) > together, found
 
 
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
