@@ -296,15 +296,13 @@ def main() -> None:
         if given.out is None or name.endswith("-all"):
             print(name, json.dumps(row), flush=True)
     if given.out:
-        command = (
-            "python training/acceptance.py --model {0.model} --corpus CORPUS --draft {0.draft} --medusa {0.medusa} "
-            "--recurrent {0.recurrent}"
-        )
+        drafters = {name: vars(given)[name] for name in ("draft", "medusa", "recurrent") if vars(given)[name]}
+        ran = "".join(f" --{name} {folder}" for name, folder in drafters.items())
         origin = {
             "machine": given.machine,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "commit": given.commit or head_of_tree(),
-            "command": f"{command.format(given)} --rows {given.rows}",
+            "command": f"python training/acceptance.py --model {given.model} --corpus CORPUS{ran} --rows {given.rows}",
         }
         write_rows(given.out, figures, origin)
 
