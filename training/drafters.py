@@ -107,16 +107,20 @@ class Students(nn.Module):
 
     def loss(self, teacher: TrainableDecoder) -> Loss:
         """The sum of all students' losses; they share no parameter."""
-        cuda = teacher.norm.weight.is_cuda
-        learn, place = (torch.compile(part, dynamic=False) if cuda else part for part in (lesson, place_loss))
+
+        def of_heads(rows: Tensor) -> Tensor:
+            assert self.heads is not None
+            with torch.no_grad():
+                hidden = teacher.hidden(rows)
+                wanted = teacher.logits(hidden)
+            return medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+
+        heads, learn, place = of_heads, lesson, place_loss
+        if teacher.norm.weight.is_cuda:
+            heads, learn, place = (torch.compile(part, dynamic=False) for part in (heads, learn, place))
 
         def total(rows: Tensor) -> Tensor:
-            loss = torch.zeros((), device=rows.device)
-            if self.heads is not None:
-                with torch.no_grad():
-                    hidden = teacher.hidden(rows)
-                    wanted = teacher.logits(hidden)
-                loss = medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+            loss = torch.zeros((), device=rows.device) if self.heads is None else heads(rows)
             if self.draft is not None:
                 loss = loss + recurrent_losses(self.draft, teacher, rows, RECIPE, (learn, place)).sum()
             return loss
