@@ -79,7 +79,8 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pays depends on who else uses the machine."""
     llm, steps = engine(way), []
     llm._engine._on_step = steps.append
-    monkeypatch.setattr(llm._engine.engine.loop.scheduler._speculation._pace, "fixed", True)
+    for pace in llm._engine.engine.loop.scheduler._speculation._paces:
+        monkeypatch.setattr(pace, "fixed", True)
     llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=400))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0

@@ -126,3 +126,16 @@ def test_what_the_device_drafted_is_verified_once() -> None:
     assert request.offered == 3
     assert len(speculation.propose(request, 8).tokens) == 3
     assert speculation.propose(request, 8) == NOTHING
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float) -> None:
+    speculation = Drafts(None, OnDevice(3), Pace((0, 3), fixed=True))
+    hoped = speculation._pace.gained(3)
+    bench = Bench(speculation=speculation, luck=0.0)
+    for number in range(3):
+        bench.submit(str(number), [1, 2, 3], max_tokens=30, temperature=temperature)
+    bench.run()
+    greedy, drawn = (pace.gained(3) for pace in speculation._paces)
+    learned, other = (drawn, greedy) if temperature else (greedy, drawn)
+    assert learned < 1.2 < other == hoped

@@ -113,6 +113,8 @@ class Drafts:
         self.reach = self.most if device is not None and device.reads else 0
         self.resting = False
         self._host, self._device, self._pace = host, device, pace
+        self._paces = pace, Pace(pace.sizes, pace.fixed)
+        """Of steps that draw none of their tokens, whose drafts are kept more often, and of others."""
         self._sizes = [] if device is None else [device.draft(nodes) for nodes in range(device.most + 1)]
         parents = () if device is None else device.parents
         self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
@@ -195,7 +197,7 @@ class Drafts:
             self.resting = self._rest > 0 and not step.plan.joins
             return
         device, plan, rows = self._device, step.plan, sum(step.plan.samples)
-        self._rows = max(1, rows)
+        self._rows, self._pace = max(1, rows), self._paces[any(one.sampling.temperature for one in step.requests)]
         self._new += len(plan.joins)
         if rows and self._new:
             self._pace.welcome(rows, self._new)
