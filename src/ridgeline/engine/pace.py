@@ -23,6 +23,8 @@ _CREDIT, _START = 4.0, 2.0
 """Steps of credit at most, and at first."""
 _NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
 """What a request that is alone has of both when it comes; in a batch its share of that."""
+_DEAR = 2.0
+"""Plain steps from which on the shortest step with drafts leaves a debt that nobody new is forgiven."""
 _WARM = 16
 """Plain steps before anything is tried: the first ones of an engine are slow."""
 _LOOK, _COLD, _ASKS = 6, 2, 4
@@ -58,12 +60,6 @@ class _Batch:
     left: int = 0
     won: float = 0.0
     tried: int = 0
-
-    def welcome(self, share: float) -> None:
-        """A share of the rows is new."""
-        self.credit, self.spare = max(self.credit, share * _NEW_CREDIT), max(self.spare, share * _NEW_SPARE)
-        if not self.size:
-            self.left = 0
 
     def steps_to(self, price: float, keep: float = 0.0) -> int:
         """Plain steps after which a look can be paid, 0 if it can be now. keep: what must be left to spare."""
@@ -104,7 +100,9 @@ class Pace:
 
     def welcome(self, rows: int, new: int) -> None:
         """Of so many rows some are new: what was learned may not hold for them."""
-        self._of(rows).welcome(min(1.0, new / rows))
+        batch, share = self._of(rows), min(1.0, new / rows)
+        if min((ratio for size, ratio in batch.ratio.items() if size), default=0.0) < _DEAR:
+            batch.credit, batch.spare = max(batch.credit, share * _NEW_CREDIT), max(batch.spare, share * _NEW_SPARE)
 
     # --- what the device drafts ---------------------------------------------------------------------------------------
 
