@@ -6,7 +6,8 @@ along as contexts grow. Two accounts, both in plain steps, bound what drafting c
 - `spare` is _SHARE of the time so far. A look at something else than what seems best is bought from it, at the price of what it is
   expected to lose: whatever is best, steps lose no more than that share against it.
 - `credit` is what drafting of any kind has really gained against plain steps, a share of whose time it is given. Without credit
-  nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share and _CREDIT steps.
+  nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share, _CREDIT steps, and what requests
+  bring.
 
 What one request's text taught says little of the next one's: who comes new brings a little of both, enough to try again.
 
