@@ -108,12 +108,13 @@ def drafted(
     kv = kv.to(dtype)
     before, known = state.tokens.clone(), state.ints[1:, Int.KNOWN].tolist()
     each = torch.arange(1, len(KNOWN) + 1, dtype=torch.int32)
-    temperature = torch.full((len(KNOWN),), heat)
+    # A column, as rows have it.
+    temperatures = torch.full((len(KNOWN) + 1, 3), heat)[:, 0]
 
     def views(slots: torch.Tensor) -> list[KvView]:
         return [KvView(kv, state.tables[0], slots[0], None, None, SPEC.scale_of(LAYER))]
 
-    worth = one.draft(Behind(state, each, temperature, hidden.to(dtype), 512, heat == 0), count, views)
+    worth = one.draft(Behind(state, each, temperatures, hidden.to(dtype), 512, heat == 0), count, views)
     found = torch.stack([state.tokens[row + 1, at : at + count] for row, at in enumerate(known)])
     for row, at in enumerate(known):
         before[row + 1, at : at + count] = found[row]

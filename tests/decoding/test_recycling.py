@@ -31,7 +31,7 @@ class Row:
 
     def draft(self) -> int:
         """The first node."""
-        behind = Behind(self.state, self.rows, torch.zeros(1), torch.zeros(1, 1), 16, greedy=True)
+        behind = Behind(self.state, self.rows, torch.zeros(2), torch.zeros(1, 1), 16, greedy=True)
         self.recycling.draft(behind, 1, lambda slots: list[KvView]())
         return int(self.state.tokens[1, 4])
 

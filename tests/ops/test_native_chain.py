@@ -69,8 +69,7 @@ class Bench:
         rows = torch.tensor([3, 1, 2, 0], dtype=torch.int32)
         hidden = torch.zeros(4, 1)
         before = self.state.ints.clone()
-        temperature = torch.tensor([heat, heat, 0.0, 0.0])
-        behind = Behind(self.state, rows, temperature, hidden, WIDTH, heat == 0)
+        behind = Behind(self.state, rows, torch.tensor([0.0, heat, 0.0, heat]), hidden, WIDTH, heat == 0)
         drafter.draft(behind, COUNT, self.views)
         assert torch.equal(self.state.ints, before), "the rows themselves stay where they are"
         return self.state.tokens

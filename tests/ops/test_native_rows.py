@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -88,11 +89,29 @@ def test_gather(native: Ops, state: RowState, own: list[int], data: some.DataObj
         )
         place = [at for n in counts for at in range(n)]
         place += [0] * (len(row_of) - len(place))
-        spread = Spread(*(torch.tensor(one, dtype=torch.int32) for one in (counts, row_of, place)))
+        told = [torch.tensor(one, dtype=torch.int32) for one in (counts, row_of, place)]
+        spread = Spread(*told, -told[2] // 2 if data.draw(some.booleans()) else None)
     given_rows = torch.tensor(own, dtype=torch.int32)
     got, want = native.gather(state, given_rows, spread), rows.gather(state, given_rows, spread)
     for name in ("tokens", "position", "slots", "length"):
         same(getattr(got, name), getattr(want, name))
+
+
+@often
+@given(
+    numbers=some.randoms(use_true_random=False),
+    count=some.integers(1, 5),
+    wide=some.integers(1, 9),
+    tree=some.booleans(),
+)
+def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide: int, tree: bool) -> None:
+    """Rows that gained nothing count too; what lies behind the gained ones is not read."""
+    chance = torch.Generator().manual_seed(numbers.randrange(1 << 30))
+    packed = torch.randint(0, wide + 1, (count, 2 + wide), generator=chance, dtype=torch.int32)
+    path = torch.randint(0, wide, (count, wide), generator=chance) if tree else None
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden = torch.randn(count * wide, 48, generator=chance).to(dtype)
+        same(native.last(packed, path, hidden), rows.last(packed, path, hidden))
 
 
 @often

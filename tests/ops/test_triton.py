@@ -272,9 +272,13 @@ def test_gather() -> None:
     n_query = torch.tensor([3, 1, 70, 0, 0], dtype=torch.int32)
     row_of = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor([3, 1, 70, 0, 5]))
     place = torch.cat((torch.arange(3), torch.arange(1), torch.arange(70), torch.zeros(5))).int()
-    for spread in (None, Spread(n_query, row_of, place)):
+    told = (n_query, row_of, place)
+    for spread in (None, Spread(*told), Spread(*told, -place // 2)):
         want = REFERENCE.gather(state, own, spread)
-        there = None if spread is None else Spread(n_query.to(DEVICE), row_of.to(DEVICE), place.to(DEVICE))
+        there = None
+        if spread is not None:
+            shift = None if spread.shift is None else spread.shift.to(DEVICE)
+            there = Spread(*(one.to(DEVICE) for one in told), shift)
         got = TRITON.gather(moved(state), own.to(DEVICE), there)
         for name in Gathered.__slots__:
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name

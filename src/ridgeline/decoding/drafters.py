@@ -24,12 +24,12 @@ Views = Callable[[torch.Tensor], Sequence[KvView]]
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Rows that have just drawn. rows: int32 [S]; temperature: float32 [S]; hidden: [S, d_model], where the target drew the
-    last token of each. longest: most slots any row holds. greedy: no row samples."""
+    """Rows that have just drawn. rows: int32 [S]; heat: float32 [R], the temperatures of all rows; hidden: [S, d_model], where the
+    target drew the last token of each. longest: most slots any row holds. greedy: no row samples."""
 
     state: RowState
     rows: torch.Tensor
-    temperature: torch.Tensor
+    heat: torch.Tensor
     hidden: torch.Tensor
     longest: int
     greedy: bool
@@ -39,6 +39,11 @@ class Behind:
         width = self.state.tokens.shape[1]
         at = self.rows.unsqueeze(1) * width + place
         self.state.tokens.view(-1).index_copy_(0, at.long().flatten(), tokens.flatten())
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """Of each row that has drawn, float32 [S]."""
+        return self.heat.index_select(0, self.rows)
 
     @property
     def known(self) -> torch.Tensor:

@@ -180,7 +180,7 @@ class Recurrent:
     def draft(self, behind: Behind, count: int, views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         if self._run is not None:
-            return self._run(behind.state, behind.rows, behind.temperature, behind.hidden, count, views)
+            return self._run(behind.state, behind.rows, behind.heat, behind.hidden, count, views)
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
         states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}

@@ -125,16 +125,15 @@ class DeviceStep:
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
         own, ragged = batch.rows, batch.ragged
+        tree = None if ragged is None else ragged.tree
         if ragged is None:
             q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
         else:
             q_start, row_of = ragged.q_start, ragged.row_of
-            spread = Spread(ragged.n_query, row_of, ragged.place)
-        got = self.ops.gather(self.rows.state, own, spread)
-        position, ancestors = got.position, None
-        if ragged is not None and ragged.tree is not None:
-            position, ancestors = position + ragged.tree.shift, ragged.tree.ancestors
-        return got, StepInputs(own, q_start, got.length, position, row_of, batch.shape.max_query, max_length, ancestors)
+            spread = Spread(ragged.n_query, row_of, ragged.place, None if tree is None else tree.shift)
+        got, ancestors = self.ops.gather(self.rows.state, own, spread), None if tree is None else tree.ancestors
+        step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
+        return got, step
 
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
@@ -160,8 +159,7 @@ class DeviceStep:
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
         -> as DeviceDrafter.draft."""
-        heat = self.rows.heat(rows)
-        behind = Behind(self.rows.state, rows, heat, hidden, self.longest, greedy)
+        behind = Behind(self.rows.state, rows, self.rows.heat, hidden, self.longest, greedy)
         return self.drafter.draft(behind, ahead, self._guest_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
@@ -189,9 +187,8 @@ class DeviceStep:
         ragged, fused = batch.ragged, self.ops.draw
         if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or self.drafter.learns():
             return self._draw(batch, self._wanted(batch, hidden), bound)
-        heat = self.rows.knobs[:, Knob.TEMPERATURE]
         depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
-        return fused(self.rows.state, heat, batch.sampled, self.decoder.logits(hidden), depth), None
+        return fused(self.rows.state, self.rows.heat, batch.sampled, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""

@@ -69,7 +69,8 @@ class Pending:
     def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
         """Start the copies to the host and mark the end of the step."""
         packed = None if outcome.packed is None else _to_host(outcome.packed)
-        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), outcome.worth)
+        worth = None if outcome.worth is None else outcome.worth.clone()
+        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), worth)
         clock.stop()
         return cls(plan, batch, host, clock)
 
@@ -144,9 +145,9 @@ def _ints(values: np.ndarray) -> array[int]:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy that arrives in its own time; a tensor of the host is returned as it is."""
+    """A pinned copy that arrives in its own time; on a CPU one that the next step does not write to (Ops.again)."""
     if tensor.device.type != "cuda":
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -79,11 +79,10 @@ class Rows:
     def flat_tokens(self) -> torch.Tensor:
         return self.tokens.view(-1)
 
-    def heat(self, rows: torch.Tensor) -> torch.Tensor:
-        """Temperatures float32 [S] of rows int32 [S]."""
-        if rows.is_cuda:
-            return self.knobs[:, Knob.TEMPERATURE].index_select(0, rows)
-        return torch.from_numpy(self.knobs.numpy()[rows.numpy(), Knob.TEMPERATURE])
+    @property
+    def heat(self) -> torch.Tensor:
+        """Temperatures of all rows, float32 [R]."""
+        return self.knobs[:, Knob.TEMPERATURE]
 
     def pack(self, plan: StepPlan, packet: Packet) -> None:
         """Add what `plan` changes to `packet`: items, and where in memory they go."""

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -83,11 +84,12 @@ class _Uncaptured:
 @dataclass(frozen=True, slots=True)
 class _Built:
     """The last batch, to be used again while nothing but lengths changes. graph: its forward graph's padding, None if it
-    runs eagerly."""
+    runs without; run(bound): the step without graphs."""
 
     plan: StepPlan
     batch: Batch
     graph: Room | None
+    run: Callable[[int], Outcome]
 
 
 class Runner:
@@ -277,7 +279,7 @@ class Runner:
         batch = builder.build(got)
         if graph is not None and self._graphs is not None:
             self._graphs.load(batch, graph)
-        return _Built(plan, batch, graph)
+        return _Built(plan, batch, graph, self._step.ops.again(partial(self._eager, plan, batch)))
 
     def _eager_room(self, builder: BatchBuilder) -> Room:
         """No padding, but for rows that draw if a finish graph will take them."""
@@ -289,7 +291,7 @@ class Runner:
     def _run(self, built: _Built, bound: int) -> Outcome:
         batch, graphs, shape = built.batch, self._graphs, built.batch.shape
         if graphs is None or (built.graph is None and shape.decode):
-            return self._finish(built, self._step.forward(batch, bound), bound)
+            return built.run(bound)
         if built.graph is not None and shape.wide > 1:
             outcome = Outcome(graphs.verify(built.graph, shape))
         elif built.graph is not None and shape.decode and shape.plain:
@@ -300,7 +302,7 @@ class Runner:
             else:
                 hidden = self._step.forward(batch, bound)
             if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
-                return self._finish(built, hidden, bound)
+                return self._finish(built.plan, batch, hidden, bound)
             if built.graph is None:
                 graphs.pick(batch, hidden)
             outcome = Outcome(graphs.finish(shape.n_draws))
@@ -309,12 +311,14 @@ class Runner:
             graphs.draft(shape.n_draws, batch.ahead)
         return outcome
 
-    def _finish(self, built: _Built, hidden: torch.Tensor, bound: int) -> Outcome:
+    def _eager(self, plan: StepPlan, batch: Batch, bound: int) -> Outcome:
+        return self._finish(plan, batch, self._step.forward(batch, bound), bound)
+
+    def _finish(self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
         """The end of a step without graphs."""
-        batch = built.batch
         outcome, last = self._step.finish(batch, hidden, bound)
         if batch.ahead and len(last):
-            self._catch_up(built.plan)
+            self._catch_up(plan)
             worth = self._step.draft(batch.sampled, last, batch.ahead, batch.shape.greedy)
             return replace(outcome, worth=worth)
         return outcome

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 
 import torch
-import torch.nn.functional as F
 
 from ridgeline.core.spec import Rope
 from ridgeline.models.layers import Build, DecoderLayer
@@ -73,9 +72,7 @@ class Decoder:
     ) -> torch.Tensor:
         """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype. wanted int32
         [W]: those of these query tokens alone, [W, d_model]. Of the others the last layer makes keys and values and no more."""
-        stream = F.embedding(tokens, self.embedding)
-        if self.scale != 1.0:
-            stream = stream * self.scale
+        stream = self._build.ops.embed(self.embedding, tokens, self.scale)
         if wanted is None or len(wanted) >= len(tokens):
             stream = self._run(stream, views, step)
             stream = stream if wanted is None else stream.index_select(0, wanted)

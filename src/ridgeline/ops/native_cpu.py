@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.ops import cpu, cpu_alone
+from ridgeline.ops.native.again import Again
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
 from ridgeline.ops.native_chain import NativeChain
@@ -36,6 +37,7 @@ from ridgeline.ops.table import (
     RunChain,
     RunLayers,
     RunRecurrent,
+    embedded,
     plain,
 )
 
@@ -61,6 +63,16 @@ class NativeOps:
         x = x if x.is_contiguous() else x.contiguous()
         out, size = torch.empty_like(x), x.shape[-1]
         kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
+        return out
+
+    def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        """See Ops."""
+        kernels = self._kernels.get(table.dtype)
+        if kernels is None or ids.dtype is not torch.int32 or not (table.is_contiguous() and ids.is_contiguous()):
+            return embedded(table, ids, scale)
+        rows, size = ids.shape[0], table.shape[1]
+        out = table.new_empty((rows, size))
+        kernels.embed(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, size, scale)
         return out
 
     def activate(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -265,14 +277,13 @@ def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
     kv = view.kv
     told = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
     key = ("native", told, kv.shape, kv.stride())
-    if (found := step.derived.get(key)) is not None:
-        return found[0]  # type: ignore[no-any-return]
-    step.derived[key] = found = _gather(view, step, fixed)
-    return found[0]
+    if (found := step.derived.get(key)) is None:
+        step.derived[key] = found = _gather(view, step, fixed)
+    return found  # type: ignore[no-any-return]
 
 
-def _gather(view: KvView, step: StepInputs, fixed: bool) -> tuple[ctypes.c_void_p, View, tuple[torch.Tensor, ...]]:
-    """(pointer, what it points to, tensors that must live as long)."""
+def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
+    """It holds what it points to and the tensors that must live as long."""
     told = (view.slots, step.rows, step.q_start, step.length, step.position)
     slots, *own = (one.contiguous() for one in told)
     pages = view.table if view.table.stride(1) == 1 else view.table.contiguous()
@@ -301,8 +312,9 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> tuple[ctypes.c_void_
         view.scale,
         fixed,
     )
-    kept = tuple(one for one in (pages, slots, *own, tree, said) if one is not None)
-    return ctypes.c_void_p(ctypes.addressof(struct)), struct, kept
+    pointer = ctypes.c_void_p(ctypes.addressof(struct))
+    pointer.kept = struct, pages, slots, *own, tree, said  # type: ignore[attr-defined]
+    return pointer
 
 
 def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, str]:
@@ -333,8 +345,11 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=True),
         integer=int_ops(library, arena, ops.rms_norm, ops.activate),
         sample=ops.sample,
+        embed=ops.embed,
         gather=rows.gather,
         advance=rows.advance,
+        last=rows.last,
+        again=partial(Again, library.functions),
         layers=ops.layers,
         verify=rows.verify,
         keep=rows.keep,

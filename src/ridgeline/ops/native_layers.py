@@ -41,10 +41,12 @@ class NativeLayers:
             if alike not in known:
                 known[alike] = self._view_of(view, step).value
             found.append(known[alike])
+        pointers = self._pointers(*found)
+        pointers.step = step  # type: ignore[attr-defined]  # whose own what they point to is, for a call that is made again
         self._run(
             self._structs,
             len(views),
-            self._pointers(*found),
+            pointers,
             self._pointers(*(view.kv.data_ptr() for view in views)),
             stream.data_ptr(),
             *stream.shape,

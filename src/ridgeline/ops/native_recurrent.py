@@ -16,7 +16,7 @@ from ridgeline.ops.rows import RowState
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import RecurrentParts, Views
 
-_RECURRENT = Struct(f"{STATE + 9}q")
+_RECURRENT = Struct(f"{STATE + 10}q")
 _NORMS = ("query_norm", "inner_norm", "norm")
 _MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 
@@ -60,7 +60,7 @@ class NativeRecurrent:
         self,
         state: RowState,
         rows: torch.Tensor,
-        temperature: torch.Tensor,
+        heat: torch.Tensor,
         hidden: torch.Tensor,
         count: int,
         views: Views,
@@ -70,7 +70,17 @@ class NativeRecurrent:
             self._attend(views, len(state.tables))
         view, cache, _ = self._attended
         worth = torch.empty(rows.shape[0], dtype=torch.int32)
-        given = (at(rows), at(temperature), at(hidden), view, cache, rows.shape[0], count, worth.data_ptr())
+        given = (
+            at(rows),
+            heat.data_ptr(),
+            heat.stride(0),
+            at(hidden),
+            view,
+            cache,
+            rows.shape[0],
+            count,
+            worth.data_ptr(),
+        )
         self._run(_RECURRENT.pack(*state_of(state), ctypes.addressof(self._parts), *given))
         return worth
 

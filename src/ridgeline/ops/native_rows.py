@@ -15,28 +15,33 @@ from ridgeline.ops.rows import Gathered, RowState, Spread
 STATE = 9
 """Numbers that state_of gives."""
 _DRAW = Struct(f"{STATE + 9}q")
-_GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 10}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
-_KEEP = Struct(f"{STATE + 12}q")
+_GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
+_KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("8q")
 
 
 class NativeRows:
     """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
 
-    __slots__ = ("_advance", "_gather", "_keep", "_kernels", "_verify")
+    __slots__ = ("_advance", "_gather", "_keep", "_kernels", "_last", "_verify")
 
     def __init__(self, library: Library) -> None:
         self._kernels = library.kernels
         self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
-        self._keep = library.rows_keep
+        self._keep, self._last = library.rows_keep, library.rows_last
 
     def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
         """See ops.rows.gather."""
         rows, groups = own.shape[0], state.tables.shape[0]
         if spread is None:
-            count, given = rows, (0, 0, 0)
+            count, given = rows, (0, 0, 0, 0)
         else:
             count = spread.row_of.shape[0]
-            given = (at(spread.n_query), at(spread.row_of), at(spread.place))
+            given = (
+                at(spread.n_query),
+                at(spread.row_of),
+                at(spread.place),
+                0 if spread.shift is None else at(spread.shift),
+            )
         position, tokens = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
         length, slots = torch.empty(rows, dtype=torch.int32), torch.empty((groups, count), dtype=torch.int64)
         out = (position.data_ptr(), tokens.data_ptr(), length.data_ptr(), slots.data_ptr())
@@ -96,6 +101,14 @@ class NativeRows:
         sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
         given = (at(rows), at(packed), packed.stride(0), at(path), count, wide, group, run.data_ptr())
         self._keep(_KEEP.pack(*state_of(state), *given, *sizes))
+
+    def last(self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        """See ops.rows.last."""
+        count, size = len(packed), hidden.shape[1] * hidden.element_size()
+        out = hidden.new_empty((count, hidden.shape[1]))
+        sizes = (count, len(hidden) // max(1, count), packed.stride(0), size)
+        self._last(_LAST.pack(at(packed), 0 if path is None else at(path), at(hidden), at(out), *sizes))
+        return out
 
 
 def state_of(state: RowState) -> tuple[int, ...]:

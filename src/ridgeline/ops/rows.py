@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import torch
 
 
@@ -49,11 +48,12 @@ class RowState:
 class Spread:
     """How query tokens are spread over rows: n_query int32 [B]; row_of, place int32 [T], each token's row in the step and
     number in that row. Tokens that are read again come before the row's next one: their places are below 0, and n_query
-    counts the others."""
+    counts the others. shift int32 [T]: what a position is beyond its slot's, None for nothing."""
 
     n_query: torch.Tensor
     row_of: torch.Tensor
     place: torch.Tensor
+    shift: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathere
     tables, size = state.tables, state.page_tokens
     tokens = state.tokens.view(-1).index_select(0, row * state.tokens.shape[1] + position)
     pages = tables.view(len(tables), -1).index_select(1, row * tables.shape[2] + slot // size)
+    if spread is not None and spread.shift is not None:
+        position = position + spread.shift
     return Gathered(tokens, position, (pages.long() * size).add_(slot % size), length)
 
 
@@ -115,18 +117,8 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
 def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
     """Of hidden states [S * wide, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
     packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains."""
+    node = (packed[:, 0] - 1).clamp(min=0).long()
+    if path is not None:
+        node = path.gather(1, node.unsqueeze(1)).squeeze(1)
     wide = len(hidden) // max(1, len(packed))
-    if hidden.is_cuda:
-        node = (packed[:, 0] - 1).clamp(min=0).long()
-        if path is not None:
-            node = path.gather(1, node.unsqueeze(1)).squeeze(1)
-        return hidden.index_select(0, node + torch.arange(0, len(hidden), wide, device=node.device))
-    # Behind a model's weights every call runs cold: a row alone makes few, and numpy's are shorter than torch's.
-    counts, nodes = packed.numpy()[:, 0], None if path is None else path.numpy()
-    if len(counts) == 1:
-        one = max(0, int(counts[0]) - 1)
-        return hidden.narrow(0, one if nodes is None else int(nodes[0, one]), 1)
-    found = np.maximum(counts - 1, 0).astype(np.int64)
-    if nodes is not None:
-        found = nodes[np.arange(len(found)), found]
-    return hidden.index_select(0, torch.from_numpy(found + np.arange(0, len(hidden), wide)))
+    return hidden.index_select(0, node + torch.arange(0, len(hidden), wide, device=node.device))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ridgeline.ops import rows
 from ridgeline.ops.noise import Purpose
@@ -55,6 +57,7 @@ class Normed:
     offset: bool
 
 
+Run = Callable[..., Any]
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
 Activation = Plain | Scaled
@@ -116,6 +119,17 @@ class LayerParts:
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
 """(stream [T, D], views of the first layers, step) -> the stream behind the last of these. The caller gives the stream up."""
+
+
+def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
+    """See Ops.embed."""
+    found = F.embedding(ids, table)
+    return found if scale == 1.0 else found * scale
+
+
+def every_time(work: Run) -> Run:
+    """Nothing is remembered."""
+    return work
 
 
 def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
@@ -251,7 +265,7 @@ class RecurrentParts:
 
 
 RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, Views], torch.Tensor]
-"""(state, rows int32 [S], temperature float32 [S], hidden [S, D], count, views of the layer that is attended to): writes up to that
+"""(state, rows int32 [S], heat float32 [R], hidden [S, D], count, views of the layer that is attended to): writes up to that
 many nodes behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything."""
 
 
@@ -285,6 +299,9 @@ class Ops:
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
+    embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
+    again(work) -> the same, for work to be done again and again on tensors that stay where they are, with results that hold until
+        the next time: it may be recorded, so it must depend on nothing else.
     gather, advance, last: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
@@ -319,6 +336,8 @@ class Ops:
     w8a8: IntOps | None = None
     apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
+    embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
+    again: Callable[[Run], Run] = every_time
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = rows.last

@@ -66,7 +66,8 @@ class Kernels:
     """The library's functions for one element type; pointers are plain integers, sizes count elements.
 
     linear(x, packed, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset, fixed): see problem.h.
-    pack(weight, packed, n, k). norm(x, weight, out, rows, n, eps, offset). activate(gate_up, out, rows, n, gate).
+    pack(weight, packed, n, k). embed(table, ids, out, rows, n, scale). norm(x, weight, out, rows, n, eps, offset).
+    activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin,
     q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
     layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp; recurrent(arguments): recurrent.cpp;
@@ -78,6 +79,7 @@ class Kernels:
 
     linear: Any
     pack: Any
+    embed: Any
     norm: Any
     activate: Any
     qkv_write: Any
@@ -93,6 +95,7 @@ class Kernels:
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float, c_int),
     "pack": (*[c_void_p] * 2, *[c_int64] * 2),
+    "embed": (*[c_void_p] * 3, *[c_int64] * 2, c_float),
     "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
@@ -105,7 +108,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }
 # Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
-_BRIEF = frozenset({"norm", "activate", "qkv_write"})
+_BRIEF = frozenset({"embed", "norm", "activate", "qkv_write"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class Library:
 
     sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
-    rows_gather, rows_advance, rows_verify, rows_keep(arguments): see rows.cpp.
+    rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
     """
 
@@ -127,8 +130,16 @@ class Library:
     rows_advance: Any
     rows_verify: Any
     rows_keep: Any
+    rows_last: Any
     instructions: str
     compiler: str
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """What steps call."""
+        kernels = (getattr(one, name) for one in self.kernels.values() for name in _ARGUMENTS)
+        rows = (self.rows_gather, self.rows_advance, self.rows_verify, self.rows_keep, self.rows_last)
+        return (*kernels, self.sample, *rows)
 
 
 def sources() -> tuple[Path, ...]:
@@ -186,18 +197,18 @@ def open_library(path: Path) -> Library:
     library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
-    for one in (brief.rl_rows_gather, brief.rl_rows_advance, brief.rl_rows_verify, brief.rl_rows_keep):
+    rows = {
+        f"rows_{name}": getattr(brief, f"rl_rows_{name}") for name in ("gather", "advance", "verify", "keep", "last")
+    }
+    for one in rows.values():
         one.argtypes, one.restype = (ctypes.c_char_p,), None
     return Library(
-        kernels,
-        library.rl_huge_pages,
-        library.rl_sample,
-        library.rl_fp8_pack,
-        library.rl_int_pack,
-        brief.rl_rows_gather,
-        brief.rl_rows_advance,
-        brief.rl_rows_verify,
-        brief.rl_rows_keep,
-        library.rl_instructions().decode(),
-        library.rl_compiler().decode(),
+        kernels=kernels,
+        huge_pages=library.rl_huge_pages,
+        sample=library.rl_sample,
+        fp8_pack=library.rl_fp8_pack,
+        int_pack=library.rl_int_pack,
+        instructions=library.rl_instructions().decode(),
+        compiler=library.rl_compiler().decode(),
+        **rows,
     )

@@ -17,6 +17,8 @@ void rl_layers_bf16(const void* layers, index n, const View* const* views, bf16*
                     index d_model);
 void rl_layers_f32(const void* layers, index n, const View* const* views, float* const* caches, float* stream, index tokens,
                    index d_model);
+void rl_embed_bf16(const bf16* table, const std::int32_t* ids, bf16* out, index rows, index n, float scale);
+void rl_embed_f32(const float* table, const std::int32_t* ids, float* out, index rows, index n, float scale);
 void rl_norm_bf16(const bf16* x, const bf16* weight, bf16* out, index rows, index n, float eps, float offset);
 void rl_norm_f32(const float* x, const float* weight, float* out, index rows, index n, float eps, float offset);
 void rl_linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, const bf16* added, bf16* out, index m, index n, index k,
@@ -36,6 +38,8 @@ void run_layers(const void* l, index n, const View* const* v, bf16* const* c, bf
 void run_layers(const void* l, index n, const View* const* v, float* const* c, float* x, index t, index d) {
     rl_layers_f32(l, n, v, c, x, t, d);
 }
+void embed(const bf16* table, const token* ids, bf16* out, index m, index n, float s) { rl_embed_bf16(table, ids, out, m, n, s); }
+void embed(const float* table, const token* ids, float* out, index m, index n, float s) { rl_embed_f32(table, ids, out, m, n, s); }
 void norm(const bf16* x, const bf16* w, bf16* out, index m, index n, float e, float o) { rl_norm_bf16(x, w, out, m, n, e, o); }
 void norm(const float* x, const float* w, float* out, index m, index n, float e, float o) { rl_norm_f32(x, w, out, m, n, e, o); }
 void multiply(const bf16* x, const bf16* w, bf16* out, index m, index n, index k, int fixed) {
@@ -84,14 +88,7 @@ template <class T> struct Chain {
 };
 
 template <class T> void embed(const Parts<T>& p, const token* tokens, index n, T* stream) {
-    for (index row = 0; row < n; ++row) {
-        const T* from = p.embedding + tokens[row] * p.d_model;
-        T* to = stream + row * p.d_model;
-        for (index at = 0; at < p.d_model; at += LANES) {
-            const Part kept = first_lanes(p.d_model - at);
-            store(to + at, load(from + at, kept) * splat(p.scale), kept);
-        }
-    }
+    embed(p.embedding, tokens, stream, n, p.d_model, p.scale);
 }
 
 template <class T> void widen_all(const T* from, float* to, index n) {
@@ -109,7 +106,7 @@ template <class T> void catch_up(const Chain<T>& c, T* hidden) {
     std::vector<std::int32_t> position(last.count), tokens(last.count), length(c.n);
     std::vector<std::int64_t> slots(c.state.groups * last.count);
     std::vector<T> stream(last.count * d);
-    gather(Gather{c.state, c.rows, last.n_query, last.row_of, last.place, c.n, last.count, position.data(), tokens.data(),
+    gather(Gather{c.state, c.rows, last.n_query, last.row_of, last.place, nullptr, c.n, last.count, position.data(), tokens.data(),
                   length.data(), slots.data()});
     embed(p, tokens.data(), last.count, stream.data());
     std::vector<View> views;
@@ -148,7 +145,7 @@ template <class T> void run(const Chain<T>& c) {
         rl_sample(logits.data(), c.temperature, key.data(), place.data(), drawn.data(), n, p.outputs, strides, 0, p.ids);
         advance(Advance{c.state, c.rows, drawn.data(), n, said.data()});
         if (node + 1 == c.count) return;
-        gather(Gather{c.state, c.rows, nullptr, nullptr, nullptr, n, n, c.position, tokens.data(), c.length, c.slots});
+        gather(Gather{c.state, c.rows, nullptr, nullptr, nullptr, nullptr, n, n, c.position, tokens.data(), c.length, c.slots});
         embed(p, tokens.data(), n, stream.data());
         run_layers(p.layers, p.n_layers, c.views, c.caches, stream.data(), n, p.d_model);
         norm(stream.data(), p.norm, hidden.data(), n, p.d_model, p.eps, p.offset);

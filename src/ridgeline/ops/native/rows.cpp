@@ -85,7 +85,7 @@ void gather(const Gather& g) {
     for (index at = 0; at < g.n_tokens; ++at) {
         const index row = g.own[g.n_query ? g.row_of[at] : at], place = g.n_query ? g.place[at] : 0;
         const index position = s.of(row)[POSITION] + place, slot = s.of(row)[LENGTH] + place;
-        g.position[at] = std::int32_t(position);
+        g.position[at] = std::int32_t(position) + (g.shift ? g.shift[at] : 0);
         g.tokens[at] = s.tokens[row * s.width + position];
         for (index group = 0; group < s.groups; ++group) {
             const index page = s.tables[(group * s.rows + row) * s.pages + slot / s.page_tokens];
@@ -143,8 +143,26 @@ void keep(const Keep& k) {
     }
 }
 
+// The hidden state that drew each row's last token; packed: of each row the tokens gained, the rest of its `stride` is not read.
+// path null: chains. hidden [n, wide], out [n], of `bytes` each.
+struct Last {
+    const std::int32_t* packed;
+    const std::int64_t* path;  // [n, wide]
+    const char* hidden;
+    char* out;
+    index n, wide, stride, bytes;
+};
+
+void last(const Last& l) {
+    for (index n = 0; n < l.n; ++n) {
+        const index depth = std::max(0, l.packed[n * l.stride] - 1), node = l.path ? l.path[n * l.wide + depth] : depth;
+        std::memcpy(l.out + n * l.bytes, l.hidden + (n * l.wide + node) * l.bytes, l.bytes);
+    }
+}
+
 }  // namespace
 
+RIDGELINE_API void rl_rows_last(const Last* l) { last(*l); }
 RIDGELINE_API void rl_rows_keep(const Keep* k) { keep(*k); }
 RIDGELINE_API void rl_rows_gather(const Gather* g) { gather(*g); }
 RIDGELINE_API void rl_rows_advance(const Advance* a) { advance(*a); }

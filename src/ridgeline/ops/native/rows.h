@@ -29,6 +29,7 @@ struct Gather {
     const std::int32_t* n_query;  // [n_rows]
     const std::int32_t* row_of;   // [n_tokens]
     const std::int32_t* place;    // [n_tokens]
+    const std::int32_t* shift;    // [n_tokens], null: zeros
     index n_rows, n_tokens;
     std::int32_t* position;  // [n_tokens], and so are the tokens
     token* tokens;

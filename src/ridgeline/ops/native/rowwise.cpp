@@ -21,6 +21,16 @@ template <class T> void norm(const T* x, T* out, index rows, index n, const Norm
     for (index row = 0; row < rows; ++row) norm_row(x + row * n, out + row * n, n, norm);
 }
 
+// Rows of a table, times `scale`.
+template <class T> void embed(const T* table, const std::int32_t* ids, T* out, index rows, index n, float scale) {
+#pragma omp parallel for num_threads(threads_for(rows * n, ELEMENTS_PER_THREAD))
+    for (index row = 0; row < rows; ++row)
+        for (index at = 0; at < n; at += LANES) {
+            const Part kept = first_lanes(n - at);
+            store(out + row * n + at, load(table + ids[row] * n + at, kept) * splat(scale), kept);
+        }
+}
+
 template <class T> void activate(const T* gate_up, T* out, index rows, index n, Gate gate) {
 #pragma omp parallel for num_threads(threads_for(rows * n, ELEMENTS_PER_THREAD))
     for (index row = 0; row < rows; ++row) {
@@ -52,6 +62,10 @@ RIDGELINE_API const char* rl_compiler() { return __VERSION__; }
     RIDGELINE_API void rl_norm_##SUFFIX(const T* x, const T* weight, T* out, index rows, index n, float eps,             \
                                         float offset) {                                                                  \
         norm(x, out, rows, n, Norm<T>{weight, eps, offset});                                                             \
+    }                                                                                                                    \
+    RIDGELINE_API void rl_embed_##SUFFIX(const T* table, const std::int32_t* ids, T* out, index rows, index n,           \
+                                         float scale) {                                                                 \
+        embed(table, ids, out, rows, n, scale);                                                                         \
     }                                                                                                                    \
     RIDGELINE_API void rl_activate_##SUFFIX(const T* gate_up, T* out, index rows, index n, int gate) {                    \
         activate(gate_up, out, rows, n, Gate(gate));                                                                     \

@@ -98,6 +98,8 @@ def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathere
         num_warps=2,
         **overlap(device),
     )
+    if spread is not None and spread.shift is not None:
+        position = position + spread.shift
     return Gathered(token, position, slots, length)
 
 

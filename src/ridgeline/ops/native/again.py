@@ -1,0 +1,80 @@
+"""Work on a CPU once more without Python: the foreign calls that it made, in the memory that it made them in.
+
+Between two kernels Python makes tensors and collects pointers, and does so cold, as the kernels leave nothing in the caches but
+weights: of a small model's step that is a third. Where work consists of foreign calls, they are all there is to do again, as in
+a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MOST_BYTES = 8 << 20
+"""Of memory that recorded work keeps; larger work gains nothing."""
+_MAKES = frozenset({"empty", "empty_like", "new_empty"})
+_TELLS = frozenset(
+    {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
+    | {"__getitem__", "expand", "narrow", "split_with_sizes", "unbind", "view"}  # of the same memory
+)
+
+
+class _Witness(TorchFunctionMode):
+    """Keeps the tensors that are made. alone: torch computed nothing itself and read no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.kept = True, list[torch.Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = func(*args, **(kwargs or {})), func.__name__
+        if name in _MAKES:
+            self.kept.append(found)
+        elif name == "contiguous":
+            self.alone &= found.data_ptr() == args[0].data_ptr()
+        elif name not in _TELLS:
+            self.alone = False
+        return found
+
+
+class Again:
+    """See Ops.again. The first time the work is done as it stands, so that whatever it remembers is there; the second time it is
+    recorded. functions: those of the library that steps call."""
+
+    __slots__ = ("_calls", "_found", "_functions", "_kept", "_times", "_work")
+
+    def __init__(self, functions: Sequence[Any], work: Callable[..., Any]) -> None:
+        self._functions, self._work, self._times = functions, work, 0
+        self._calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self._kept: list[torch.Tensor] = []
+
+    def __call__(self, *given: Any) -> Any:
+        if self._calls:
+            for function, arguments in self._calls:
+                function(*arguments)
+            return self._found
+        self._times += 1
+        return self._record(*given) if self._times == 2 else self._work(*given)
+
+    def _record(self, *given: Any) -> Any:
+        calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+        def told(found: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+            calls.append((function, arguments))
+            return found
+
+        witness = _Witness()
+        for one in self._functions:
+            one.errcheck = told
+        try:
+            with witness:
+                found = self._work(*given)
+        finally:
+            for one in self._functions:
+                del one.errcheck
+        if witness.alone and sum(one.nbytes for one in witness.kept) <= MOST_BYTES:
+            self._calls, self._found, self._kept = calls, found, witness.kept
+        return found

@@ -1,0 +1,141 @@
+"""Work that is recorded: done again it does what it did, with whatever its tensors hold by then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.models.hub import shipped_model
+from ridgeline.ops import native_cpu
+from ridgeline.ops.native import again
+from ridgeline.ops.native.again import Again
+from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
+from ridgeline.ops.table import Ops, every_time
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.messages import Submit
+
+pytestmark = pytest.mark.skipif(unsupported() is not None, reason="the library does not run here")
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path) -> Ops:
+    ops, what = native_cpu.load(folder)
+    assert ops is not None, what
+    return ops
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Library:
+    return open_library(library_path(folder))
+
+
+def recorded(work: Callable[[], object]) -> bool:
+    """Whether the third time is no call of the work."""
+    assert isinstance(work, Again)
+    for _ in range(2):
+        work()
+    return bool(work._calls)
+
+
+def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
+    table, ids, weight = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32), torch.ones(48)
+    calls = []
+
+    def work() -> torch.Tensor:
+        calls.append(1)
+        return native.rms_norm(native.embed(table, ids, 2.0), weight, 1e-5, False)
+
+    one = native.again(work)
+    for step in range(5):
+        ids.copy_(torch.tensor([step, 2 * step, 31 - step]))
+        found = one()
+        want = torch.nn.functional.rms_norm(table[ids.long()] * 2.0, (48,), weight, 1e-5)
+        torch.testing.assert_close(found, want)
+    assert len(calls) == 2, "as it stands, then recorded"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(lambda x: x + 1, id="torch computes"),
+        pytest.param(lambda x: x.add_(1), id="in place"),
+        pytest.param(lambda x: x[:, ::2].contiguous(), id="copies"),
+        pytest.param(lambda x: x[0, 0].item(), id="reads a value"),
+        pytest.param(lambda x: x.numpy(), id="leaves torch"),
+        pytest.param(lambda x: torch.zeros(3), id="makes memory that is not empty"),
+    ],
+)
+def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callable[[torch.Tensor], object]) -> None:
+    table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
+    assert recorded(native.again(lambda: native.embed(table, ids, 1.0)))
+    assert not recorded(native.again(lambda: more(native.embed(table, ids, 1.0))))
+
+
+def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
+    monkeypatch.setattr(again, "MOST_BYTES", 3 * 48 * 4 - 1)
+    assert not recorded(native.again(lambda: native.embed(table, ids, 1.0)))
+
+
+def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
+    def fails() -> None:
+        raise ValueError("at the second time")
+
+    one = Again(library.functions, fails)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="second"):
+            one()
+    assert not any(hasattr(function, "errcheck") and function.errcheck for function in library.functions)
+
+
+PROMPTS = ("The history of the city begins", "def add(a, b):\n    return", "Once upon a time")
+
+
+@pytest.fixture(scope="module", params=["", "recurrent", "reference+recurrent"])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, LocalEngine]]:
+    """One that records its steps, and one that does not."""
+    speculate = request.param.replace("recurrent", f"recurrent:{shipped_model().parent / 'recurrent'}")
+    config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8)
+    with pytest.MonkeyPatch.context() as patch:
+        # In float32, where tokens do not depend on how many nodes a step verifies.
+        model = ModelConfig(dtype="float32")
+        found = LocalEngine.start(model, config)
+        assert isinstance(found.engine.loop.runner._step.ops.again(print), Again)  # type: ignore[attr-defined]
+        loaded = native_cpu.load
+        patch.setattr(native_cpu, "load", lambda *given, **named: _plainly(loaded(*given, **named)))
+        plain = LocalEngine.start(model, config)
+    yield found, plain
+    for one in (found, plain):
+        one.close()
+
+
+def _plainly(found: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
+    ops, name = found
+    assert ops is not None
+    return replace(ops, again=every_time), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], temperature: float, rows: int) -> None:
+    tokenizer = Tokenizer.load(shipped_model())
+    said: list[dict[str, list[int]]] = []
+    for engine in engines:
+        texts: dict[str, list[int]] = {}
+        for at, text in enumerate(PROMPTS[:rows]):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            sampling = SamplingParams(temperature=temperature, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
+            engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
+        for delta in engine.news():
+            texts.setdefault(delta.id, []).extend(delta.tokens)
+        said.append(texts)
+    assert said[0] == said[1]
+    assert {len(tokens) for tokens in said[0].values()} == {60 + 10 * at for at in range(rows)}
