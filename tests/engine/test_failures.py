@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.core.errors import BadGrammar
-from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.plan import StepPlan
 from ridgeline.engine.fake import FakeRunner
 from ridgeline.engine.loop import Loop
+from ridgeline.engine.result import without
 from ridgeline.engine.scheduler import Scheduler
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, oracle, prompts
 
@@ -46,19 +47,16 @@ class Forgetful(FakeRunner):
                 self._rows.pop(row, None)
             running = self.scheduler.running
             self.touched |= {(one.id, one.choice) for one in running if one.row in changed | set(plan.rows)}
-            none = array("i", bytes(4 * len(plan.rows)))
-            self._results.append(
-                StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, error="lost")
-            )
+            self._results.append(without(plan, "lost"))
             return
         held = [known.get(row) == generation for row, generation in zip(plan.rows, plan.generations, strict=True)]
         pages = [plan.pages[at : at + 4] for at in range(0, len(plan.pages), 4) if plan.pages[at] in known]
         part = {name: array("i", itertools.compress(getattr(plan, name), held)) for name in PER_ROW}
         super().launch(replace(plan, pages=array("i", itertools.chain.from_iterable(pages)), **part))
         result = self._results[-1]
-        for name in ("counts", "flags", "accepted"):
+        for name in ("counts", "flags"):
             left = iter(getattr(result, name))
-            setattr(result, name, array("i", [next(left) if one else 0 for one in held]))
+            setattr(result, name, [next(left) if one else 0 for one in held])
         result.lost = [place for place, one in enumerate(held) if not one]
 
 

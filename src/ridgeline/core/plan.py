@@ -134,8 +134,8 @@ class TokenLogprobs:
 class StepResult:
     """What a step did, in the order of its plan's rows.
 
-    counts: tokens each row gained (0 for a chunk, 1 + accepted drafts when it sampled). tokens: those tokens, flat.
-    accepted: drafts kept. flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
+    counts: tokens each row gained (0 for a chunk, 1 + the drafts kept when it sampled). tokens: those tokens, flat.
+    flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
     drawn, kept: index in the step -> for rows with drafts, what was drawn behind the last known token and behind each node;
     the nodes kept, in the order of their depth.
     worth: index in the step -> nodes of what the device drafted in it that are worth verifying; without an entry all.
@@ -148,10 +148,9 @@ class StepResult:
     step: int
     rows: Sequence[int]
     generations: Sequence[int]
-    counts: Sequence[int]
-    tokens: Sequence[int]
-    accepted: Sequence[int]
-    flags: Sequence[int]
+    counts: list[int]
+    tokens: list[int]
+    flags: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)

@@ -8,7 +8,6 @@ A block freed too early, shared wrongly or copied too late therefore raises Asse
 from __future__ import annotations
 
 import random
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from ridgeline.core.draft import DEVICE, Draft
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult, TokenLogprobs
 from ridgeline.core.spec import KvLayout
+from ridgeline.engine.result import without
 
 
 def next_token(tokens: Sequence[int], seed: int, choice: int, vocab: int) -> int:
@@ -65,13 +65,12 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> None:
         """Run the step at once. Its result waits for `collect`, as one in flight would."""
         self._apply(plan)
-        none = array("i", bytes(4 * len(plan.rows)))
-        result = StepResult(plan.step, plan.rows, plan.generations, none, array("i"), none, none, device_s=1e-3)
+        result = without(plan, None)
+        result.device_s = 1e-3
         if plan.step in self._fail_at:
             result.error = "asked to fail"
             self._results.append(result)
             return
-        counts, tokens, accepted, flags = array("i"), array("i"), array("i"), array("b")
         draft_at = 0
         for index, row in enumerate(plan.rows):
             assert self._rows[row].join.generation == plan.generations[index]
@@ -85,11 +84,8 @@ class FakeRunner:
             gained, flag = self._run(row, plan, index, draft, result)
             if plan.samples[index]:
                 self._draft(self._rows[row], plan.ahead)
-            counts.append(len(gained))
-            tokens.extend(gained)
-            accepted.append(max(0, len(gained) - 1))
-            flags.append(flag)
-        result.counts, result.tokens, result.accepted, result.flags = counts, tokens, accepted, flags
+            result.counts[index], result.flags[index] = len(gained), flag
+            result.tokens += gained
         self._results.append(result)
 
     def collect(self) -> StepResult:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from ridgeline.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -50,8 +48,8 @@ class Clock:
 
 def without(plan: StepPlan, error: str | None) -> StepResult:
     """The result of a step that gave nobody anything; its rows end with `error` if there is one."""
-    nothing = array("i", bytes(4 * len(plan.rows)))
-    return StepResult(plan.step, plan.rows, plan.generations, nothing, array("i"), nothing, nothing, error=error)
+    rows = len(plan.rows)
+    return StepResult(plan.step, plan.rows, plan.generations, [0] * rows, [], [0] * rows, error=error)
 
 
 @dataclass(slots=True)
@@ -78,31 +76,20 @@ class Pending:
         """Wait for the step and read it."""
         seconds = self.clock.wait()
         plan, shape = self.plan, self.batch.shape
-        places = np.arange(len(plan.rows)) if shape.sampling is None else shape.sampling
-        counts, flags = np.zeros((2, len(plan.rows)), dtype=np.int32)
-        tokens = np.zeros(0, dtype=np.int32)
-        packed = np.zeros((0, 0), dtype=np.int32)
-        if self.outcome.packed is not None:
-            # A graph's batch is padded at the end.
-            packed = self.outcome.packed.numpy()[: len(places)]
-            counts[places], flags[places] = packed[:, 0], packed[:, 1]
-            tokens = packed[:, 2 : 2 + shape.wide][np.arange(shape.wide) < packed[:, :1]]
-        result = StepResult(
-            step=plan.step,
-            rows=plan.rows,
-            generations=plan.generations,
-            counts=_ints(counts),
-            tokens=_ints(tokens),
-            accepted=_ints(np.maximum(counts - 1, 0)),
-            flags=_ints(flags),
-            device_s=seconds,
-            lost=self.lost,
-        )
+        result = without(plan, None)
+        result.device_s, result.lost = seconds, self.lost
+        places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
+        # A graph's batch is padded at the end.
+        found = [] if self.outcome.packed is None else self.outcome.packed[: len(places)].tolist()
+        counts, flags = result.counts, result.flags
+        for place, (gained, flag, *said) in zip(places, found, strict=False):
+            counts[place], flags[place] = gained, flag
+            result.tokens += said[:gained]
         if self.outcome.worth is not None:
-            result.worth.update(zip(places.tolist(), self.outcome.worth.tolist(), strict=True))
+            result.worth.update(zip(places, self.outcome.worth.tolist(), strict=True))
         if shape.wide > 1:
-            self._read_drafts(result, places.tolist(), packed[:, 2:].tolist())
-        self._read_logprobs(result, places.tolist())
+            self._read_drafts(result, places, found)
+        self._read_logprobs(result, places)
         self._read_scores(result)
         return result
 
@@ -112,10 +99,9 @@ class Pending:
         for place, own in zip(places, found, strict=True):
             n_draft = self.plan.n_draft[place]
             if n_draft:
-                gained = result.counts[place]
-                result.drawn[place] = own[wide if tree else 0 :][: 1 + n_draft]
-                path = own[2 * wide + 1 : 2 * wide + gained] if tree else range(1, gained)
-                result.kept[place] = [node - 1 for node in path]
+                gained, drawn, path = own[0], own[2 + wide * tree :], own[2 + 2 * wide :]
+                result.drawn[place] = drawn[: 1 + n_draft]
+                result.kept[place] = [node - 1 for node in (path if tree else range(gained))[1:gained]]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int]) -> None:
         ranked, wishes, wide = self.outcome.logprobs, self.batch.wishes, self.batch.shape.wide
@@ -138,10 +124,6 @@ class Pending:
         for place, count in scores.counts.items():
             result.scores[place] = records[first : first + count]
             first += count
-
-
-def _ints(values: np.ndarray) -> array[int]:
-    return array("i", values.astype(np.int32, copy=False).tobytes())
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -401,7 +401,7 @@ class Scheduler:
         self.last_step = result.step
         self.counts.failed += result.error is not None
         gained: list[Request] = []
-        tokens, offset = list(result.tokens), 0
+        tokens, offset = result.tokens, 0
         news = News()
         before, self._price = self._price, self._price + result.device_s / max(1, step.plan.n_tokens)
         rows = zip(step.requests, step.plan.n_query, result.counts, result.flags, strict=True)
@@ -440,7 +440,7 @@ class Scheduler:
         """Commit one row, whatever it got and whatever came of it."""
         request, plan = step.requests[place], step.plan
         n_draft = plan.n_draft[place]
-        refused = n_draft - result.accepted[place] if n_draft else 0
+        refused = n_draft and n_draft - max(0, len(tokens) - 1)
         before = request.computed
         request.computed += plan.n_query[place] - refused
         request.planned -= refused
