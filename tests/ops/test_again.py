@@ -99,11 +99,14 @@ def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
 PROMPTS = ("The history of the city begins", "def add(a, b):\n    return", "Once upon a time")
 
 
-@pytest.fixture(scope="module", params=["", "recurrent", "reference+recurrent"])
+@pytest.fixture(
+    scope="module", params=[("", 0), ("", 1), ("recurrent", 0), ("recurrent", 1), ("reference+recurrent", 0)]
+)
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, LocalEngine]]:
     """One that records its steps, and one that does not."""
-    speculate = request.param.replace("recurrent", f"recurrent:{shipped_model().parent / 'recurrent'}")
-    config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8)
+    drafters, flight = request.param
+    speculate = drafters.replace("recurrent", f"recurrent:{shipped_model().parent / 'recurrent'}")
+    config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8, steps_in_flight=flight)
     with pytest.MonkeyPatch.context() as patch:
         # In float32, where tokens do not depend on how many nodes a step verifies.
         model = ModelConfig(dtype="float32")

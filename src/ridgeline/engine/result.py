@@ -67,10 +67,14 @@ class Pending:
     def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
         """Start the copies to the host and mark the end of the step."""
         packed = None if outcome.packed is None else _to_host(outcome.packed)
-        worth = None if outcome.worth is None else outcome.worth.clone()
-        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), worth)
+        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), outcome.worth)
         clock.stop()
         return cls(plan, batch, host, clock)
+
+    def keep(self) -> None:
+        """The next step may write to what this one's outcome lies in (Ops.again): hold a copy."""
+        packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
+        self.outcome = replace(self.outcome, packed=packed, worth=worth)
 
     def result(self) -> StepResult:
         """Wait for the step and read it."""
@@ -127,9 +131,9 @@ class Pending:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy that arrives in its own time; on a CPU one that the next step does not write to (Ops.again)."""
+    """A pinned copy that arrives in its own time; a tensor of the host is returned as it is."""
     if tensor.device.type != "cuda":
-        return tensor.clone()
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -172,6 +172,8 @@ class Runner:
         reason = ""
         try:
             with torch.inference_mode():
+                if self.device.type == "cpu" and self._pending and isinstance(self._pending[-1], Pending):
+                    self._pending[-1].keep()
                 self._pending.append(self._launch(plan))
         except Exception as error:
             reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
