@@ -21,13 +21,16 @@ from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder, rota
 from ridgeline.compress.distill import Recipe
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec, NumberFormat
-from ridgeline.decoding.recurrent import BITS, RecurrentWeights
-from ridgeline.quant.integer import round_to_nearest
+from ridgeline.decoding.recurrent import MATRICES, ROWS, RecurrentWeights
+from ridgeline.ops.reference import pack_bits
+from ridgeline.quant.integer import SMALLEST_SCALE, round_to_nearest
 
 DEPTH = 4
 """Tokens of the chains that it is trained on."""
 BEYOND = 0.2
 """Weight of a place behind a token that a draft would never have said: its likeliest other draws are drafted too."""
+FORM = NumberFormat(4, 32)
+"""In which all matrices but the embedding are multiplied with, while they are trained too."""
 MODULES = {"embedding": "embed_tokens", "mix": "mix", "query": "q_proj", "out": "o_proj", "down": "mlp.down_proj"}
 """Where a folder's matrices stand in the module, but for gate_up, which are two there, and the head."""
 
@@ -58,10 +61,30 @@ class Lesson:
         return Lesson(self.hidden, self.k, self.v, self.turn[here].clone(), text, possible, total, behind)
 
 
+class Snapped(nn.Linear):
+    """A linear that multiplies with its weights as `round_to_nearest` leaves them in FORM; gradients pass as if it were not there
+    (the straight-through estimator, see compress.tune)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def snapped(self) -> Tensor:
+        """The weights that it multiplies with. Without a look at any value, which a compiled form could not have."""
+        half, groups = 1 << FORM.bits - 1, self.weight.detach().unflatten(1, (-1, FORM.group))
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scales = torch.where(high > -low, high, low) / -half
+        scales = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).half().float()
+        near = (groups / scales).round().clamp(-half, half - 1) * scales
+        return self.weight + (near.flatten(1) - self.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.snapped())
+
+
 class RecurrentModule(nn.Module):
     """A recurrent draft to be trained; see decoding.recurrent for what it computes. spec: of the model it drafts for, of which it
     takes width, norms and activation. ids int64 [outputs]: the tokens it may say. attended: the layer of the model whose keys and
-    values it reads."""
+    values it reads. Its linears round their weights as they will be stored."""
 
     ids: Tensor
 
@@ -71,11 +94,14 @@ class RecurrentModule(nn.Module):
         self.attended, self.head_dim, self.scale = attended, layer.head_dim, spec.scale_of(layer)
         queries = layer.n_heads * layer.head_dim
         self.embed_tokens = nn.Embedding(spec.vocab_size, width)
-        self.mix = nn.Linear(width, width, bias=False)
+        self.mix = Snapped(width, width)
         self.attn_norm, self.mlp_norm, self.norm = (Norm(width, spec) for _ in range(3))
-        self.q_proj, self.o_proj = nn.Linear(width, queries, bias=False), nn.Linear(queries, width, bias=False)
-        self.mlp = FeedForward(spec, spec.layers[0])
-        self.lm_head = nn.Linear(width, len(ids), bias=False)
+        self.q_proj, self.o_proj = Snapped(width, queries), Snapped(queries, width)
+        self.mlp, inner = FeedForward(spec, spec.layers[0]), spec.layers[0].d_ff
+        self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj = (
+            Snapped(*sizes) for sizes in ((width, inner), (width, inner), (inner, width))
+        )
+        self.lm_head = Snapped(width, len(ids))
         self.register_buffer("ids", ids)
         for last in (self.o_proj, self.mlp.down_proj):
             nn.init.zeros_(last.weight)
@@ -184,7 +210,8 @@ def recurrent_losses(
 
 
 def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> None:
-    """Write the draft for a model of `spec`, its matrices in 8 bits; see decoding.recurrent. The folder is made."""
+    """Write the draft for a model of `spec`, matrices in FORM and the embedding in 8 bits; see decoding.recurrent. The folder is
+    made."""
     mlp = draft.mlp
     matrices = {
         "embedding": draft.embed_tokens.weight,
@@ -202,11 +229,16 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
         "ids": draft.ids.int(),
     }
     for name, weight in matrices.items():
-        codes, scales, _ = round_to_nearest(weight.detach(), NumberFormat(BITS))
-        tensors |= {f"{name}.codes": codes, f"{name}.scales": scales.flatten().half()}
+        form = FORM if name in MATRICES else NumberFormat(ROWS[0])
+        codes, scales, _ = round_to_nearest(weight.detach(), form)
+        held = scales.half() if form.group else scales.flatten().half()
+        tensors |= {f"{name}.codes": pack_bits(codes, form.bits), f"{name}.scales": held}
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: one.cpu().contiguous() for name, one in tensors.items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: one.cpu().contiguous() for name, one in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     config = {
         "architectures": ["RecurrentDraft"],
         "hidden_size": spec.d_model,
@@ -216,5 +248,6 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
         "hidden_act": spec.activation,
         "rms_norm_eps": spec.norm_eps,
         "attended_layer": draft.attended,
+        "formats": {name: [FORM.bits, FORM.group] for name in MATRICES},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,8 +6,7 @@ the likeliest draws. It begins with the target's final hidden state, which it im
 recurrent drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). It attends
 to keys and values that one of the target's layers has written (Du et al. 2024, "GliDe with a CaPE"): to those of all tokens before
 the last known one, at every place of a draft. So nothing of its own is kept from step to step: a draft reads no prompt, catches up
-on nothing and has no pages, and a level of the tree is six products with a few million weights, stored in 8 bits, a scale per
-output.
+on nothing and has no pages, and a level of the tree is six products with a few million weights, stored in integers.
 
 It draws with the target's own noise, see decoding.verify.
 """
@@ -31,28 +30,28 @@ from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.decoding.drafters import Behind, Views, draw_among
 from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
-from ridgeline.ops.reference import dequantized, rotate
+from ridgeline.ops.reference import int_plain, int_unpack, rotate
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
-"""Each stored as NAME.codes uint8 [out, in] and NAME.scales float16 [out]: weight = (code - 128) * scale; and so is
-the embedding."""
+"""Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups]:
+weight = (code - 2^(bits - 1)) * scale. `formats` in config.json names the bits and the inputs of a group of each; those that it
+does not, as the embedding, are as ROWS says, 8 bits and one scale [out] for all inputs."""
 NORMS = ("query_norm", "inner_norm", "norm")
-BITS = 8
+ROWS = (8, 1 << 20)
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
 """How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What a folder holds. codes, scales: by name of the matrix. norms: float32 [d_model]. ids: int32 [N], the tokens that the
-    head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is what the target says
-    where those above it are."""
+    """What a folder holds. matrices: by name, as ops.reference.int_pack lays them out. norms: float32 [d_model]. ids: int32 [N],
+    the tokens that the head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is
+    what the target says where those above it are."""
 
-    codes: dict[str, Tensor]
-    scales: dict[str, Tensor]
+    matrices: dict[str, IntMatrix]
     norms: dict[str, Tensor]
     ids: Tensor
     layer: int
@@ -60,14 +59,13 @@ class RecurrentWeights:
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A matrix in floating point, [out, in]."""
-        codes = self.codes[name]
-        return dequantized(codes, self.scales[name].unsqueeze(1), None, BITS, codes.shape[1]).to(device, dtype)
+        return int_plain(self.matrices[name]).to(device, dtype)
 
     def integer(self, name: str, ops: Ops) -> IntMatrix:
         """A matrix as the integer products of `ops` read it."""
         assert ops.integer is not None
-        codes = self.codes[name]
-        return ops.integer.pack(codes, self.scales[name].float().unsqueeze(1), None, BITS, codes.shape[1])
+        one = self.matrices[name]
+        return ops.integer.pack(int_unpack(one), one.scales.float(), None, one.bits, one.group)
 
 
 def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
@@ -81,9 +79,12 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
             param="speculate",
         ) from None
     shapes = _shapes(config, spec)
-    wanted = {f"{name}.codes": shape for name, shape in shapes.items()}
-    wanted |= {f"{name}.scales": shape[:1] for name, shape in shapes.items()}
-    wanted |= dict.fromkeys(NORMS, (spec.d_model,)) | {"ids": shapes["head"][:1]}
+    forms = {name: tuple(config.get("formats", {}).get(name, ROWS)) for name in shapes}
+    wanted = dict.fromkeys(NORMS, (spec.d_model,)) | {"ids": shapes["head"][:1]}
+    for name, (out, width) in shapes.items():
+        bits, group = forms[name]
+        wanted[f"{name}.codes"] = (out, width * bits // 8)
+        wanted[f"{name}.scales"] = (out, width // group) if group <= width else (out,)
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
@@ -95,13 +96,16 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     if int(tensors["ids"].min()) < 0 or int(tensors["ids"].max()) >= spec.vocab_size:
         raise ConfigError(f"{folder}: ids name tokens beyond the vocabulary of {spec.vocab_size}.", param="speculate")
     return RecurrentWeights(
-        {name: tensors[f"{name}.codes"] for name in shapes},
-        {name: tensors[f"{name}.scales"] for name in shapes},
+        {name: _held(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
         {name: tensors[name].float() for name in NORMS},
         tensors["ids"].int(),
         config["attended_layer"],
         read_accuracies(folder, config) or UNMEASURED,
     )
+
+
+def _held(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], form: tuple[int, int]) -> IntMatrix:
+    return IntMatrix(tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *form, *shape)
 
 
 def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, ...]]:

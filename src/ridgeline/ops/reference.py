@@ -271,6 +271,16 @@ def int_pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | No
     return IntMatrix(pack_bits(codes, bits), scales.half(), zeros, bits, group, *codes.shape)
 
 
+def int_unpack(matrix: IntMatrix) -> torch.Tensor:
+    """What int_pack was given: codes uint8 [out, in]."""
+    return unpack_bits(matrix.codes, matrix.bits, matrix.d_in)
+
+
+def int_plain(matrix: IntMatrix) -> torch.Tensor:
+    """The weights of what int_pack made, float32 [out, in]."""
+    return dequantized(int_unpack(matrix), matrix.scales, matrix.zeros, matrix.bits, matrix.group)
+
+
 def dequantized(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
 ) -> torch.Tensor:
