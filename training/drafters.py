@@ -2,7 +2,7 @@
 
     python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --students recurrent medusa --seconds 150
 
-The teacher writes first: continuations of pieces of the pools, greedy and at temperatures up to 1. Three quarters of every batch
+The teacher writes first: continuations of pieces of the pools, greedy and at temperatures around 0.8. Three quarters of every batch
 are such text, the rest is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
 stopped goes on. `--stream FILE.npy` keeps the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs
 on a CPU in a minute.
@@ -38,6 +38,7 @@ WRITTEN = 3  # rows the teacher wrote, for each of the corpus
 STRIDE = 2  # every second place trains heads
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
+HEATS = (0.7, 0.9)  # around the one that losses and benchmarks are taken at
 STUDENTS = ("recurrent", "medusa")
 RECIPE = Recipe(logits=0.3, overlap=1.0, temperature=0.8)
 OUTPUTS = 4096  # the most frequent tokens, which alone are drafted
@@ -73,9 +74,9 @@ def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | N
 
 def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int, seed: int = 0) -> Tensor:
     """int16 [batches * rows, PIECE]: prompts from the stream, every other one at the start of a document, and what the teacher says
-    after them; a quarter greedy, the others at temperatures from 0.7 to 1."""
+    after them; a quarter greedy, the others at temperatures between HEATS."""
     device = stream.device
-    temperature = torch.linspace(0.7, 1.0, rows, device=device)
+    temperature = torch.linspace(*HEATS, rows, device=device)
     temperature[::4] = 0
     starts = (stream == 0).nonzero().flatten() + 1
     found = []
@@ -210,6 +211,7 @@ def main() -> None:
     before = load_recurrent(given.start, teacher.spec) if given.start else None
     if before is not None:
         attended = before.layer
+        ids = before.ids.long() if len(before.ids) == OUTPUTS else ids  # its head knows those
     students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers)).to(device)
     if students.draft is not None:
         with torch.no_grad():

@@ -73,7 +73,9 @@ class Snapped(nn.Linear):
         half, groups = 1 << FORM.bits - 1, self.weight.detach().unflatten(1, (-1, FORM.group))
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scales = torch.where(high > -low, high, low) / -half
-        scales = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).half().float()
+        # As float16 holds them, by their bits: a compiled form leaves a cast there and back out. Below 2^-14 float16 is coarser.
+        bits = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).view(torch.int32)
+        scales = ((bits + 0x0FFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
         near = (groups / scales).round().clamp(-half, half - 1) * scales
         return self.weight + (near.flatten(1) - self.weight.detach())
 
