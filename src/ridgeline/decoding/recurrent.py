@@ -36,9 +36,9 @@ from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
-"""Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups]:
-weight = (code - 2^(bits - 1)) * scale. `formats` in config.json names the bits and the inputs of a group of each; those that it
-does not, as the embedding, are as ROWS says, 8 bits and one scale [out] for all inputs."""
+"""Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups], or [out] where there is
+one: weight = (code - 2^(bits - 1)) * scale. `formats` in config.json names the bits and the inputs of a group of each; those that
+it does not, as the embedding, are as ROWS says, 8 bits and one scale for all inputs."""
 NORMS = ("query_norm", "inner_norm", "norm")
 ROWS = (8, 1 << 20)
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
@@ -84,7 +84,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     for name, (out, width) in shapes.items():
         bits, group = forms[name]
         wanted[f"{name}.codes"] = (out, width * bits // 8)
-        wanted[f"{name}.scales"] = (out, width // group) if group <= width else (out,)
+        wanted[f"{name}.scales"] = (out, width // group) if group < width else (out,)
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
