@@ -24,14 +24,14 @@ from ridgeline.models.hub import shipped_model
 from ridgeline.models.rope import rope_table
 from ridgeline.ops import native_cpu
 from ridgeline.ops.noise import Purpose, draw_key, exponential
-from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.reference import INT_REFERENCE, REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops
 from ridgeline.text.tokenizer import Tokenizer
 
 LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))
-SPEC = ModelSpec("LlamaForCausalLM", 60, 32, (LAYER, LAYER), 512, tied=True)
+SPEC = ModelSpec("LlamaForCausalLM", 60, 96, (LAYER, LAYER), 512, tied=True)
 CPU = torch.device("cpu")
 KNOWN = (2, 3, 40, 333)
 PAGE, PAGES = 16, 32
@@ -50,7 +50,7 @@ def module(seed: int = 0) -> RecurrentModule:
     draft = RecurrentModule(SPEC, torch.arange(0, 60, 2), 1)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+            parameter.add_(torch.randn_like(parameter) * 0.15)
     return draft
 
 
@@ -141,7 +141,7 @@ def scored(
 
 
 def trained(folder: Path) -> RecurrentModule:
-    """The module with the weights that are left in 8 bits."""
+    """The module with the weights that are left in 4 bits."""
     found = module()
     found.take(load_recurrent(folder, SPEC))
     return found
@@ -190,6 +190,45 @@ def test_what_it_learns_from() -> None:
                 right = torch.where(said, (q / p[:, at]).clamp(max=1), 0).sum(-1)
                 reached = reached * (BEYOND + (1 - BEYOND) * right)
     torch.testing.assert_close(losses, refused.mean((1, 2)))
+
+
+def test_what_is_multiplied_with_is_what_is_stored(folder: Path) -> None:
+    """In every linear, in groups of inputs; gradients are those of weights that lie there already."""
+    draft, stored = module(), load_recurrent(folder, SPEC)
+    parts = {
+        "mix": draft.mix,
+        "query": draft.q_proj,
+        "out": draft.o_proj,
+        "down": draft.mlp.down_proj,
+        "head": draft.lm_head,
+    }
+    for name, linear in parts.items():
+        weight = stored.plain(name, torch.float32, CPU).requires_grad_()
+        assert stored.matrices[name].bits == 4 and stored.matrices[name].scales.shape[1] == -(-weight.shape[1] // 64)
+        assert not torch.equal(linear.weight, weight)
+        x = torch.randn(3, weight.shape[1])
+        torch.testing.assert_close(linear(x), x @ weight.T, rtol=0, atol=1e-5)
+        linear(x).square().sum().backward()
+        (x @ weight.T).square().sum().backward()
+        torch.testing.assert_close(linear.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
+    gate, up = (linear(torch.eye(SPEC.d_model)).T for linear in (draft.mlp.gate_proj, draft.mlp.up_proj))
+    torch.testing.assert_close(torch.cat((gate, up)), stored.plain("gate_up", torch.float32, CPU), rtol=0, atol=1e-6)
+
+
+def test_matrices_that_no_format_names_are_in_8_bits(folder: Path) -> None:
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    codes = torch.randint(0, 256, (SPEC.d_model, SPEC.d_model), dtype=torch.uint8)
+    scales = torch.rand(SPEC.d_model).half()
+    save_file(tensors | {"mix.codes": codes, "mix.scales": scales}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"mix.codes is \[96, 96\]; \[96, 48\] is needed"):
+        load_recurrent(folder, SPEC)
+    del config["formats"]["mix"]
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_recurrent(folder, SPEC)
+    wanted = (codes.float() - 128) * scales.float().unsqueeze(1)
+    assert torch.equal(weights.plain("mix", torch.float32, CPU), wanted)
+    x = torch.randn(2, SPEC.d_model)
+    torch.testing.assert_close(INT_REFERENCE.linear(x, weights.integer("mix", REFERENCE), None), x @ wanted.T)
 
 
 def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
@@ -315,7 +354,7 @@ def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no recurrent draft"):
         load_recurrent(tmp_path / "nowhere", SPEC)
-    with pytest.raises(ConfigError, match=r"embedding.codes is \[60, 32\]; \[61, 32\] is needed"):
+    with pytest.raises(ConfigError, match=r"embedding.codes is \[60, 96\]; \[61, 96\] is needed"):
         load_recurrent(folder, replace(SPEC, vocab_size=61))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))

@@ -71,15 +71,15 @@ class Snapped(nn.Linear):
 
     def snapped(self) -> Tensor:
         """The weights that it multiplies with. Without a look at any value, which a compiled form could not have."""
-        half, width = 1 << FORM.bits - 1, min(FORM.group, self.in_features)
-        groups = self.weight.detach().unflatten(1, (-1, width))
+        half, whole = 1 << FORM.bits - 1, F.pad(self.weight.detach(), (0, -self.in_features % FORM.group))
+        groups = whole.unflatten(1, (-1, FORM.group))
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scales = torch.where(high > -low, high, low) / -half
         # As float16 holds them, by their bits: a compiled form leaves a cast there and back out. Below 2^-14 float16 is coarser.
         bits = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).view(torch.int32)
         scales = ((bits + 0x0FFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
         near = (groups / scales).round().clamp(-half, half - 1) * scales
-        return self.weight + (near.flatten(1) - self.weight.detach())
+        return self.weight + (near.flatten(1)[:, : self.in_features] - self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.snapped())

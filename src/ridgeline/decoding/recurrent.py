@@ -83,8 +83,8 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
     wanted = dict.fromkeys(NORMS, (spec.d_model,)) | {"ids": shapes["head"][:1]}
     for name, (out, width) in shapes.items():
         bits, group = forms[name]
-        wanted[f"{name}.codes"] = (out, width * bits // 8)
-        wanted[f"{name}.scales"] = (out, width // group) if group < width else (out,)
+        wanted[f"{name}.codes"] = (out, -(-width // 32) * 4 * bits)
+        wanted[f"{name}.scales"] = (out, -(-width // group)) if group < width else (out,)
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
