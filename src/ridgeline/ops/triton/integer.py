@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops, Plain, plain
+from ridgeline.ops.triton import cublas
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
@@ -76,7 +77,7 @@ def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tens
         return out
     if isinstance(x, Normed):
         return linear(plain(x, rms_norm), matrix, bias)
-    return F.linear(x, dequantize(matrix, x.dtype), bias)
+    return cublas.linear(x, dequantize(matrix, x.dtype), bias)
 
 
 def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
+from ridgeline.ops.triton import cublas
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
@@ -68,7 +69,7 @@ def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.T
         return out
     if isinstance(x, Normed):
         return linear(plain(x, rms_norm), packed, bias)
-    return F.linear(x, packed, bias)
+    return cublas.linear(x, packed, bias)
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
