@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import hopper, tuning
-from ridgeline.ops.triton.chunk import chunk_plan_kernel
+from ridgeline.ops.triton.chunk import UNIT_FIELDS, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.table import TRITON
 
@@ -43,20 +43,25 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
     rows = ROWS[name]
     q_start = torch.tensor([0, *(n for _, n in rows)], device=DEVICE).cumsum(0).int()
     length = torch.tensor([held for held, _ in rows], dtype=torch.int32, device=DEVICE)
+    device_rows = torch.arange(len(rows), dtype=torch.int32, device=DEVICE) * 3 + 2
     wanted = {
-        (index, begin, min(begin + TILE, n * group)): (held - n + (min(begin + TILE, n * group) - 1) // group) // KEYS
+        (index * 3 + 2, begin, int(q_start[index]), n, held - n): (
+            held - n + (min(begin + TILE, n * group) - 1) // group
+        )
+        // KEYS
         + 1
         for index, (held, n) in enumerate(rows)
         if n * group > SMALL
         for begin in range(0, n * group, TILE)
     }
     count = len(wanted) + 5
-    units = torch.full((3, count), -7, dtype=torch.int32, device=DEVICE)
+    units = torch.full((UNIT_FIELDS, count), -7, dtype=torch.int32, device=DEVICE)
+    sizes = (len(rows), count, group, SMALL, TILE, KEYS)
     chunk_plan_kernel[(-(-count // 16),)](
-        q_start, length, units, len(rows), count, group, SMALL, TILE, KEYS, ROWS=64, BLOCK=16, **overlap(units.device)
+        device_rows, q_start, length, units, *sizes, ROWS=64, BLOCK=16, **overlap(units.device)
     )
-    found = [(int(row), int(begin), int(end)) for row, begin, end in units.T]
-    assert all(row >= len(rows) for row, _, _ in found[:5])
+    found = [tuple(map(int, unit)) for unit in units.T]
+    assert all(row == -1 and n == 0 for row, _, _, n, _ in found[:5])
     assert sorted(found[5:]) == sorted(wanted)
     tiles = [wanted[one] for one in found[5:]]
     assert tiles == sorted(tiles)
@@ -73,7 +78,10 @@ def compile_for_hopper(dim: int, page_tokens: int) -> None:
     constants |= {"DIM": dim, "STAGES": tile.stages, "PDL": True}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(kernel, signature, fixed, {})
+    # Memory and strides of a model's tensors, as launches find them: queries are copied 16 bytes at a time.
+    aligned = ("q_ptr", "out_ptr", "lse_ptr", "q_token_stride", "q_head_stride")
+    properties = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, fixed, properties)
     options = {"num_warps": tile.warps, "maxnreg": tuning.HOPPER_REGISTERS}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.num_warps == 12

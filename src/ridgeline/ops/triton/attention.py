@@ -20,6 +20,7 @@ import triton
 
 from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton.chunk import UNIT_FIELDS as CHUNK_FIELDS
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
 from ridgeline.ops.triton.launch import gluon, overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
@@ -316,14 +317,15 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _plan_chunks(call: _Call) -> torch.Tensor:
-    """Units of the chunk kernels, see chunk_plan_kernel; int32 [3, n]."""
+    """Units of the chunk kernels, see chunk_plan_kernel; int32 [CHUNK_FIELDS, n]."""
     step, tile, rows = call.step, call.tile(split=False), call.step.rows.shape[0]
     tokens = call.q.shape[0]
     # Each row with so many tokens that it belongs here may end with a tile that is not full.
     count = triton.cdiv(tokens * call.group, tile.queries) + min(rows, tokens // (call.small // call.group + 1))
-    units = torch.empty((3, count), dtype=torch.int32, device=call.q.device)
+    units = torch.empty((CHUNK_FIELDS, count), dtype=torch.int32, device=call.q.device)
     block = 16
     chunk_plan_kernel[(triton.cdiv(count, block),)](
+        step.rows,
         step.q_start,
         step.length,
         units,
@@ -347,12 +349,7 @@ def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         _chunks_on_hopper(call, out, lse)
         return
     units = _once(call, "chunks", lambda: _plan_chunks(call))
-    step = call.step
     chunk_kernel[(units.shape[1] * call.view.kv.shape[2],)](
-        rows_ptr=step.rows,
-        q_start_ptr=step.q_start,
-        length_ptr=step.length,
-        batch=step.rows.shape[0],
         units_ptr=units,
         out_ptr=out,
         lse_ptr=lse,
@@ -374,9 +371,6 @@ def _chunks_on_hopper(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None
         call.q,
         hopper.cache_rows(kv, box),
         call.view.table,
-        call.step.rows,
-        call.step.q_start,
-        call.step.length,
         units,
         out,
         lse,
@@ -387,7 +381,6 @@ def _chunks_on_hopper(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None
         head_rows,
         call.view.table.stride(0),
         call.view.scale,
-        call.step.rows.shape[0],
         units.shape[1],
         kv_heads=kv_heads,
         group=call.group,

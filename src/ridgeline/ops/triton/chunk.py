@@ -8,7 +8,11 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.triton.launch import await_inputs
-from ridgeline.ops.triton.walk import STEP_SIZES, _finish, _seen, _step, _tile_offsets
+from ridgeline.ops.triton.walk import _finish, _seen, _step, _tile_offsets
+
+UNIT_FIELDS = 5
+"""All that a program of the chunk kernels asks about a unit, in one look-up: device row (-1: nothing to do), first packed query; its
+row's first query token, query tokens (0: nothing to do), and slots before them."""
 
 
 @triton.jit
@@ -20,6 +24,7 @@ def _units_beyond(tiles, count, n, start, group, tile: tl.constexpr, keys: tl.co
 
 @triton.jit(do_not_specialize=["rows", "units", "group", "small"])
 def chunk_plan_kernel(
+    rows_ptr,
     q_start_ptr,
     length_ptr,
     units_ptr,
@@ -33,9 +38,8 @@ def chunk_plan_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """units [3, units]: row (rows or more: nothing to do), begin, end of each run of `tile` packed queries of the rows with
-    more than `small`. The later, the more tiles of `keys` slots a unit sees; those with nothing to do are first. `units`
-    must be enough for all.
+    """units [UNIT_FIELDS, units]: each run of `tile` packed queries of the rows with more than `small`. The later, the more
+    tiles of `keys` slots a unit sees; those with nothing to do are first. `units` must be enough for all.
     """
     await_inputs(PDL)
     row = tl.arange(0, ROWS)
@@ -51,11 +55,12 @@ def chunk_plan_kernel(
     owner = tl.sum(before.to(tl.int32), 1)
     number = unit - tl.sum(tl.where(before, count[None, :], 0), 1)
     owned = owner < rows
-    own_n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - tl.load(q_start_ptr + owner, mask=owned, other=0)
+    own_query = tl.load(q_start_ptr + owner, mask=owned, other=0)
+    own_n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - own_query
     own_start = tl.load(length_ptr + owner, mask=owned, other=0) - own_n
     begin = number * tile
-    end = tl.minimum(begin + tile, own_n * group)
-    tiles = (own_start + (end - 1) // group + keys) // keys
+    last = (tl.minimum(begin + tile, own_n * group) - 1) // group
+    tiles = (own_start + last + keys) // keys
     # Rank by tiles, then by row, then by place in the row, counted row by row.
     beyond = _units_beyond(tiles[:, None], count[None, :], n[None, :], start[None, :], group, tile, keys)
     least = _units_beyond(tiles[:, None] - 1, count[None, :], n[None, :], start[None, :], group, tile, keys)
@@ -64,19 +69,18 @@ def chunk_plan_kernel(
     rank = tl.where(owned, tl.sum(ahead, 1) + number - tl.sum(shorter, 1), unit)
     inside = unit < units
     target = units_ptr + units - 1 - rank
-    tl.store(target, owner, mask=inside)
+    tl.store(target, tl.load(rows_ptr + owner, mask=owned, other=-1), mask=inside)
     tl.store(target + units, begin, mask=inside)
-    tl.store(target + 2 * units, end, mask=inside)
+    tl.store(target + 2 * units, own_query, mask=inside)
+    tl.store(target + 3 * units, own_n, mask=inside)
+    tl.store(target + 4 * units, own_start, mask=inside)
 
 
-@triton.jit(do_not_specialize=STEP_SIZES)
+@triton.jit(do_not_specialize=["units"])
 def chunk_kernel(
     q_ptr,
     kv_ptr,
     table_ptr,
-    rows_ptr,
-    q_start_ptr,
-    length_ptr,
     position_ptr,
     ancestors_ptr,
     key_positions_ptr,
@@ -92,7 +96,6 @@ def chunk_kernel(
     key_positions_stride,
     scale,
     cap,
-    batch,
     units,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -111,16 +114,15 @@ def chunk_kernel(
     """One tile of a row's packed queries and one KV head; first the slots that all of them see, then the others."""
     await_inputs(PDL)
     # What sees most slots starts first, so that the short ones fill the end.
-    unit = units - 1 - tl.program_id(0) // kv_heads
+    unit_ptr = units_ptr + (units - 1 - tl.program_id(0) // kv_heads)
     head = tl.program_id(0) % kv_heads
-    index = tl.load(units_ptr + unit)
-    if index >= batch:
+    row = tl.load(unit_ptr).to(tl.int64)
+    if row < 0:
         return
-    first_packed = tl.load(units_ptr + units + unit)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    first_query = tl.load(q_start_ptr + index)
-    n = tl.load(q_start_ptr + index + 1) - first_query
-    start = tl.load(length_ptr + index) - n
+    first_packed = tl.load(unit_ptr + units)
+    first_query = tl.load(unit_ptr + 2 * units)
+    n = tl.load(unit_ptr + 3 * units)
+    start = tl.load(unit_ptr + 4 * units)
     packed = first_packed + tl.arange(0, QUERIES)
     place = packed // group
     real = place < n

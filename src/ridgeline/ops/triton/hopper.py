@@ -16,6 +16,7 @@ import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -27,37 +28,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+LANES = gl.constexpr(6)
+"""Bits of a score's column that say which thread of four has it."""
 HALF = gl.constexpr(64)
 """Queries of a warp group; also elements of a head in one copy, as wide as shared memory is swizzled."""
 
 
 @jit
-def _count(total):
-    """Pieces of work of this program, of `total`."""
-    programs = gl.num_programs(0)
-    rounds = total // programs
-    return rounds + gl.where(_place(rounds) < total - rounds * programs, 1, 0)
-
-
-@jit
-def _place(turn):
-    """Where this program stands in a round. Rounds go to and fro: what comes first in each has the most to do."""
-    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-
-
-@jit
 def _unit(turn, step, kv_heads: gl.constexpr):
-    """The program's piece of work number `turn`: (KV head, index of the row, first packed query, first query token, query
-    tokens, slots before them); no query tokens where there is nothing to do."""
-    units_ptr, q_start_ptr, length_ptr, batch, units = step
-    work = turn * gl.num_programs(0) + _place(turn)
-    unit = units - 1 - work // kv_heads
-    index = gl.load(units_ptr + unit)
-    real = index < batch
-    first_packed = gl.load(units_ptr + units + unit)
-    first_query = gl.load(q_start_ptr + index, mask=real, other=0)
-    n = gl.load(q_start_ptr + index + 1, mask=real, other=0) - first_query
-    return work % kv_heads, index, first_packed, first_query, n, gl.load(length_ptr + index, mask=real, other=0) - n
+    """The program's piece of work number `turn`: (KV head, device row, first packed query, first query token, query tokens,
+    slots before them); no query tokens where there is nothing to do, as in all turns after it.
+
+    Rounds go to and fro: what comes first in each has the most to do.
+    """
+    units_ptr, units = step
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    work = turn * programs + place
+    real = work < units * kv_heads
+    unit_ptr = units_ptr + (units - 1 - work // kv_heads)
+    row = gl.load(unit_ptr, mask=real, other=0)
+    first_packed = gl.load(unit_ptr + units, mask=real, other=0)
+    first_query = gl.load(unit_ptr + 2 * units, mask=real, other=0)
+    n = gl.load(unit_ptr + 3 * units, mask=real, other=0)
+    start = gl.load(unit_ptr + 4 * units, mask=real, other=0)
+    return work % kv_heads, row, first_packed, first_query, n, start
 
 
 @jit
@@ -88,7 +83,7 @@ def _slots(unit, OWN: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr):
 @jit
 def _queries(unit, OWN: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr):
     """(query token of the step, query head, whether there is one) of each of a warp group's packed queries."""
-    head, _index, first_packed, first_query, n, _start = unit
+    head, _row, first_packed, first_query, n, _start = unit
     packed = first_packed + OWN + gl.arange(0, HALF, LAYOUT)
     place = packed // group
     return (first_query + place).to(gl.int64), head * group + packed % group, place < n
@@ -98,7 +93,6 @@ def _queries(unit, OWN: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr)
 def _fetch(
     cache,
     table_ptr,
-    rows_ptr,
     strides,
     step,
     ring,
@@ -116,11 +110,14 @@ def _fetch(
     PARTS: gl.constexpr = DIM // HALF
     BOXES: gl.constexpr = KEYS // BOX
     at = 0
-    for turn in range(_count(step[4] * kv_heads)):
-        unit = _unit(turn, step, kv_heads)
-        row = gl.load(rows_ptr + unit[1], mask=unit[4] > 0, other=0)
-        pages_ptr = table_ptr + row.to(gl.int64) * table_stride
-        for tile in range(_tiles(unit, group, KEYS)):
+    turn = 0
+    unit = _unit(0, step, kv_heads)
+    tiles = _tiles(unit, group, KEYS)
+    while tiles > 0:
+        turn += 1
+        following = _unit(turn, step, kv_heads)
+        pages_ptr = table_ptr + unit[1].to(gl.int64) * table_stride
+        for tile in range(tiles):
             # The pages' numbers first: they are here by the time there is room.
             places = ()
             for box in gl.static_range(BOXES):
@@ -144,16 +141,18 @@ def _fetch(
                         cache, [places[box] + kind_rows, part * HALF], values_full.index(stage), target
                     )
             at += 1
+        unit = following
+        tiles = _tiles(unit, group, KEYS)
 
 
 @jit
-def _read(q_ptr, strides, target, unit, OWN: gl.constexpr, group: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr):
-    """Copy a warp group's queries to `target`."""
+def _ask(q_ptr, strides, target, unit, OWN: gl.constexpr, group: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr):
+    """Begin to copy a warp group's queries to `target`."""
     token, head, real = _queries(unit, OWN, group, gl.SliceLayout(1, WIDE))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
     place = token * strides[0] + head * strides[1]
-    target.store(gl.load(q_ptr + place[:, None] + dim[None, :], mask=real[:, None], other=0.0))
-    fence_async_shared()
+    async_copy.async_copy_global_to_shared(target, q_ptr + place[:, None] + dim[None, :], mask=real[:, None])
+    async_copy.commit_group()
 
 
 @jit
@@ -196,8 +195,10 @@ def _weigh(scores, best, weight, scale):
 @jit
 def _hide(scores, first, place):
     """Scores of slots first, first + 1, ... without those behind each query's own slot `place`."""
-    slot = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    return gl.where(slot[None, :] <= place[:, None], scores, float("-inf"))
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    # What a thread's columns have in common moves to the other side: against constants, one instruction a score less.
+    last = (place - first)[:, None] - (column & LANES)[None, :]
+    return gl.where((column & ~LANES)[None, :] <= last, scores, float("-inf"))
 
 
 @jit
@@ -217,7 +218,8 @@ def _attend(
 ):
     """One warp group: the first (PART 0) or the second half of each unit's queries.
 
-    Every query sees slot 0, so that the first tile gives each a finite maximum.
+    Every query sees slot 0, so that the first tile gives each a finite maximum. A unit's first product begins beside the
+    last one of the unit before, its queries have been asked for a unit ahead, and what says where they lie two units ahead.
     """
     keys, values, keys_full, keys_free, values_full, values_free = ring
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -231,70 +233,104 @@ def _attend(
     OWN: gl.constexpr = PART * HALF
     scale = scale * LOG2E
     zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    q_tile = queries.index(PART)
+    lowest = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+    nothing = gl.zeros([HALF], gl.float32, ROWS)
+    unit = _unit(0, step, kv_heads)
+    following = _unit(1, step, kv_heads)
+    tiles = _tiles(unit, group, KEYS)
+    p = gl.zeros([HALF, KEYS], dtype, WEIGHTS)
+    best = lowest
+    weight = nothing
+    if tiles > 0:
+        _ask(q_ptr, strides, queries.index(PART), unit, OWN, group, DIM, WIDE)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.wait(keys_full.index(0), 0)
+        scores = warpgroup_mma(
+            queries.index(PART), keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(keys_free.index(0), count=1)
+        if _plain(unit, group, KEYS) == 0:
+            scores = _hide(scores, 0, _slots(unit, OWN, group, ROWS))
+        weights, best, weight, _shrink = _weigh(scores, best, weight, scale)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
     at = 0
-    for turn in range(_count(step[4] * kv_heads)):
-        unit = _unit(turn, step, kv_heads)
-        tiles = _tiles(unit, group, KEYS)
-        if tiles > 0:
-            _read(q_ptr, strides, q_tile, unit, OWN, group, DIM, WIDE)
-            plain = _plain(unit, group, KEYS)
-            own = _slots(unit, OWN, group, ROWS)
-            best = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-            weight = gl.zeros([HALF], gl.float32, ROWS)
-            out = gl.zeros([HALF, DIM], gl.float32, OUT)
+    turn = 0
+    while tiles > 0:
+        q_tile = queries.index(turn % 2 * 2 + PART)
+        turn += 1
+        q_following = queries.index(turn % 2 * 2 + PART)
+        _ask(q_ptr, strides, q_following, following, OWN, group, DIM, WIDE)
+        plain = _plain(unit, group, KEYS)
+        own = _slots(unit, OWN, group, ROWS)
+        out = gl.zeros([HALF, DIM], gl.float32, OUT)
+        for tile in range(1, tiles):
+            last = at % STAGES
+            last_phase = at // STAGES & 1
+            at += 1
             stage = at % STAGES
             mbarrier.wait(keys_full.index(stage), at // STAGES & 1)
             scores = warpgroup_mma(q_tile, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.wait(values_full.index(last), last_phase)
+            out = warpgroup_mma(p, values.index(last), out, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(keys_free.index(stage), count=1)
-            if plain == 0:
-                scores = _hide(scores, 0, own)
-            p, best, weight, shrink = _weigh(scores, best, weight, scale)
-            p = gl.convert_layout(p.to(dtype), WEIGHTS)
-            for tile in range(1, tiles):
-                last = at % STAGES
-                last_phase = at // STAGES & 1
-                at += 1
-                stage = at % STAGES
-                mbarrier.wait(keys_full.index(stage), at // STAGES & 1)
-                scores = warpgroup_mma(q_tile, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(values_full.index(last), last_phase)
-                out = warpgroup_mma(p, values.index(last), out, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(keys_free.index(stage), count=1)
-                if tile >= plain:
-                    scores = _hide(scores, tile * KEYS, own)
-                # The product with the last tile's values is still running.
-                p_next, best, weight, shrink = _weigh(scores, best, weight, scale)
-                out = warpgroup_mma_wait(0, deps=[out])
-                mbarrier.arrive(values_free.index(last), count=1)
-                out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-                p = gl.convert_layout(p_next.to(dtype), WEIGHTS)
-            stage = at % STAGES
-            mbarrier.wait(values_full.index(stage), at // STAGES & 1)
-            if tiles * KEYS > _held(unit):
-                # Slots that the row does not hold may hold anything, and zero times NaN is NaN. Both groups write the
-                # same, each before its own product.
-                slot = (tiles - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, WIDE))
-                held = values.index(stage).load(WIDE)
-                values.index(stage).store(gl.where((slot < _held(unit))[:, None], held, 0.0))
-                fence_async_shared()
-            out = warpgroup_mma(p, values.index(stage), out, is_async=True)
+            # The product with the last tile's values is still running. In both branches: ptxas waits for it at the start of
+            # the block that has the wait.
+            if tile >= plain:
+                scores = _hide(scores, tile * KEYS, own)
+                weights, best, weight, shrink = _weigh(scores, best, weight, scale)
+            else:
+                weights, best, weight, shrink = _weigh(scores, best, weight, scale)
             out = warpgroup_mma_wait(0, deps=[out])
-            mbarrier.arrive(values_free.index(stage), count=1)
-            at += 1
-            _write(out_ptr, lse_ptr, unit, out, best, weight, scale, OWN, heads, group, DIM, WIDE)
+            mbarrier.arrive(values_free.index(last), count=1)
+            out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+            p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        later = _unit(turn + 1, step, kv_heads)
+        last = at % STAGES
+        mbarrier.wait(values_full.index(last), at // STAGES & 1)
+        if tiles * KEYS > _held(unit):
+            # Slots that the row does not hold may hold anything, and zero times NaN is NaN. Both groups write the
+            # same, each before its own product.
+            slot = (tiles - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, WIDE))
+            held = values.index(last).load(WIDE)
+            values.index(last).store(gl.where((slot < _held(unit))[:, None], held, 0.0))
+            fence_async_shared()
+        at += 1
+        best_before = best
+        weight_before = weight
+        tiles = _tiles(following, group, KEYS)
+        if tiles > 0:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            stage = at % STAGES
+            mbarrier.wait(keys_full.index(stage), at // STAGES & 1)
+            scores = warpgroup_mma(q_following, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            out = warpgroup_mma(p, values.index(last), out, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(keys_free.index(stage), count=1)
+            if _plain(following, group, KEYS) == 0:
+                scores = _hide(scores, 0, _slots(following, OWN, group, ROWS))
+                weights, best, weight, _shrink = _weigh(scores, lowest, nothing, scale)
+            else:
+                weights, best, weight, _shrink = _weigh(scores, lowest, nothing, scale)
+            out = warpgroup_mma_wait(0, deps=[out])
+            p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        else:
+            out = warpgroup_mma(p, values.index(last), out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=[out])
+        mbarrier.arrive(values_free.index(last), count=1)
+        _write(out_ptr, lse_ptr, unit, out, best_before, weight_before, scale, OWN, heads, group, DIM, WIDE)
+        unit = following
+        following = later
 
 
-@jit(do_not_specialize=["batch", "units"])
+@jit(do_not_specialize=["units"])
 def hopper_kernel(
     q_ptr,
     cache,
     table_ptr,
-    rows_ptr,
-    q_start_ptr,
-    length_ptr,
     units_ptr,
     out_ptr,
     lse_ptr,
@@ -305,7 +341,6 @@ def hopper_kernel(
     head_rows,
     table_stride,
     scale,
-    batch,
     units,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
@@ -327,7 +362,7 @@ def hopper_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = gl.allocate_shared_memory(dtype, [2, HALF, DIM], SWIZZLED)
+    queries = gl.allocate_shared_memory(dtype, [4, HALF, DIM], SWIZZLED)
     keys = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], SWIZZLED)
     values = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], SWIZZLED)
     # The same memory as the copies fill it: the halves of a head behind each other, each in runs of slots.
@@ -344,7 +379,7 @@ def hopper_kernel(
         mbarrier.init(keys_free.index(stage), count=2)
         mbarrier.init(values_free.index(stage), count=2)
     fence_async_shared()
-    step = (units_ptr, q_start_ptr, length_ptr, batch, units)
+    step = (units_ptr, units)
     tensors = (q_ptr, out_ptr, lse_ptr)
     q_strides = (q_token_stride, q_head_stride)
     ring = (keys, values, keys_full, keys_free, values_full, values_free)
@@ -367,7 +402,6 @@ def hopper_kernel(
                 (
                     cache,
                     table_ptr,
-                    rows_ptr,
                     cache_strides,
                     step,
                     boxes,
