@@ -27,6 +27,7 @@ from ridgeline.ops.triton.table import TRITON
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILE, KEYS, SMALL = 64, 32, 16
+WAIT = "WARPGROUP.DEPBAR.LE"
 
 ROWS = {
     "one": [(300, 300)],
@@ -86,6 +87,10 @@ def compile_for_hopper(dim: int, page_tokens: int) -> None:
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.num_warps == 12
     assert made.metadata.shared <= 227 * 1024
+    # Between the wait for the scores and the one for the values' product, which runs meanwhile, stands the softmax.
+    beside = [part.partition(WAIT)[0].count("MUFU.EX2") for part in made.asm["sass"].split(f"{WAIT} gsb0, 0x1")]
+    assert len(beside) >= 1 + 2
+    assert min(beside[1:]) >= tile.keys // 2
 
 
 @pytest.mark.parametrize(("dim", "page_tokens"), [(128, 64), (64, 16)])
