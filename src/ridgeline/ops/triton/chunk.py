@@ -11,8 +11,8 @@ from ridgeline.ops.triton.launch import await_inputs
 from ridgeline.ops.triton.walk import _finish, _seen, _step, _tile_offsets
 
 UNIT_FIELDS = 5
-"""All that a program of the chunk kernels asks about a unit, in one look-up: device row (-1: nothing to do), first packed query; its
-row's first query token, query tokens (0: nothing to do), and slots before them."""
+"""All that a program of the chunk kernels asks about a unit, in one look-up: device row (-1: nothing to do), first packed
+query; its row's first query token, query tokens (0: nothing to do) and slots before them."""
 
 
 @triton.jit

@@ -4,9 +4,9 @@ A program takes tiles of 128 packed queries (see walk), 64 to each warp group. W
 computes its softmax; within a group, the product with the values of one tile runs beside the softmax of the next
 (FlashAttention-3, Shah et al. 2024). Plain causal attention of 16-bit floats alone; everything else is chunk's.
 
-Programs stay for the whole launch and take one unit of work after the other, so that the next one's keys arrive while
-the last one's result is written. Written in Gluon, which names layouts, barriers and copies that Triton would choose by
-itself.
+Programs stay for the whole launch and take one unit of work after the other without a stop: a unit's keys, queries and
+first product come before the last one's result is written. Written in Gluon, which names layouts, barriers and copies
+that Triton would choose by itself.
 """
 
 # mypy: allow-untyped-defs
@@ -246,9 +246,7 @@ def _attend(
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.wait(keys_full.index(0), 0)
-        scores = warpgroup_mma(
-            queries.index(PART), keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
+        scores = warpgroup_mma(queries.index(PART), keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(keys_free.index(0), count=1)
         if _plain(unit, group, KEYS) == 0:
@@ -276,8 +274,8 @@ def _attend(
             out = warpgroup_mma(p, values.index(last), out, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(keys_free.index(stage), count=1)
-            # The product with the last tile's values is still running. In both branches: ptxas waits for it at the start of
-            # the block that has the wait.
+            # The product with the last tile's values is still running: hence a softmax in each branch, since ptxas waits for
+            # it at the start of the block that has the wait.
             if tile >= plain:
                 scores = _hide(scores, tile * KEYS, own)
                 weights, best, weight, shrink = _weigh(scores, best, weight, scale)
