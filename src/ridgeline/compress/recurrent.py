@@ -30,8 +30,9 @@ DEPTH = 4
 BEYOND = 0.2
 """Weight of a place behind a token that a draft would never have said: its likeliest other draws are drafted too."""
 FORM = NumberFormat(4, 64)
-"""In which all matrices but the embedding are multiplied with, while they are trained too. On two cores a draft of one token takes
-52, 49 and 47 us with groups of 32, 64 and 128, and 53 in 8 bits with a scale per output; behind the target's 28 MB 90, 88, 84 and 130."""
+"""In which all matrices but the embedding are multiplied with, while they are trained too. On two cores a draft of one token
+takes 52, 49 and 47 us with groups of 32, 64 and 128, and 53 in 8 bits with a scale per output; behind the target's 28 MB 90, 88,
+84 and 130."""
 MODULES = {"embedding": "embed_tokens", "mix": "mix", "query": "q_proj", "out": "o_proj", "down": "mlp.down_proj"}
 """Where a folder's matrices stand in the module, but for gate_up, which are two there, and the head."""
 
