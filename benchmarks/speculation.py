@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import device
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
-from ridgeline.ops.rows import Int
+from ridgeline.ops.rows import Int, RowState, Spread
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
 
@@ -70,24 +70,40 @@ class Sum:
 
 
 class Text:
-    """What the target is made to say: of the one request that runs, the token at each place; None: what it draws."""
+    """What the target is made to say: of all rows alike, the token at each place; None: what it draws."""
 
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _behind(self, tokens: torch.Tensor, rows: RowState) -> RowState:
+        """Rows that hold at each place what is to be said behind it, as it goes on at its end."""
+        if self._rows is None or self._rows[0] is not tokens:
+            held = torch.full_like(rows.tokens, int(tokens[-1]))
+            held[:, : len(tokens) - 1] = tokens[1:]
+            self._rows = tokens, held
+        return replace(rows, tokens=self._rows[1])
 
     @contextmanager
     def dictate(self) -> Iterator[None]:
-        """Draws are made as ever, and then replaced."""
+        """Draws are made as ever, and then replaced, by the operation that gathers query tokens: an engine can record it as it
+        records its own."""
         plain = device.DeviceStep._drawn
 
         def drawn_of(step: Any, batch: Any, hidden: Any, bound: int) -> Any:
             drawn, logprobs = plain(step, batch, hidden, bound)
             if self.tokens is None:
                 return drawn, logprobs
-            tree = None if batch.ragged is None else batch.ragged.tree
-            known, wide = step.rows.ints[batch.sampled, Int.KNOWN], len(drawn) // len(batch.sampled)
-            depth = torch.arange(wide).repeat(len(batch.sampled)) if tree is None else tree.depth
-            return self.tokens[(known.repeat_interleave(wide) + depth).clamp(max=len(self.tokens) - 1)], logprobs
+            ragged = batch.ragged
+            if ragged is None or batch.even:
+                place = None if ragged is None else ragged.place if ragged.tree is None else ragged.tree.depth
+                spread = None if place is None else Spread(ragged.n_query, ragged.row_of, place)
+                return step.ops.gather(
+                    self._behind(self.tokens, step.rows.state), batch.sampled, spread
+                ).tokens, logprobs
+            known = step.rows.ints[batch.sampled, Int.KNOWN]
+            assert len(drawn) == len(known), "a prompt's last chunk has no drafts"
+            return self.tokens[known.clamp(max=len(self.tokens) - 1)], logprobs
 
         device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:

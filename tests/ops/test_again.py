@@ -142,3 +142,26 @@ def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], tempe
         said.append(texts)
     assert said[0] == said[1]
     assert {len(tokens) for tokens in said[0].values()} == {60 + 10 * at for at in range(rows)}
+
+
+def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, LocalEngine]) -> None:
+    """Whoever asks for no more than a draw, greedily or not, has the batches of those in its row before; others have their own."""
+    engine, plain = engines
+    known: dict[object, object] = engine.engine.loop.runner._known  # type: ignore[attr-defined]
+    wishes = (
+        (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=1)),
+        (False, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2)),
+        (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2, logit_bias=((7, 5.0),))),
+        (True, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
+        (False, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
+    )
+    known.clear()
+    for number, (new, sampling) in enumerate(wishes):
+        before, said = set(known), []
+        for one in (engine, plain):
+            tokens = list(range(20 + number, 40))
+            one.submit(Submit(f"next {number}", tokens, sampling, time.time(), cache=False))
+            said.append([token for delta in one.news() for token in delta.tokens])
+        assert said[0] == said[1]
+        if not engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
+            assert (set(known) != before) is new

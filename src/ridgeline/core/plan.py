@@ -99,19 +99,21 @@ class StepPlan:
 
     @property
     def _form(self) -> tuple[array[int], ...]:
-        return self.rows, self.generations, self.n_query, self.n_draft, self.samples, self.tree, self.unread
+        return self.rows, self.n_query, self.n_draft, self.samples, self.tree, self.unread
 
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
         drafted."""
         alone = self.masks or self.score_ids or other.masks or other.score_ids
-        return not alone and self.ahead == other.ahead and self._form == other._form
+        same = self.ahead == other.ahead and self.generations == other.generations
+        return not alone and same and self._form == other._form
 
-    def form(self) -> tuple[bytes | int, ...] | None:
-        """What steps that repeat each other have in common, to be looked up by; None for one that none repeats."""
+    def form(self, who: bytes) -> tuple[bytes | int, ...] | None:
+        """What steps that repeat each other have in common, to be looked up by; None for one that none repeats. who: holds the
+        rows, as far as that matters."""
         if self.masks or self.score_ids:
             return None
-        return self.ahead, *(one.tobytes() for one in self._form)
+        return self.ahead, who, *(one.tobytes() for one in self._form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,15 @@ class Residents:
             others[place] = samples[place] = logits[place] = 0
         return replace(plan, rows=others, samples=samples, logits=logits), lost
 
+    def alike(self, plan: StepPlan) -> bytes | None:
+        """What a step's batch depends on beside its rows: where nobody asks for more than a draw by temperature, who draws
+        greedily, else each row's generation. None: it plans a row that does not hold whom it means."""
+        rows = np.frombuffer(plan.rows, dtype=np.int32)
+        held = self.generation.take(rows, mode="clip").tobytes()
+        if held != plan.generations.tobytes():
+            return None
+        return self.greedy[rows].tobytes() if self.plain[rows].all() else held
+
     def _enter(self, join: Join) -> None:
         one = join.sampling
         allowed = None

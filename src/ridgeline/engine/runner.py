@@ -34,7 +34,8 @@ from ridgeline.models.build import LoadedModel
 log = logging.getLogger(__name__)
 
 BATCHES = 64
-"""Batches kept without graphs: a request alone has one for each number of its drafts, and comes back to each."""
+"""Batches kept without graphs: a request alone has one for each number of its drafts, and comes back to each, as whoever sits in
+its row after it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +237,20 @@ class Runner:
         """The batch of an earlier step that serves this one."""
         if self._built is not None and plan.repeats(self._built.plan):
             return self._built
-        return self._known.get(plan.form()) if self._known else None
+        return self._known.get(self._form(plan)) if self._known else None
+
+    def _form(self, plan: StepPlan) -> tuple[bytes | int, ...] | None:
+        who = self._residents.alike(plan)
+        return None if who is None else plan.form(who)
 
     def _remember(self, plan: StepPlan, built: _Built) -> None:
-        new, self._built = built.plan is plan and not built.batch.shape.chunked, built
-        if new and self._graphs is None and (form := plan.form()) is not None:
+        new = built.plan is plan and self._graphs is None and not built.batch.shape.chunked
+        if new and (form := self._form(plan)) is not None:
             if len(self._known) == BATCHES:
                 self._known.clear()
             self._known[form] = built
+        # Another request may have come to sit in the same row.
+        self._built = built if built is self._built else replace(built, plan=plan)
 
     def _forget(self) -> None:
         self._built = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 2 << 20
 """Of memory that recorded work keeps; larger work gains nothing."""
 _MAKES = frozenset({"empty", "empty_like", "new_empty"})
 _TELLS = frozenset(
