@@ -155,6 +155,13 @@ def test_short_requests_that_gain_nothing_cost_next_to_nothing(
         assert steps.run(pace, 4000, kept, length) > 0.97
 
 
+def test_a_first_look_that_nobody_would_have_paid_ends_early() -> None:
+    """Six steps of eight plain ones each would be a fiftieth of all that is run here, beside the share that looks may cost."""
+    for seed in range(3):
+        pace, steps = Pace(SIZES), Steps(lambda verified, drafted: 1.0 + 7.0 * bool(verified or drafted), seed=seed)
+        assert steps.run(pace, 2500, 0.05, 128) > 0.972
+
+
 def test_longer_contexts_do_not_turn_the_choice() -> None:
     """Steps become longer while one size is in use, and the others were read long ago."""
     at = [0]

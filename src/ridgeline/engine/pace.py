@@ -39,6 +39,8 @@ _MEMORY, _SURPRISE, _FREE = 0.05, 1.5, 0.05
 question must gain at least."""
 _FORGETS = 0.0125
 """Weight of what a node that is not drafted promises by those that are."""
+_UNTRIED, _ASKED = 4.0, 2.0
+"""Plain steps that one may take whose drafts the device makes and that was never timed, and one that asks the host."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 
@@ -222,10 +224,13 @@ class Pace:
         batch = self._of(rows)
         if idle and seconds < batch.plain:  # a plain step takes less: what is known of those is old
             batch.plain += 4 * _MEMORY * (seconds - batch.plain)
-        took = self._took(batch, size, seconds)
+        took = self._took(batch, size, seconds, _UNTRIED)
         batch.book(took, gained)
-        if steady and batch.left < _LOOK - _COLD:
+        ruined = size > 0 and batch.credit < -_CREDIT
+        if (steady and batch.left < _LOOK - _COLD) or ruined:
             batch.ratio[size] = took + (1 - 4 * _MEMORY) * (batch.ratio.get(size, took) - took)
+        if ruined:  # before the look was over
+            batch.left = 0
         return (gained - took) * batch.plain
 
     def asked(
@@ -237,7 +242,7 @@ class Pace:
         if not nodes and seconds < batch.plain:
             # Nothing was said, so a plain step would have taken less: what is known of those is old.
             batch.plain += 4 * _MEMORY * (seconds - batch.plain)
-        took = self._took(batch, -1, seconds)
+        took = self._took(batch, -1, seconds, _ASKED)
         batch.book(took, gained)
         if looks == questions:
             batch.asking += _MEMORY * (max(0.0, took - gained) * each - batch.asking)
@@ -246,7 +251,7 @@ class Pace:
             batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (nodes + 2) - batch.node)
         return (gained - took) * batch.plain, max(_FREE, (took - 1) * each)
 
-    def _took(self, batch: _Batch, size: int, seconds: float) -> float:
-        """Plain steps that a step with so many nodes took; -1: whatever the host drafted."""
+    def _took(self, batch: _Batch, size: int, seconds: float, untried: float) -> float:
+        """Plain steps that a step with so many nodes took, -1: whatever the host drafted. untried: what a first one may take."""
         batch.plain = batch.plain or seconds / batch.ratio.get(size, 1.0)
-        return min(seconds / max(batch.plain, 1e-9), _SURPRISE * batch.ratio.get(size, 2.0))
+        return min(seconds / max(batch.plain, 1e-9), _SURPRISE * batch.ratio.get(size, untried))
