@@ -45,7 +45,7 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
     q_start = torch.tensor([0, *(n for _, n in rows)], device=DEVICE).cumsum(0).int()
     length = torch.tensor([held for held, _ in rows], dtype=torch.int32, device=DEVICE)
     device_rows = torch.arange(len(rows), dtype=torch.int32, device=DEVICE) * 3 + 2
-    wanted = {
+    wanted: dict[tuple[int, ...], int] = {
         (index * 3 + 2, begin, int(q_start[index]), n, held - n): (
             held - n + (min(begin + TILE, n * group) - 1) // group
         )
