@@ -104,8 +104,8 @@ def dictated(script: Script) -> Iterator[None]:
     """Chains are drawn as ever, and then replaced."""
     plain = device.DeviceStep._drawn
 
-    def drawn(self: Any, batch: Any, hidden: torch.Tensor, bound: int) -> Any:
-        tokens, logprobs = plain(self, batch, hidden, bound)
+    def drawn(self: Any, batch: Any, hidden: torch.Tensor, bound: int, learn: bool | None) -> Any:
+        tokens, logprobs = plain(self, batch, hidden, bound, learn)
         rows, wide = batch.sampled, len(tokens) // len(batch.sampled)
         if rows.is_cuda:
             return kernels().said(self.rows.state, rows, tokens, script), logprobs

@@ -90,8 +90,8 @@ class Text:
         records its own."""
         plain = device.DeviceStep._drawn
 
-        def drawn_of(step: Any, batch: Any, hidden: Any, bound: int) -> Any:
-            drawn, logprobs = plain(step, batch, hidden, bound)
+        def drawn_of(step: Any, batch: Any, hidden: Any, bound: int, learn: bool | None) -> Any:
+            drawn, logprobs = plain(step, batch, hidden, bound, learn)
             if self.tokens is None:
                 return drawn, logprobs
             ragged = batch.ragged

@@ -165,3 +165,24 @@ def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, L
         assert said[0] == said[1]
         if not engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
             assert (set(known) != before) is new
+
+
+def test_a_drafter_learns_from_steps_of_its_own() -> None:
+    """Its wish decides whether a step is done again as it was recorded, in the first request and in the next."""
+    config = EngineConfig(device="cpu", speculate="recycling", max_num_seqs=8)
+    engine = LocalEngine.start(ModelConfig(), config)
+    drafter = engine.engine.loop.runner._step.drafter  # type: ignore[attr-defined]
+    seen: list[int] = []
+    see = drafter.see
+    drafter.see = lambda *given: (seen.append(1), see(*given))
+    wishes = iter([False] * 20 + [True] * 30 + [False] * 1000)
+    drafter.learns = lambda: next(wishes)
+    drafter.draft = lambda *given: None
+    for number, (steps, learned) in enumerate(((30, 10), (40, 20))):
+        seen.clear()
+        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+        engine.submit(Submit(f"learns {number}", list(range(20, 40)), sampling, time.time(), cache=False))
+        for _ in engine.news():
+            pass
+        assert abs(len(seen) - learned) <= 2
+    engine.close()

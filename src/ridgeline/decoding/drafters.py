@@ -84,7 +84,7 @@ class DeviceDrafter(Protocol):
         """Layers of the target whose keys and values it reads."""
 
     def learns(self) -> bool:
-        """Asked at the end of a step: whether `see` has a use for its logits."""
+        """Asked once for each step that no graph runs: whether `see` has a use for its logits."""
 
     @property
     def parents(self) -> tuple[int, ...]:

@@ -142,15 +142,16 @@ class DeviceStep:
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
-    def finish(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[Outcome, torch.Tensor]:
-        """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. -> what the
-        host is told, and the hidden state that drew the last token of each row that drew, [S, d_model]."""
+    def finish(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None = None) -> tuple[Outcome, Tensor]:
+        """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
+        sees the logits; None: if it wants to. -> what the host is told, and the hidden state that drew the last token of each row
+        that drew, [S, d_model]."""
         scores, draws = None, len(batch.sampled) * batch.shape.wide
         if batch.scores is not None:
             scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
         if not draws:
             return Outcome(None, None, scores), hidden
-        drawn, logprobs = self._drawn(batch, hidden, bound)
+        drawn, logprobs = self._drawn(batch, hidden, bound, learn)
         packed, path = self._advance(batch, drawn)
         if batch.shape.wide > 1 and (batch.ahead or hidden.is_cuda):
             hidden = self.ops.last(packed, path, hidden)
@@ -182,10 +183,11 @@ class DeviceStep:
         self.drafter.see(self.rows.state, rows, known, logits)
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
-    def _drawn(self, batch: Batch, hidden: torch.Tensor, bound: int) -> tuple[torch.Tensor, Ranked | None]:
+    def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None) -> tuple[Tensor, Ranked | None]:
         """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
         ragged, fused = batch.ragged, self.ops.draw
-        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or self.drafter.learns():
+        learn = self.drafter.learns() if learn is None else learn
+        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
         return fused(self.rows.state, self.rows.heat, batch.sampled, self.decoder.logits(hidden), depth), None

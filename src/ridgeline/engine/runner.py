@@ -288,7 +288,7 @@ class Runner:
         batch = builder.build(got)
         if graph is not None and self._graphs is not None:
             self._graphs.load(batch, graph)
-        return _Built(plan, batch, graph, self._step.ops.again(partial(self._eager, plan, batch)))
+        return _Built(plan, batch, graph, self._step.ops.again(partial(self._eager, plan, batch, learn=False)))
 
     def _eager_room(self, builder: BatchBuilder) -> Room:
         """No padding, but for rows that draw if a finish graph will take them."""
@@ -300,7 +300,8 @@ class Runner:
     def _run(self, built: _Built, bound: int) -> Outcome:
         batch, graphs, shape = built.batch, self._graphs, built.batch.shape
         if graphs is None or (built.graph is None and shape.decode):
-            return built.run(bound)
+            # What is recorded teaches nobody anything.
+            return self._eager(built.plan, batch, bound, True) if self._step.drafter.learns() else built.run(bound)
         if built.graph is not None and shape.wide > 1:
             outcome = Outcome(graphs.verify(built.graph, shape))
         elif built.graph is not None and shape.decode and shape.plain:
@@ -320,16 +321,17 @@ class Runner:
             graphs.draft(shape.n_draws, batch.ahead)
         return outcome
 
-    def _eager(self, plan: StepPlan, batch: Batch, bound: int) -> Outcome:
-        return self._finish(plan, batch, self._step.forward(batch, bound), bound)
+    def _eager(self, plan: StepPlan, batch: Batch, bound: int, learn: bool) -> Outcome:
+        return self._finish(plan, batch, self._step.forward(batch, bound), bound, learn)
 
-    def _finish(self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, bound: int) -> Outcome:
+    def _finish(
+        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, bound: int, learn: bool | None = None
+    ) -> Outcome:
         """The end of a step without graphs."""
-        outcome, last = self._step.finish(batch, hidden, bound)
+        outcome, last = self._step.finish(batch, hidden, bound, learn)
         if batch.ahead and len(last):
             self._catch_up(plan)
-            worth = self._step.draft(batch.sampled, last, batch.ahead, batch.shape.greedy)
-            return replace(outcome, worth=worth)
+            return replace(outcome, worth=self._step.draft(batch.sampled, last, batch.ahead, batch.shape.greedy))
         return outcome
 
     def _catch_up(self, plan: StepPlan) -> None:
