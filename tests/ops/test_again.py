@@ -68,6 +68,8 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
         pytest.param(lambda x: x + 1, id="torch computes"),
         pytest.param(lambda x: x.add_(1), id="in place"),
         pytest.param(lambda x: x[:, ::2].contiguous(), id="copies"),
+        pytest.param(lambda x: x[torch.tensor([2, 0])], id="picks"),
+        pytest.param(lambda x: x[[2, 0]], id="picks by a list"),
         pytest.param(lambda x: x[0, 0].item(), id="reads a value"),
         pytest.param(lambda x: x.numpy(), id="leaves torch"),
         pytest.param(lambda x: torch.zeros(3), id="makes memory that is not empty"),
@@ -77,6 +79,16 @@ def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callabl
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
     assert recorded(native.again(lambda: native.embed(table, ids, 1.0)))
     assert not recorded(native.again(lambda: more(native.embed(table, ids, 1.0))))
+
+
+def test_views_are_recorded(native: Ops) -> None:
+    table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
+    one = native.again(lambda: native.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
+    assert not recorded(one), "of a part a copy is made"
+    part = native.again(lambda: native.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0])
+    assert recorded(part)
+    ids.fill_(5)
+    assert torch.equal(part(), table[[5, 5]])
 
 
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ MOST_BYTES = 2 << 20
 _MAKES = frozenset({"empty", "empty_like", "new_empty"})
 _TELLS = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
-    | {"__getitem__", "expand", "narrow", "split_with_sizes", "unbind", "view"}  # of the same memory
+    | {"expand", "narrow", "split_with_sizes", "unbind", "view"}  # of the same memory
 )
+_MAY_TELL = frozenset({"__getitem__", "contiguous"})
+"""What copies, unless what it returns lies where it was."""
 
 
 class _Witness(TorchFunctionMode):
@@ -33,8 +35,8 @@ class _Witness(TorchFunctionMode):
         found, name = func(*args, **(kwargs or {})), func.__name__
         if name in _MAKES:
             self.kept.append(found)
-        elif name == "contiguous":
-            self.alone &= found.data_ptr() == args[0].data_ptr()
+        elif name in _MAY_TELL:
+            self.alone &= found.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
         elif name not in _TELLS:
             self.alone = False
         return found
