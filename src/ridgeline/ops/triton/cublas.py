@@ -127,7 +127,7 @@ class Product:
     ) -> bool:
         """Whether the library did it. scales: of the weight and of x, where there are any."""
         # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
-        handle, kind = c_void_p(torch.cuda.current_blas_handle()), (len(out), add)
+        handle, kind = c_void_p(torch.cuda.current_blas_handle()), (len(out) if self._scaled else LISTED, add)
         self._of(len(out))
         for attribute, one in zip(SCALES, scales, strict=False):
             self._set("MatmulDesc", self._product, attribute, c_void_p(one.data_ptr()))
