@@ -52,3 +52,21 @@ def test_what_is_multiplied(family: str, tmp_path: Path) -> None:
             PagedRows(model).step(list(enumerate(PROMPTS)), torch.tensor(places, dtype=torch.int32))
         counted = counter.get_flop_counts()["Global"]
         assert sum(counted.get(one, 0) for one in PRODUCTS) == model.spec.linear_flops(40, len(places))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_few_of_a_long_chunk_attend_alone(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path, compiled=False)
+
+    def attended(wanted: torch.Tensor | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            PagedRows(model).step(list(enumerate(PROMPTS)), wanted)
+        return counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
+
+    every, layers = attended(None), len(model.spec.layers)
+    # The reference multiplies each query token with every slot of its row.
+    pairs = sum(len(prompt) ** 2 for prompt in PROMPTS)
+    seen = {0: 0, 1: 11, 2: 29 + 11, 5: pairs}
+    for places in WANTED:
+        found = attended(torch.tensor(places, dtype=torch.int32))
+        assert found * pairs * layers == every * (pairs * (layers - 1) + seen[len(places)])

@@ -249,7 +249,8 @@ class ModelSpec:
         return 2 * (tokens * (every - last) + logits * (last + self.embedding_params))
 
     def attention_flops(self, start: int, tokens: int) -> int:
-        """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected."""
+        """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected. Of every layer, though
+        of a long chunk the last one attends for wanted tokens alone (see StepInputs.alone)."""
         return sum(one.attention_flops(start, tokens) for one in self.layers)
 
     # --- KV cache ---------------------------------------------------------------------------------------------------

@@ -116,14 +116,9 @@ class Decoder:
 
 
 def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
-    vectors = (
-        layer.attention_norm,
-        layer.feed_forward_norm,
-        layer.attention_post_norm,
-        layer.feed_forward_post_norm,
-        layer.attention.q_norm,
-        layer.attention.k_norm,
-    )
-    yield from (one for one in vectors if one is not None)
+    before = layer.attention_norm, layer.feed_forward_norm
+    within = layer.attention.q_norm, layer.attention.k_norm
+    behind = layer.attention_post_norm, layer.feed_forward_post_norm
+    yield from (one for one in (*before, *within, *behind) if one is not None)
     for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
         yield from linear.weight.tensors()

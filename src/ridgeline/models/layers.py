@@ -106,6 +106,9 @@ class Attention:
         q, k, v = self._qkv_write(self.qkv.apply(x), self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
+        if wanted is not None and (alone := step.alone(wanted)) is not None:
+            q, k, v, stream = (one.index_select(0, wanted) for one in (q, k, v, stream))
+            step, wanted = alone, None
         out, _ = self._attention(q, k, v, view, step)
         if wanted is not None:
             out, stream = out.index_select(0, wanted), stream.index_select(0, wanted)

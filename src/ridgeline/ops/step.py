@@ -15,6 +15,9 @@ SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
 for both."""
 
+FEW = 16
+"""Tokens of a step, at least, for each one that is taken alone: see StepInputs.alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvView:
@@ -70,3 +73,15 @@ class StepInputs:
     @property
     def decode(self) -> bool:
         return self.max_query == 1
+
+    def alone(self, tokens: torch.Tensor) -> StepInputs | None:
+        """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
+        may see less than plain causal order, and where they are so many that a context for each costs more than it saves."""
+        if self.ancestors is not None or FEW * len(tokens) > len(self.position):
+            return None
+        row = self.row_of.index_select(0, tokens)
+        behind = self.q_start.index_select(0, row + 1) - 1 - tokens
+        length, position = self.length.index_select(0, row) - behind, self.position.index_select(0, tokens)
+        count = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+        rows = self.rows.index_select(0, row)
+        return StepInputs(rows, count, length, position, count[:-1], 1, self.max_length, None, self.key_positions)
