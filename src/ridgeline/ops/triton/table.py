@@ -12,6 +12,7 @@ from ridgeline.ops.triton import cublas
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
+from ridgeline.ops.triton.gated import gated_product
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
 from ridgeline.ops.triton.integer import INT_TRITON
@@ -88,6 +89,8 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
         return out
     if isinstance(x, Normed):
         return linear_activate(plain(x, rms_norm), packed, bias, kind)
+    if kind == "silu" and bias is None and (out := gated_product(x, packed)) is not None:
+        return out
     return activate(linear(x, packed, bias), kind)
 
 
