@@ -1,4 +1,4 @@
-"""Gate, up and SiLU of many tokens in one kernel (gated.cu), where a card is at its power limit and only what takes no energy helps.
+"""Gate, up and SiLU of many tokens in one kernel (gated.cu), for a card at its power limit: there it is energy that takes time.
 
 Apart they write both products and read them again: 726 MB of an 8B's chunk of 8,448 tokens for 242. One kernel alone saves less
 than that if it fetches more than cuBLAS's clusters do, so here two programs share what they fetch of the weight. At the limit
