@@ -1,8 +1,9 @@
 """Gate, up and SiLU of many tokens in one kernel (gated.cu), for a card at its power limit: there it is energy that takes time.
 
-Apart they write both products and read them again: 726 MB of an 8B's chunk of 8,448 tokens for 242. One kernel alone saves less
-than that if it fetches more than cuBLAS's clusters do, so here two programs share what they fetch of the weight. At the limit
-tiles of 128 x 2 x 176 took least of those measured (docs/log.md); bits are those of the two kernels.
+Apart they write both products and read them again: for an 8B's chunk of 8,448 tokens 484 MB each way, beside the 242 that are
+wanted. One kernel that fetches more than cuBLAS's clusters do loses that again, so here two programs share what they fetch of the
+weight. Of the tiles measured at the limit, those of 128 tokens and 2 x 176 outputs did best through the engine (docs/log.md). Bits
+are those of the two kernels.
 """
 
 from __future__ import annotations
