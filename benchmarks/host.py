@@ -71,7 +71,7 @@ class FreeDevice:
 
     def launch(self, plan: StepPlan) -> None:
         started = time.thread_time()
-        clock = Clock(CPU)
+        clock = Clock(cuda=False)
         batch = self._prepare(plan)
         self.prepare_s = time.thread_time() - started
         for join in plan.joins:

@@ -212,9 +212,9 @@ def test_a_lost_device_ends_the_engine_with_the_reason(runner: Runner, monkeypat
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(type(runner.rows), "apply", fault)
-    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(runner, "_cuda", True)
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    monkeypatch.setattr("ridgeline.engine.runner.Clock", lambda device: None)
+    monkeypatch.setattr("ridgeline.engine.runner.Clock", lambda cuda: None)
     with pytest.raises(EngineFailed, match="device is lost"):
         runner.launch(plan(2, (1, 1, 1, True)))
 

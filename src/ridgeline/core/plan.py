@@ -8,11 +8,15 @@ row's position: the device owns that (`rows.position`), because with steps in fl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from functools import partial
 
 from ridgeline.core.sampling import SamplingParams
+
+_ints, _bytes = partial(array, "i"), partial(array, "b")
+Form = tuple[int | bytes | tuple[int | None, ...], ...]
 
 
 class Logits(IntEnum):
@@ -76,26 +80,31 @@ class StepPlan:
 
     step: int
     joins: list[Join] = field(default_factory=list)
-    leaves: array[int] = field(default_factory=lambda: array("i"))
-    rows: array[int] = field(default_factory=lambda: array("i"))
-    generations: array[int] = field(default_factory=lambda: array("i"))
-    n_query: array[int] = field(default_factory=lambda: array("i"))
-    n_draft: array[int] = field(default_factory=lambda: array("i"))
-    logits: array[int] = field(default_factory=lambda: array("b"))
-    samples: array[int] = field(default_factory=lambda: array("b"))
+    leaves: array[int] = field(default_factory=_ints)
+    rows: array[int] = field(default_factory=_ints)
+    generations: array[int] = field(default_factory=_ints)
+    n_query: array[int] = field(default_factory=_ints)
+    n_draft: array[int] = field(default_factory=_ints)
+    logits: array[int] = field(default_factory=_bytes)
+    samples: array[int] = field(default_factory=_bytes)
     bound: int = 0
-    drafts: array[int] = field(default_factory=lambda: array("i"))
-    tree: array[int] = field(default_factory=lambda: array("i"))
+    drafts: array[int] = field(default_factory=_ints)
+    tree: array[int] = field(default_factory=_ints)
     ahead: int = 0
-    unread: array[int] = field(default_factory=lambda: array("i"))
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    copies: array[int] = field(default_factory=lambda: array("i"))
+    unread: array[int] = field(default_factory=_ints)
+    pages: array[int] = field(default_factory=_ints)
+    copies: array[int] = field(default_factory=_ints)
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
         return sum(self.n_query)
+
+    @property
+    def brings(self) -> bool:
+        """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
+        return bool(self.joins or self.pages or self.copies) or max(self.drafts, default=-1) >= 0
 
     @property
     def _form(self) -> tuple[array[int], ...]:
@@ -108,12 +117,13 @@ class StepPlan:
         same = self.ahead == other.ahead and self.generations == other.generations
         return not alone and same and self._form == other._form
 
-    def form(self, who: bytes) -> tuple[bytes | int, ...] | None:
-        """What steps that repeat each other have in common, to be looked up by; None for one that none repeats. who: holds the
-        rows, as far as that matters."""
-        if self.masks or self.score_ids:
+    def form(self, kinds: Mapping[tuple[int, int], int]) -> Form | None:
+        """What steps that one batch serves have in common, to be looked up by; None for one that none repeats, or with a row that
+        does not hold whom it means. kinds: what matters of who holds a row, by row and generation."""
+        who = tuple(map(kinds.get, zip(self.rows, self.generations, strict=True)))
+        if self.masks or self.score_ids or None in who:
             return None
-        return self.ahead, who, *(one.tobytes() for one in self._form)
+        return self.ahead, who, *map(array.tobytes, self._form)
 
 
 @dataclass(frozen=True, slots=True)

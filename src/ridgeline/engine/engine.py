@@ -57,7 +57,7 @@ class Engine:
         self._arrivals = 0
         self._seeds = random.Random(setup.seed)
         self._sequence = 0
-        self._waste_inside = 0.0
+        self._waste_inside, self._waste_between = 0.0, loop.scheduler.layout.padding
         self._told = (0, 0)
         """Running and waiting requests as the last record had them."""
         self.reply_s = 0.0
@@ -218,7 +218,7 @@ class Engine:
             blocks_cached=pool.cached,
             blocks_total=pool.total,
             waste_inside=self._waste_inside,
-            waste_between=scheduler.layout.padding,
+            waste_between=self._waste_between,
             host_s=loop.plan_s + loop.commit_s + self.reply_s,
             device_s=loop.device_s,
             steps=steps,

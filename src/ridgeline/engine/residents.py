@@ -22,7 +22,8 @@ class Resident:
 class Residents:
     """The rows 1 .. rows by number, and as columns for the questions asked of a whole step: generation (0: nobody; -1 in the
     first and in one behind the last, which stand for whatever is below and above), greedy, and plain (a draw by temperature is
-    all it asks for)."""
+    all it asks for). By row and generation `kinds`, what a batch depends on: the generation itself, or for plain ones no
+    more than 0 or, if greedy, -1."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.vocab = vocab
@@ -30,6 +31,7 @@ class Residents:
         self.generation[[0, -1]] = -1
         self.greedy = np.ones(rows + 1, dtype=bool)
         self.plain = np.ones(rows + 1, dtype=bool)
+        self.kinds: dict[tuple[int, int], int] = {}
         self._of: dict[int, Resident] = {}
 
     def __getitem__(self, row: int) -> Resident:
@@ -60,29 +62,23 @@ class Residents:
             others[place] = samples[place] = logits[place] = 0
         return replace(plan, rows=others, samples=samples, logits=logits), lost
 
-    def alike(self, plan: StepPlan) -> bytes | None:
-        """What a step's batch depends on beside its rows: where nobody asks for more than a draw by temperature, who draws
-        greedily, else each row's generation. None: it plans a row that does not hold whom it means."""
-        rows = np.frombuffer(plan.rows, dtype=np.int32)
-        held = self.generation.take(rows, mode="clip").tobytes()
-        if held != plan.generations.tobytes():
-            return None
-        return self.greedy[rows].tobytes() if self.plain[rows].all() else held
-
     def _enter(self, join: Join) -> None:
         one = join.sampling
         allowed = None
         if one.allowed_token_ids is not None:
             allowed = read_mask(pack_allowed(one.allowed_token_ids, self.vocab), self.vocab)
+        self._leave(join.row)
         self._of[join.row] = Resident(join, allowed)
         self.generation[join.row] = join.generation
         self.greedy[join.row] = one.greedy
         more = one.penalized or one.min_tokens > 0 or bool(one.logit_bias) or one.logprobs is not None
-        self.plain[join.row] = not (more or filtered(one) or allowed is not None)
+        self.plain[join.row] = plain = not (more or filtered(one) or allowed is not None)
+        self.kinds[join.row, join.generation] = -int(one.greedy) if plain else join.generation
 
     def _leave(self, row: int) -> None:
-        if self._of.pop(row, None) is not None:
+        if (held := self._of.pop(row, None)) is not None:
             self.generation[row] = 0
+            del self.kinds[row, held.join.generation]
 
 
 def filtered(one: SamplingParams) -> bool:

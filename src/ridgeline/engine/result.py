@@ -5,21 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 
 from ridgeline.core.plan import StepPlan, StepResult, TokenLogprobs
 from ridgeline.decoding.logprobs import Ranked, to_records
-from ridgeline.engine.batch import Batch
+from ridgeline.engine.batch import Batch, Scores
 from ridgeline.engine.device import Outcome
 
 
 class Clock:
     """Seconds a step takes on the device: events on a GPU, the wall clock where steps run at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        if cuda:
             self._begin = torch.cuda.Event(enable_timing=True)
             self._end = torch.cuda.Event(enable_timing=True)
             self._begin.record()
@@ -27,21 +28,21 @@ class Clock:
 
     def stop(self) -> None:
         """The step's last work has been enqueued."""
-        if self._cuda:
+        if self.cuda:
             self._end.record()
         else:
             self._stopped = time.perf_counter()
 
     def wait(self) -> float:
         """Wait for the end; returns the seconds."""
-        if not self._cuda:
+        if not self.cuda:
             return self._stopped - self._started
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) * 1e-3
 
     def since(self, before: Clock) -> float:
         """Seconds from the end of an earlier step to the begin of this one; both have ended."""
-        if not self._cuda:
+        if not self.cuda:
             return self._started - before._stopped
         return max(0.0, before._end.elapsed_time(self._begin) * 1e-3)
 
@@ -66,15 +67,18 @@ class Pending:
     @classmethod
     def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
         """Start the copies to the host and mark the end of the step."""
-        packed = None if outcome.packed is None else _to_host(outcome.packed)
-        host = Outcome(packed, _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores), outcome.worth)
+        if clock.cuda:
+            packed = None if outcome.packed is None else _to_host(outcome.packed)
+            logprobs, scores = _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores)
+            outcome = Outcome(packed, logprobs, scores, outcome.worth)
         clock.stop()
-        return cls(plan, batch, host, clock)
+        return cls(plan, batch, outcome, clock)
 
     def keep(self) -> None:
-        """The next step may write to what this one's outcome lies in (Ops.again): hold a copy."""
-        packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
-        self.outcome = replace(self.outcome, packed=packed, worth=worth)
+        """On a CPU the next step may write to what this one's outcome lies in (Ops.again): hold a copy."""
+        if not self.clock.cuda:
+            packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
+            self.outcome = replace(self.outcome, packed=packed, worth=worth)
 
     def result(self) -> StepResult:
         """Wait for the step and read it."""
@@ -83,34 +87,37 @@ class Pending:
         result = without(plan, None)
         result.device_s, result.lost = seconds, self.lost
         places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
-        # A graph's batch is padded at the end.
-        found = [] if self.outcome.packed is None else self.outcome.packed[: len(places)].tolist()
-        counts, flags = result.counts, result.flags
-        for place, (gained, flag, *said) in zip(places, found, strict=False):
-            counts[place], flags[place] = gained, flag
-            result.tokens += said[:gained]
+        if self.outcome.packed is not None:
+            found = self.outcome.packed.tolist()
+            # A graph's batch is padded at the end, by rows that gain nothing.
+            gained, flags, said, *_ = zip(*found, strict=True)
+            for place, count, flag in zip(places, gained, flags, strict=False):
+                result.counts[place], result.flags[place] = count, flag
+            if shape.wide > 1:
+                self._read_drafts(result, places, found)
+            else:
+                result.tokens = list(compress(said, gained))
         if self.outcome.worth is not None:
             result.worth.update(zip(places, self.outcome.worth.tolist(), strict=True))
-        if shape.wide > 1:
-            self._read_drafts(result, places, found)
-        self._read_logprobs(result, places)
-        self._read_scores(result)
+        if self.outcome.logprobs is not None:
+            self._read_logprobs(result, places, self.outcome.logprobs)
+        if self.batch.scores is not None:
+            self._read_scores(result, self.batch.scores)
         return result
 
     def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
-        """What was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
+        """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
         wide, tree = self.batch.shape.wide, self.batch.shape.deep > 0
-        for place, own in zip(places, found, strict=True):
-            n_draft = self.plan.n_draft[place]
+        for place, own in zip(places, found, strict=False):
+            gained, n_draft = own[0], self.plan.n_draft[place]
+            result.tokens += own[2 : 2 + gained]
             if n_draft:
-                gained, drawn, path = own[0], own[2 + wide * tree :], own[2 + 2 * wide :]
-                result.drawn[place] = drawn[: 1 + n_draft]
-                result.kept[place] = [node - 1 for node in (path if tree else range(gained))[1:gained]]
+                result.drawn[place] = own[2 + wide * tree :][: 1 + n_draft]
+                path = own[2 + 2 * wide :] if tree else range(gained)
+                result.kept[place] = [node - 1 for node in path[1:gained]]
 
-    def _read_logprobs(self, result: StepResult, places: Sequence[int]) -> None:
-        ranked, wishes, wide = self.outcome.logprobs, self.batch.wishes, self.batch.shape.wide
-        if ranked is None:
-            return
+    def _read_logprobs(self, result: StepResult, places: Sequence[int], ranked: Ranked) -> None:
+        wishes, wide = self.batch.wishes, self.batch.shape.wide
         records = to_records(ranked, [top for top in wishes.tops for _ in range(wide)])
         for number, drawing in enumerate(wishes.places):
             place = places[drawing]
@@ -118,10 +125,7 @@ class Pending:
             if gained:
                 result.logprobs[place] = gained
 
-    def _read_scores(self, result: StepResult) -> None:
-        scores = self.batch.scores
-        if scores is None:
-            return
+    def _read_scores(self, result: StepResult, scores: Scores) -> None:
         tops = [scores.tops[place] for place, count in scores.counts.items() for _ in range(count)]
         records: list[TokenLogprobs] = [] if self.outcome.scores is None else to_records(self.outcome.scores, tops)
         first = 0

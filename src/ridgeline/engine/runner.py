@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError
-from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.plan import Form, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room, mixed_step, unpack, unread
@@ -84,8 +84,8 @@ class _Uncaptured:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """The last batch, to be used again while nothing but lengths changes. graph: its forward graph's padding, None if it
-    runs without; run(bound): the step without graphs."""
+    """A batch, to be used again while nothing but lengths changes. plan: the first one it served. graph: its forward graph's
+    padding, None if it runs without; run(bound): the step without graphs."""
 
     plan: StepPlan
     batch: Batch
@@ -98,6 +98,7 @@ class Runner:
 
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
+        self._cuda = self.device.type == "cuda"
         self.vocab = model.spec.vocab_size
         self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
         if self.rows.tokens.numel() >= 1 << 31 or self.rows.tables.numel() >= 1 << 31:
@@ -110,13 +111,14 @@ class Runner:
         self.late = Late()
         """What is compiled and captured from now on, once prepared."""
         self._graphs: Graphs | None = None
-        if sizes.graphs and self.device.type == "cuda":
+        if sizes.graphs and self._cuda:
             record = self.late.recorder(CudaRecorder())
             self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, record, sizes.drafts, sizes.host_drafts)
         self._sizes = sizes
         self._residents = Residents(sizes.rows, self.vocab)
-        self._built: _Built | None = None
-        self._known: dict[tuple[bytes | int, ...] | None, _Built] = {}
+        self._built: tuple[StepPlan, _Built] | None = None
+        """The last step's, and its plan: another request may have come to sit in the same row."""
+        self._known: dict[Form | None, _Built] = {}
         """By form, those of late; none with graphs, in whose buffers only the last one lies."""
         self._before: Clock | None = None
         """Of the step collected last."""
@@ -125,7 +127,7 @@ class Runner:
     def prepare(self, progress: Progress) -> None:
         """On a GPU, run and capture now what would otherwise compile and allocate while requests wait. The largest step
         comes first: the memory that it leaves behind serves all others."""
-        if self.device.type != "cuda":
+        if not self._cuda:
             return
         self.late.rest()
         with torch.inference_mode():
@@ -173,8 +175,8 @@ class Runner:
         reason = ""
         try:
             with torch.inference_mode():
-                if self.device.type == "cpu" and self._pending and isinstance(self._pending[-1], Pending):
-                    self._pending[-1].keep()
+                if self._pending and isinstance(last := self._pending[-1], Pending):
+                    last.keep()
                 self._pending.append(self._launch(plan))
         except Exception as error:
             reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
@@ -188,7 +190,7 @@ class Runner:
     def _recover(self, reason: str) -> None:
         """A step has failed: give its memory back. Raises EngineFailed if the device itself is lost, because then every
         later step would fail too (a CUDA fault stays until the process ends)."""
-        if self.device.type != "cuda":
+        if not self._cuda:
             return
         try:
             torch.cuda.synchronize(self.device)
@@ -204,7 +206,8 @@ class Runner:
         before, self._before = self._before, oldest.clock
         try:
             result = oldest.result()
-            return result if before is None else replace(result, gap_s=oldest.clock.since(before))
+            result.gap_s = 0.0 if before is None else oldest.clock.since(before)
+            return result
         except Exception as error:
             log.exception("step %d failed on the device", oldest.plan.step)
             reason = f"{type(error).__name__}: {error}"
@@ -215,17 +218,17 @@ class Runner:
         """Wait for the device and forget what is in flight."""
         self._pending.clear()
         self._forget()
-        if self.device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize(self.device)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
-        clock = Clock(self.device)
+        clock = Clock(self._cuda)
         self._residents.follow(plan)
         reused = self._repeated(plan)
         plan, lost = (plan, []) if reused is not None else self._residents.expel(plan)
-        built = self._apply(plan, reused)
+        built = reused if reused is not None and not plan.brings else self._apply(plan, reused)
         if built is None:
             return without(plan, None)
         self._remember(plan, built)
@@ -235,22 +238,17 @@ class Runner:
 
     def _repeated(self, plan: StepPlan) -> _Built | None:
         """The batch of an earlier step that serves this one."""
-        if self._built is not None and plan.repeats(self._built.plan):
-            return self._built
-        return self._known.get(self._form(plan)) if self._known else None
-
-    def _form(self, plan: StepPlan) -> tuple[bytes | int, ...] | None:
-        who = self._residents.alike(plan)
-        return None if who is None else plan.form(who)
+        if self._built is not None and plan.repeats(self._built[0]):
+            return self._built[1]
+        return self._known.get(plan.form(self._residents.kinds)) if self._known else None
 
     def _remember(self, plan: StepPlan, built: _Built) -> None:
         new = built.plan is plan and self._graphs is None and not built.batch.shape.chunked
-        if new and (form := self._form(plan)) is not None:
+        if new and (form := plan.form(self._residents.kinds)) is not None:
             if len(self._known) == BATCHES:
                 self._known.clear()
             self._known[form] = built
-        # Another request may have come to sit in the same row.
-        self._built = built if built is self._built else replace(built, plan=plan)
+        self._built = plan, built
 
     def _forget(self) -> None:
         self._built = None
