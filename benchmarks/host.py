@@ -88,17 +88,19 @@ class FreeDevice:
 
     def _prepare(self, plan: StepPlan) -> Batch:
         """As Runner does: who sits where, what changes, and the step's arrays unless the last ones serve again."""
-        packet = Packet()
         self._residents.follow(plan)
-        joins = self._rows.pack(plan, packet)
-        builder = None
-        if self._last is None or not plan.repeats(self._last[0]):
-            plan, _ = self._residents.expel(plan)
-            builder = BatchBuilder(plan, self._residents, packet)
-            builder.pack(builder.room())
-        got = packet.send(CPU)
-        self._rows.apply(got, joins)
-        batch = builder.build(got) if builder is not None else self._last[1]  # type: ignore[index]
+        batch = self._last[1] if self._last is not None and plan.repeats(self._last[0]) else None
+        if batch is None or plan.brings:
+            packet, builder = Packet(), None
+            self._rows.pack(plan, packet)
+            if batch is None:
+                plan, _ = self._residents.expel(plan)
+                builder = BatchBuilder(plan, self._residents, packet)
+                builder.pack(builder.room())
+            got = packet.send(CPU)
+            self._rows.apply(got)
+            batch = batch if builder is None else builder.build(got)
+            assert batch is not None
         self._last = plan, batch
         return batch
 

@@ -18,7 +18,7 @@ from ridgeline.ops import native_cpu
 from ridgeline.ops.native import again
 from ridgeline.ops.native.again import Again
 from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
-from ridgeline.ops.table import Ops, every_time
+from ridgeline.ops.table import Normed, Ops, every_time
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
 
@@ -42,7 +42,7 @@ def recorded(work: Callable[[], object]) -> bool:
     assert isinstance(work, Again)
     for _ in range(2):
         work()
-    return bool(work._calls)
+    return work._again is not None
 
 
 def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
@@ -91,6 +91,44 @@ def test_views_are_recorded(native: Ops) -> None:
     assert torch.equal(part(), table[[5, 5]])
 
 
+@pytest.mark.parametrize("kind", ["norm", "gate", "linear", "added", "gated", "fp8", "weights in fp8", "integers"])
+def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> None:
+    """Pointers, whole numbers and floats, as they come."""
+    x, weight, bias, base = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128), torch.randn(3, 128)
+    normed = Normed(x, torch.rand(64), 0.125, True)
+    assert native.fp8 is not None and native.fp8_weight is not None and native.integer is not None
+    packed, small = native.pack(weight), (weight * 8).to(torch.float8_e4m3fn)
+    scales, codes = torch.rand(128), torch.randint(1, 15, (128, 64), dtype=torch.uint8)
+    eight = {"fp8": native.fp8, "weights in fp8": native.fp8_weight}
+    matrices = {name: ops.pack(small, scales) for name, ops in eight.items()}
+    integer = native.integer.pack(codes, torch.rand(128, 2), None, 4, 32)
+    assert native.integer is not None
+
+    def work() -> torch.Tensor:
+        if kind == "norm":
+            return native.rms_norm(x, normed.weight, normed.eps, normed.offset)
+        if kind == "gate":
+            return native.activate(x, "gelu_tanh")
+        if kind == "linear":
+            return native.linear(normed, packed, bias)
+        if kind == "added":
+            return native.linear_add(x, packed, bias, base)
+        if kind == "gated":
+            return native.linear_activate(normed, packed, bias, "silu")
+        if kind == "integers":
+            return native.integer.linear(normed, integer, bias)  # type: ignore[union-attr]
+        return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
+
+    one = native.again(work)
+    assert recorded(one)
+    for _ in range(3):
+        x.normal_()
+        held = base.normal_().clone()
+        found = one().clone()
+        base.copy_(held)
+        assert torch.equal(found, work()) and found.isfinite().all()
+
+
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
     monkeypatch.setattr(again, "MOST_BYTES", 3 * 48 * 4 - 1)
@@ -101,7 +139,7 @@ def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
     def fails() -> None:
         raise ValueError("at the second time")
 
-    one = Again(library.functions, fails)
+    one = Again(library, fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="second"):
             one()

@@ -349,7 +349,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         gather=rows.gather,
         advance=rows.advance,
         last=rows.last,
-        again=partial(Again, library.functions),
+        again=partial(Again, library),
         layers=ops.layers,
         verify=rows.verify,
         keep=rows.keep,

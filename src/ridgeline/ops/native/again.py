@@ -7,11 +7,16 @@ a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ridgeline.ops.native.binding import Library
 
 MOST_BYTES = 2 << 20
 """Of memory that recorded work keeps; larger work gains nothing."""
@@ -44,19 +49,17 @@ class _Witness(TorchFunctionMode):
 
 class Again:
     """See Ops.again. The first time the work is done as it stands, so that whatever it remembers is there; the second time it is
-    recorded. functions: those of the library that steps call."""
+    recorded. From then on all of its calls are one."""
 
-    __slots__ = ("_calls", "_found", "_functions", "_kept", "_times", "_work")
+    __slots__ = ("_again", "_found", "_kept", "_library", "_times", "_work")
 
-    def __init__(self, functions: Sequence[Any], work: Callable[..., Any]) -> None:
-        self._functions, self._work, self._times = functions, work, 0
-        self._calls: list[tuple[Any, tuple[Any, ...]]] = []
-        self._kept: list[torch.Tensor] = []
+    def __init__(self, library: Library, work: Callable[..., Any]) -> None:
+        self._library, self._work, self._times = library, work, 0
+        self._again: Callable[[], None] | None = None
 
     def __call__(self, *given: Any) -> Any:
-        if self._calls:
-            for function, arguments in self._calls:
-                function(*arguments)
+        if self._again is not None:
+            self._again()
             return self._found
         self._times += 1
         return self._record(*given) if self._times == 2 else self._work(*given)
@@ -69,14 +72,32 @@ class Again:
             return found
 
         witness = _Witness()
-        for one in self._functions:
+        for one in self._library.functions:
             one.errcheck = told
         try:
             with witness:
                 found = self._work(*given)
         finally:
-            for one in self._functions:
+            for one in self._library.functions:
                 del one.errcheck
-        if witness.alone and sum(one.nbytes for one in witness.kept) <= MOST_BYTES:
-            self._calls, self._found, self._kept = calls, found, witness.kept
+        if calls and witness.alone and sum(one.nbytes for one in witness.kept) <= MOST_BYTES:
+            words = [word for function, arguments in calls for word in self._words(function, arguments)]
+            self._again = partial(self._library.again, (ctypes.c_int64 * len(words))(*words), len(calls))
+            self._found, self._kept = found, (calls, witness.kept)
         return found
+
+    def _words(self, function: Any, arguments: tuple[Any, ...]) -> list[int]:
+        """As native/again.cpp reads them. What pointers point to lives as long as the arguments do."""
+        kinds = zip(function.argtypes, arguments, strict=True)
+        return [self._library.callers[function.__name__], len(arguments), *(_word(kind, one) for kind, one in kinds)]
+
+
+def _word(kind: Any, value: Any) -> int:
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("f", value), "little")
+    value = getattr(value, "_obj", value)  # what byref names
+    if isinstance(value, ctypes.c_void_p):
+        value = value.value
+    if isinstance(value, bytes):
+        value = ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value
+    return int(value or 0) if value is None or isinstance(value, int) else ctypes.addressof(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,8 @@ class Library:
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
+    again(words, calls) makes calls again, see again.cpp. functions: those that steps call; callers: by name, the address of what
+    calls each by words.
     """
 
     kernels: dict[torch.dtype, Kernels]
@@ -131,15 +134,11 @@ class Library:
     rows_verify: Any
     rows_keep: Any
     rows_last: Any
+    again: Any
+    functions: tuple[Any, ...]
+    callers: Mapping[str, int]
     instructions: str
     compiler: str
-
-    @property
-    def functions(self) -> tuple[Any, ...]:
-        """What steps call."""
-        kernels = (getattr(one, name) for one in self.kernels.values() for name in _ARGUMENTS)
-        rows = (self.rows_gather, self.rows_advance, self.rows_verify, self.rows_keep, self.rows_last)
-        return (*kernels, self.sample, *rows)
 
 
 def sources() -> tuple[Path, ...]:
@@ -202,12 +201,18 @@ def open_library(path: Path) -> Library:
     }
     for one in rows.values():
         one.argtypes, one.restype = (ctypes.c_char_p,), None
+    library.rl_again.argtypes, library.rl_again.restype = (c_void_p, c_int64), None
+    steps = (getattr(one, name) for one in kernels.values() for name in _ARGUMENTS if name != "pack")
+    stepped = (*steps, library.rl_sample, *rows.values())
     return Library(
         kernels=kernels,
         huge_pages=library.rl_huge_pages,
         sample=library.rl_sample,
         fp8_pack=library.rl_fp8_pack,
         int_pack=library.rl_int_pack,
+        again=library.rl_again,
+        functions=stepped,
+        callers={one.__name__: ctypes.cast(library[f"{one.__name__}_again"], c_void_p).value or 0 for one in stepped},
         instructions=library.rl_instructions().decode(),
         compiler=library.rl_compiler().decode(),
         **rows,

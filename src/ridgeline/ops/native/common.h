@@ -1,13 +1,12 @@
 // Functions of vectors, and thread ranges, shared by all operations. AMX tiles are used where the compiler targets them.
 #pragma once
 
+#include "again.h"
 #include "simd.h"
 
 #include <omp.h>
 
 #include <cstdlib>
-
-#define RIDGELINE_API extern "C" __attribute__((visibility("default")))
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define RIDGELINE_AMX 1

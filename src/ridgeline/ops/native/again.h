@@ -1,0 +1,35 @@
+// Calls that are made again: what each is called by takes its arguments as words of 64 bits, so that one loop makes them all.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define RIDGELINE_API extern "C" __attribute__((visibility("default")))
+
+// NAME, exported, by its arguments' words.
+#define RIDGELINE_AGAIN(NAME) \
+    RIDGELINE_API void NAME##_again(const std::int64_t* words) { ridgeline::by_words(NAME, words); }
+
+namespace ridgeline {
+
+// A float lies in the lower half of its word.
+template <class T> inline T from_word(std::int64_t word) {
+    if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(word);
+    if constexpr (std::is_integral_v<T>) return static_cast<T>(word);
+    T value;
+    std::memcpy(&value, &word, sizeof(T));
+    return value;
+}
+
+template <class... A, std::size_t... I>
+inline void by_words(void (*function)(A...), const std::int64_t* words, std::index_sequence<I...>) {
+    function(from_word<A>(words[I])...);
+}
+
+template <class... A> inline void by_words(void (*function)(A...), const std::int64_t* words) {
+    by_words(function, words, std::index_sequence_for<A...>());
+}
+
+}  // namespace ridgeline
