@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from ridgeline.core.draft import NOTHING, Draft, repeats
+from ridgeline.core.plan import StepPlan
 from ridgeline.engine import speculation
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice
@@ -126,6 +128,34 @@ def test_what_the_device_drafted_is_verified_once() -> None:
     assert request.offered == 3
     assert len(speculation.propose(request, 8).tokens) == 3
     assert speculation.propose(request, 8) == NOTHING
+
+
+def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose drafts are as those of the one before it takes that one's arrays, and a bound of its own."""
+    speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    bench = Bench(speculation=speculation, luck=0.5, parents=(-1, -1, 0))
+    plans: list[StepPlan] = []
+    launch = bench.runner.launch
+
+    def noted(plan: StepPlan) -> None:
+        plans.append(plan)
+        launch(plan)
+
+    monkeypatch.setattr(bench.runner, "launch", noted)
+    for number in range(2):
+        bench.submit(str(number), [number] * 3, max_tokens=40)
+    while not bench.scheduler.idle:
+        known = [request.planned for request in bench.scheduler.running]
+        bench.turn()
+        assert all(plans[-1].bound >= tokens + 1 for tokens in known if len(plans[-1].rows) == len(known))
+    assert all(bench.tokens[str(number), 0] == oracle([number] * 3, 40) for number in range(2))
+    alike = [(one, other) for one, other in pairwise(plans) if list(other.n_draft) == list(one.n_draft) == [3, 3]]
+    assert len(alike) > 5
+    for one, other in alike:
+        assert other.rows is one.rows and other.tree is one.tree and other.drafts is one.drafts
+        assert one.bound < other.bound <= one.bound + 8 and other.pages is not one.pages
+    changed = [other for one, other in pairwise(plans) if list(other.n_draft) != list(one.n_draft)]
+    assert all(len(plan.drafts) == len(plan.tree) == sum(plan.n_draft) for plan in plans) and changed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from functools import partial
+from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
 
+_PARTS = attrgetter("rows", "n_query", "n_draft", "samples", "tree", "unread")
 _ints, _bytes = partial(array, "i"), partial(array, "b")
 Form = tuple[int | bytes | tuple[int | None, ...], ...]
 
@@ -106,16 +108,12 @@ class StepPlan:
         """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
         return bool(self.joins or self.pages or self.copies) or max(self.drafts, default=-1) >= 0
 
-    @property
-    def _form(self) -> tuple[array[int], ...]:
-        return self.rows, self.n_query, self.n_draft, self.samples, self.tree, self.unread
-
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
         drafted."""
         alone = self.masks or self.score_ids or other.masks or other.score_ids
         same = self.ahead == other.ahead and self.generations == other.generations
-        return not alone and same and self._form == other._form
+        return not alone and same and _PARTS(self) == _PARTS(other)
 
     def form(self, kinds: Mapping[tuple[int, int], int]) -> Form | None:
         """What steps that one batch serves have in common, to be looked up by; None for one that none repeats, or with a row that
@@ -123,7 +121,7 @@ class StepPlan:
         who = tuple(map(kinds.get, zip(self.rows, self.generations, strict=True)))
         if self.masks or self.score_ids or None in who:
             return None
-        return self.ahead, who, *map(array.tobytes, self._form)
+        return self.ahead, who, *map(array.tobytes, _PARTS(self))
 
 
 @dataclass(frozen=True, slots=True)

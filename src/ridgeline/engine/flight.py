@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a request got of a step, if that is not one query token that draws."""
+class Share(NamedTuple):
+    """What a request got of a step, if that is not one query token that draws; a tuple, because steps compare theirs."""
 
     n_query: int
     draft: Draft

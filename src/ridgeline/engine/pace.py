@@ -167,12 +167,14 @@ class Pace:
             self._kept[node] += weight * ((node in kept) - self._kept[node])
         last = nodes.stop - 1
         shares = [1.0, *self._kept]
+        rate = shares[last + 1] / max(shares[last], 0.01) if last + 1 in self.sizes else 0.0
         for node in range(max(1, nodes.stop), len(self._kept)):
             # Nobody has seen it. A later node is no likelier; bad luck is forgotten, until it is kept as the last one seen is where
             # the one before it was. Else a size that had some would not be chosen again, and nothing would be learned of it.
-            like = self._kept[node - 1] * shares[last + 1] / max(shares[last], 0.01) if last + 1 in self.sizes else 0.0
-            self._kept[node] += _FORGETS * max(0.0, like - self._kept[node])
-            self._kept[node] = min(self._kept[node], self._kept[node - 1])
+            above, own = self._kept[node - 1], self._kept[node]
+            if own < above * rate:
+                own += _FORGETS * (above * rate - own)
+            self._kept[node] = own if own < above else above
 
     # --- what the host drafts -----------------------------------------------------------------------------------------
 

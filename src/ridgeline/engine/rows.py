@@ -93,9 +93,8 @@ class Rows:
                 where.append(np.arange(place, place + len(run)))
                 items.append(run)
         if plan.pages:
-            places, pages = self._entries(plan.pages)
-            where.append(places)
-            items.append(pages)
+            where.append(np.array(list(entries := self._entries(plan.pages))))
+            items.append(np.array(list(entries.values())))
         if where:
             packet.add("where", np.concatenate(where), np.int64)
             packet.add("items", np.concatenate(items))
@@ -142,13 +141,10 @@ class Rows:
             raise EngineFailed(f"A join brings {len(join.tokens)} tokens, {join.computed} of them computed.")
         return np.array(join.tokens, dtype=np.int32)
 
-    def _entries(self, quads: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _entries(self, quads: Sequence[int]) -> dict[int, int]:
         """Where in memory entries of `tables` lie, and their pages; of several entries for one place the last counts."""
-        flat = np.array(quads, dtype=np.int64).reshape(-1, 4)
-        _, rows, pages = self.tables.shape
-        where = self._starts[3] + (flat[:, 1] * rows + flat[:, 0]) * pages + flat[:, 2]
-        last = dict(zip(where.tolist(), flat[:, 3].tolist(), strict=True))
-        return np.array(list(last)), np.array(list(last.values()))
+        (_, rows, pages), start, each = self.tables.shape, self._starts[3], [iter(quads)] * 4
+        return {start + (group * rows + row) * pages + at: page for row, group, at, page in zip(*each, strict=True)}
 
 
 def _ints(join: Join) -> list[int]:

@@ -98,7 +98,7 @@ class Runner:
 
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
-        self._cuda = self.device.type == "cuda"
+        self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.vocab = model.spec.vocab_size
         self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
         if self.rows.tokens.numel() >= 1 << 31 or self.rows.tables.numel() >= 1 << 31:
@@ -174,7 +174,7 @@ class Runner:
         """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""
         reason = ""
         try:
-            with torch.inference_mode():
+            with self._inference:
                 if self._pending and isinstance(last := self._pending[-1], Pending):
                     last.keep()
                 self._pending.append(self._launch(plan))
@@ -231,7 +231,9 @@ class Runner:
         built = reused if reused is not None and not plan.brings else self._apply(plan, reused)
         if built is None:
             return without(plan, None)
-        self._remember(plan, built)
+        if built.plan is plan:
+            self._remember(built)
+        self._built = plan, built
         pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock)
         pending.lost = lost
         return pending
@@ -242,13 +244,12 @@ class Runner:
             return self._built[1]
         return self._known.get(plan.form(self._residents.kinds)) if self._known else None
 
-    def _remember(self, plan: StepPlan, built: _Built) -> None:
-        new = built.plan is plan and self._graphs is None and not built.batch.shape.chunked
-        if new and (form := plan.form(self._residents.kinds)) is not None:
+    def _remember(self, built: _Built) -> None:
+        form = None if self._graphs is not None or built.batch.shape.chunked else built.plan.form(self._residents.kinds)
+        if form is not None:
             if len(self._known) == BATCHES:
                 self._known.clear()
             self._known[form] = built
-        self._built = plan, built
 
     def _forget(self) -> None:
         self._built = None

@@ -74,7 +74,7 @@ class Scheduler:
         """Device seconds that one query token in every step so far would have cost."""
         self._flight: deque[FlyingStep] = deque()
         self._alike: FlyingStep | None = None
-        """The last step, if all its rows drew after one query token and nobody has entered since."""
+        """The last step, if nobody has entered since."""
         self._updates: list[Update] = []
         self._leaving = 0
         self._open = 0
@@ -290,13 +290,13 @@ class Scheduler:
 
     def _state_rows(self, step: FlyingStep) -> None:
         """Write the step's rows into its plan. A step like the last one has its very arrays."""
-        plan, requests, last = step.plan, step.requests, self._alike
-        self._alike = None if step.shares else step
-        if last is not None and not step.shares and requests == last.requests:
+        plan, requests, last, self._alike = step.plan, step.requests, self._alike, step
+        if last is not None and requests == last.requests and step.shares == last.shares:
             known = last.plan
             plan.rows, plan.generations, plan.n_query = known.rows, known.generations, known.n_query
             plan.n_draft, plan.logits, plan.samples = known.n_draft, known.logits, known.samples
-            plan.bound = known.bound + 1
+            plan.drafts, plan.tree = known.drafts, known.tree
+            plan.bound = max([request.planned for request in requests]) if step.shares else known.bound + 1
             return
         count = len(requests)
         plan.rows = array("i", [request.row for request in requests])

@@ -7,9 +7,9 @@ does not pay, and on again where it does (Leviathan et al. 2023, section 3.3, ch
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter, repeats
@@ -77,6 +77,7 @@ class _Never(NoDrafts):
 
 NO_DRAFTS = _Never()
 
+_HEAT = attrgetter("sampling.temperature")
 _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
 _PRICE = 0.15
@@ -197,7 +198,7 @@ class Drafts:
             self.resting = self._rest > 0 and not step.plan.joins
             return
         device, plan, rows = self._device, step.plan, sum(step.plan.samples)
-        self._rows, self._pace = max(1, rows), self._paces[any(one.sampling.temperature for one in step.requests)]
+        self._rows, self._pace = max(1, rows), self._paces[any(map(_HEAT, step.requests))]
         self._new += len(plan.joins)
         if rows and self._new:
             self._pace.welcome(rows, self._new)
@@ -221,7 +222,7 @@ class Drafts:
 
     def _offer(self, step: FlyingStep, device: OnDevice) -> None:
         """Note what the step drafts for each of its requests."""
-        plan, unread = step.plan, array("i")
+        plan, unread = step.plan, step.plan.unread
         for place, request in enumerate(step.requests):
             request.offered = plan.ahead if plan.samples[place] else 0
             if device.reads:
@@ -229,7 +230,6 @@ class Drafts:
                 if plan.samples[place] and plan.ahead:
                     unread.append(min(request.unread, len(request.tokens) + 1))
                     request.unread = 0
-        plan.unread = unread
 
     def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
         kept = result.kept.get(place, [])
@@ -250,9 +250,8 @@ class Drafts:
             if worth < request.offered and not request.in_flight:  # else what is offered is a later step's
                 self._pace.learn(range(worth, request.offered), [])
                 request.offered = worth
-        if result.error is not None or any(
-            not share.samples or share.n_query != 1 + len(share.draft.tokens) for share in step.shares.values()
-        ):
+        more = [one for one in step.shares.values() if not one.samples or one.n_query != 1 + len(one.draft.tokens)]
+        if result.error is not None or more:
             return 0.0
         seconds = result.device_s + result.gap_s
         if not step.drafting:
