@@ -88,13 +88,13 @@ class Pending:
         result.device_s, result.lost = seconds, self.lost
         places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
         # A graph's batch is padded at the end, by rows that gain nothing.
-        if self.outcome.packed is not None and shape.wide > 1:
-            self._read_drafts(result, places, self.outcome.packed.tolist())
-        elif self.outcome.packed is not None:
-            gained, flags, said = self.outcome.packed.t().tolist()
-            for place, count, flag in zip(places, gained, flags, strict=False):
-                result.counts[place], result.flags[place] = count, flag
-            result.tokens = list(compress(said, gained))
+        found = [] if self.outcome.packed is None else self.outcome.packed.tolist()
+        for place, own in zip(places, found, strict=False):
+            result.counts[place], result.flags[place] = own[0], own[1]
+        if shape.wide > 1:
+            self._read_drafts(result, places, found)
+        else:
+            result.tokens = list(compress([own[2] for own in found], [own[0] for own in found]))
         if self.outcome.worth is not None:
             result.worth.update(zip(places, self.outcome.worth.tolist(), strict=True))
         if self.outcome.logprobs is not None:
@@ -108,7 +108,6 @@ class Pending:
         wide, tree = self.batch.shape.wide, self.batch.shape.deep > 0
         for place, own in zip(places, found, strict=False):
             gained, n_draft = own[0], self.plan.n_draft[place]
-            result.counts[place], result.flags[place] = gained, own[1]
             result.tokens += own[2 : 2 + gained]
             if n_draft:
                 result.drawn[place] = own[2 + wide * tree :][: 1 + n_draft]
