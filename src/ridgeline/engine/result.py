@@ -65,14 +65,14 @@ class Pending:
     lost: Sequence[int] = ()
 
     @classmethod
-    def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock) -> Pending:
+    def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock, lost: Sequence[int] = ()) -> Pending:
         """Start the copies to the host and mark the end of the step."""
         if clock.cuda:
             packed = None if outcome.packed is None else _to_host(outcome.packed)
             logprobs, scores = _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores)
             outcome = Outcome(packed, logprobs, scores, outcome.worth)
         clock.stop()
-        return cls(plan, batch, outcome, clock)
+        return cls(plan, batch, outcome, clock, lost)
 
     def keep(self) -> None:
         """On a CPU the next step may write to what this one's outcome lies in (Ops.again): hold a copy."""

@@ -174,10 +174,9 @@ class Runner:
         """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""
         reason = ""
         try:
-            with self._inference:
-                if self._pending and isinstance(last := self._pending[-1], Pending):
-                    last.keep()
-                self._pending.append(self._launch(plan))
+            if self._pending and isinstance(last := self._pending[-1], Pending):
+                last.keep()
+            self._pending.append(self._launch(plan))
         except Exception as error:
             reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
             log.exception("step %d failed", plan.step)
@@ -228,15 +227,16 @@ class Runner:
         self._residents.follow(plan)
         reused = self._repeated(plan)
         plan, lost = (plan, []) if reused is not None else self._residents.expel(plan)
-        built = reused if reused is not None and not plan.brings else self._apply(plan, reused)
+        built = reused
+        if reused is None or plan.brings:
+            with self._inference:
+                built = self._apply(plan, reused)
         if built is None:
             return without(plan, None)
         if built.plan is plan:
             self._remember(built)
         self._built = plan, built
-        pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock)
-        pending.lost = lost
-        return pending
+        return Pending.of(plan, built.batch, self._run(built, plan.bound), clock, lost)
 
     def _repeated(self, plan: StepPlan) -> _Built | None:
         """The batch of an earlier step that serves this one."""
@@ -301,15 +301,18 @@ class Runner:
         if graphs is None or (built.graph is None and shape.decode):
             # What is recorded teaches nobody anything.
             return self._eager(built.plan, batch, bound, True) if self._step.drafter.learns() else built.run(bound)
+        with self._inference:
+            return self._replay(built, graphs, bound)
+
+    def _replay(self, built: _Built, graphs: Graphs, bound: int) -> Outcome:
+        """A step with graphs."""
+        batch, shape = built.batch, built.batch.shape
         if built.graph is not None and shape.wide > 1:
             outcome = Outcome(graphs.verify(built.graph, shape))
         elif built.graph is not None and shape.decode and shape.plain:
             outcome = Outcome(graphs.decode(built.graph, bound))
         else:
-            if built.graph is not None:
-                hidden = graphs.forward(batch, built.graph)
-            else:
-                hidden = self._step.forward(batch, bound)
+            hidden = self._step.forward(batch, bound) if built.graph is None else graphs.forward(batch, built.graph)
             if not shape.plain or shape.wide > 1 or not shape.n_draws or batch.scores is not None:
                 return self._finish(built.plan, batch, hidden, bound)
             if built.graph is None:
@@ -321,7 +324,8 @@ class Runner:
         return outcome
 
     def _eager(self, plan: StepPlan, batch: Batch, bound: int, learn: bool) -> Outcome:
-        return self._finish(plan, batch, self._step.forward(batch, bound), bound, learn)
+        with self._inference:
+            return self._finish(plan, batch, self._step.forward(batch, bound), bound, learn)
 
     def _finish(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, bound: int, learn: bool | None = None
