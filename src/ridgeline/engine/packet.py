@@ -36,9 +36,9 @@ class Packet:
         for one in items:
             flat[place : place + one.size] = one
             place += one.size + -one.size % _ALIGN
-        sent = buffer.to(device, non_blocking=True).split(sizes)[::2]
+        sent = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
         found: dict[str, torch.Tensor] = {}
-        for (name, (part, kind)), one in zip(self._parts.items(), sent, strict=True):
-            typed = one if kind is np.int32 else one.view(_KINDS[kind])
+        for (name, (part, kind)), got in zip(self._parts.items(), sent, strict=True):
+            typed = got if kind is np.int32 else got.view(_KINDS[kind])
             found[name] = typed if part.ndim == 1 else typed.view(part.shape)
         return found

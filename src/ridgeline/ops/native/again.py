@@ -81,9 +81,10 @@ class Again:
             for one in self._library.functions:
                 del one.errcheck
         if calls and witness.alone and sum(one.nbytes for one in witness.kept) <= MOST_BYTES:
-            words = [word for function, arguments in calls for word in self._words(function, arguments)]
-            self._again = partial(self._library.again, (ctypes.c_int64 * len(words))(*words), len(calls))
-            self._found, self._kept = found, (calls, witness.kept)
+            each = [word for function, arguments in calls for word in self._words(function, arguments)]
+            words = (ctypes.c_int64 * len(each))(*each)
+            self._again = partial(self._library.again, ctypes.addressof(words), len(calls))
+            self._found, self._kept = found, (words, calls, witness.kept)
         return found
 
     def _words(self, function: Any, arguments: tuple[Any, ...]) -> list[int]:
