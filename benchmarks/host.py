@@ -63,6 +63,7 @@ class FreeDevice:
         self._tokens = tokens
         self._residents = Residents(rows, VOCAB)
         self._rows = Rows(LAYOUT, rows, MAX_LEN, CPU)
+        self._rows._host = None  # packets, as for a GPU
         self._pending: deque[Pending] = deque()
         self._last: tuple[StepPlan, Batch] | None = None
         self.prepare_s = self.read_s = 0.0

@@ -61,6 +61,8 @@ class Rows:
         self._starts = (0, *accumulate(sizes[:-1]))
         """Where tokens, ints, knobs and tables begin in memory."""
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._host = self._memory.numpy() if device.type == "cpu" else None
+        """The same memory, where it is the host's: written to directly, without a packet."""
         tokens, ints, knobs, tables = (
             part[: math.prod(shape)].view(shape) for part, shape in zip(self._memory.split(sizes), shapes, strict=True)
         )
@@ -85,19 +87,17 @@ class Rows:
         return self.knobs[:, Knob.TEMPERATURE]
 
     def pack(self, plan: StepPlan, packet: Packet) -> None:
-        """Add what `plan` changes to `packet`: items, and where in memory they go."""
-        where: list[np.ndarray] = []
-        items: list[np.ndarray] = []
-        if plan.joins:
-            for place, run in self._runs(plan.joins):
-                where.append(np.arange(place, place + len(run)))
-                items.append(run)
-        if plan.pages:
-            where.append(np.array(list(entries := self._entries(plan.pages))))
-            items.append(np.array(list(entries.values())))
-        if where:
-            packet.add("where", np.concatenate(where), np.int64)
-            packet.add("items", np.concatenate(items))
+        """Add what `plan` changes to `packet`: items, and where in memory they go. On a CPU it is written."""
+        runs, entries = dict(self._runs(plan.joins)), self._entries(plan.pages)
+        if self._host is not None:
+            for place, run in runs.items():
+                self._host[place : place + len(run)] = run
+            for place, page in entries.items():
+                self._host[place] = page
+        elif runs or entries:
+            where = [np.arange(place, place + len(run)) for place, run in runs.items()]
+            packet.add("where", np.concatenate([*where, np.array(list(entries), np.int64)]), np.int64)
+            packet.add("items", np.concatenate([*runs.values(), np.array(list(entries.values()), np.int32)]))
 
     def apply(self, got: Mapping[str, torch.Tensor]) -> None:
         """Write what `pack` sent."""
@@ -105,13 +105,22 @@ class Rows:
             self._memory.index_copy_(0, got["where"], got["items"])
 
     def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
-        """Add the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens. Not on a CPU, whose
-        memory they are written to directly."""
-        if not self.tokens.is_cuda or max(plan.drafts) < 0:
+        """As `pack`, the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens."""
+        if max(plan.drafts) < 0:
             return
-        rows, n_draft, tokens = (np.frombuffer(one, dtype=np.int32) for one in (plan.rows, plan.n_draft, plan.drafts))
-        place = np.arange(len(tokens)) - np.repeat(np.cumsum(n_draft) - n_draft, n_draft)
-        packet.add("drafts", np.stack((np.repeat(rows, n_draft), place, tokens))[:, tokens >= 0])
+        if self._host is None:
+            rows, n_draft, tokens = (
+                np.frombuffer(one, dtype=np.int32) for one in (plan.rows, plan.n_draft, plan.drafts)
+            )
+            place = np.arange(len(tokens)) - np.repeat(np.cumsum(n_draft) - n_draft, n_draft)
+            packet.add("drafts", np.stack((np.repeat(rows, n_draft), place, tokens))[:, tokens >= 0])
+            return
+        end = 0
+        for row, count in zip(plan.rows, plan.n_draft, strict=True):
+            end += count
+            if count and plan.drafts[end - 1] >= 0:
+                at = row * self.width + int(self._host[self._starts[1] + row * INTS + Int.KNOWN])
+                self._host[at : at + count] = plan.drafts[end - count : end]
 
     def write_drafts(self, plan: StepPlan, got: Mapping[str, torch.Tensor]) -> None:
         """Drafts stand after what a row knows, where the gather and the penalties find them, and the device's own already do."""
@@ -119,12 +128,6 @@ class Rows:
             row, place, token = got["drafts"].unbind(0)
             at = row * self.width + self.ints[:, Int.KNOWN].index_select(0, row) + place
             self.flat_tokens.index_copy_(0, at.long(), token)
-        elif not self.tokens.is_cuda and max(plan.drafts) >= 0:
-            tokens, known, end = self.tokens.numpy(), self.ints.numpy()[:, Int.KNOWN], 0
-            for row_of, count in zip(plan.rows, plan.n_draft, strict=True):
-                end += count
-                if count and plan.drafts[end - 1] >= 0:
-                    tokens[row_of, known[row_of] : known[row_of] + count] = plan.drafts[end - count : end]
 
     def _runs(self, joins: Sequence[Join]) -> Iterator[tuple[int, np.ndarray]]:
         """Where in memory the parts of each row begin, and what they are; of several joins for one row the last counts."""

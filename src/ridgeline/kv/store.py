@@ -75,12 +75,12 @@ class KvStore:
 
     def copy_pages(self, pairs: Sequence[int]) -> None:
         """Copy page pairs[0] to pairs[1], then pairs[2] to pairs[3], and so on: a later copy sees the earlier ones."""
-        first = 0
-        for size in self._regions:
-            region = self.flat[first : first + size * self.pages].view(self.pages, size)
-            for at in range(0, len(pairs), 2):
-                region[pairs[at + 1]].copy_(region[pairs[at]])
-            first += size * self.pages
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            first = 0
+            for size in self._regions:
+                region = self.flat[first : first + size * self.pages].view(self.pages, size)
+                region[target].copy_(region[source])
+                first += size * self.pages
 
     def move_slots(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of all layers of a group from slots to slots, int64 [M] each (page * page_tokens + place in
