@@ -126,8 +126,8 @@ class CostModel:
         """Seconds of a step with this work."""
         tokens, flops, moved, attention_flops, kv_bytes, logits, chunked = work
         ramp = 1 + self.ramp_tokens / tokens if tokens else 1.0
-        linear = self._compute_s(flops - attention_flops) * ramp
-        weights = self._memory_s(moved - kv_bytes)
+        linear = (flops - attention_flops) / (self.flops_per_s * self.compute_share) * ramp
+        weights = (moved - kv_bytes) / (self.bytes_per_s * self.memory_share)
         attention = attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
         cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
         products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
@@ -136,13 +136,8 @@ class CostModel:
 
     def bound(self, work: StepWork) -> str:
         """ "compute" or "memory": which side of the ridge the step stands on."""
-        return "compute" if self._compute_s(work.flops) > self._memory_s(work.bytes) else "memory"
-
-    def _compute_s(self, flops: int) -> float:
-        return flops / (self.flops_per_s * self.compute_share)
-
-    def _memory_s(self, count: int) -> float:
-        return count / (self.bytes_per_s * self.memory_share)
+        compute, memory = self.flops_per_s * self.compute_share, self.bytes_per_s * self.memory_share
+        return "compute" if work.flops / compute > work.bytes / memory else "memory"
 
     def prefill_s(self, prompt: int, chunk: int, cached: int = 0) -> float:
         """Seconds to compute `prompt` tokens of one request alone, `cached` of them known, in steps of `chunk` tokens."""
