@@ -87,8 +87,8 @@ class Pending:
         result = without(plan, None)
         result.device_s, result.lost = seconds, self.lost
         places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
-        # A graph's batch is padded at the end, by rows that gain nothing.
-        found = [] if self.outcome.packed is None else self.outcome.packed.tolist()
+        # A graph's batch is padded at the end.
+        found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
         for place, own in zip(places, found, strict=False):
             result.counts[place], result.flags[place] = own[0], own[1]
         if shape.wide > 1:
@@ -106,7 +106,7 @@ class Pending:
     def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
         """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
         wide, tree = self.batch.shape.wide, self.batch.shape.deep > 0
-        for place, own in zip(places, found, strict=False):
+        for place, own in zip(places, found, strict=True):
             gained, n_draft = own[0], self.plan.n_draft[place]
             result.tokens += own[2 : 2 + gained]
             if n_draft:
