@@ -1,8 +1,9 @@
 // Products with weights in 8, 4 or 3 bits: y[m, n] = sum_k x[m, k] (code[n, k] - zero[n, g]) scale[n, g], g = k / group.
 //
-// x is taken in chunks of inputs that share a step, of which each number is a multiple, exact to 2^-15 of the chunk's largest.
-// Codes times multiples, cut into digits as the instructions want them (quad_words), are summed in integers, several inputs an
-// instruction, so weights are never widened, and a token's sums are the same whatever is computed beside it.
+// x is taken in chunks of inputs that share a step, of which each number is a multiple, exact to 2^-15 of the chunk's largest, or
+// to 2^-8 where one digit is asked for. Codes times multiples, cut into digits as the instructions want them (Quads), are summed
+// in integers, several inputs an instruction, so weights are never widened, and a token's sums are the same whatever is computed
+// beside it.
 //
 // Packed layout: [N / 16][K / 32] pieces of `bits` lines of 64 bytes, byte 4 lane + j of quad i (0..7) for output `lane` and
 // input 4 i + j; 8 bits: a line a quad; 4 bits: quads 2 l and 2 l + 1 in the lower and upper half of line l's bytes; 3 bits:
@@ -18,7 +19,7 @@ constexpr index PIECE_K = 32;     // inputs of a piece
 constexpr index CHUNK_K = 128;    // most inputs of a chunk
 constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // most rows of x that are multiplied together
 constexpr index AHEAD = 4096;     // bytes
-constexpr float MOST = 16256.0f;  // 127 * 128: what quad_words takes
+constexpr index FAR = 1 << 16;
 
 // zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs, else a multiple of 32.
 struct IntWeights {
@@ -45,21 +46,22 @@ template <int BITS> i32x16 quad(const std::uint8_t* from, int i) {
 
 // x in digits. Rows come in tiles of `rows`, of which the last may be filled up with zeros. groups: of
 // weights, each of so many chunks.
-// digits: [tiles][K / 4][two words][rows]; steps, sums: [tiles][chunks][rows], sums of the multiples.
+// digits: [tiles][K / 4][words][rows]; steps, sums: [tiles][chunks][rows], sums of the multiples.
 struct Digits {
-    index tiles, rows, chunk, chunks, pieces;
+    index tiles, rows, chunk, chunks, pieces, words;
     index groups, chunks_in_group;
     std::int32_t* digits;
     float* steps;
     std::int32_t* sums;
 
-    index of_tile() const { return pieces * PIECE_K / 4 * 2 * rows; }
+    index of_tile() const { return pieces * PIECE_K / 4 * words * rows; }
 };
 
 inline index greatest_divisor(index a, index b) { return b ? greatest_divisor(b, a % b) : a; }
 
-inline Digits digits_of(index m, index k, index group, void* room) {
+inline Digits digits_of(index m, index k, index group, index words, void* room) {
     Digits d{};
+    d.words = words;
     d.chunk = group >= k ? CHUNK_K : greatest_divisor(group, CHUNK_K);
     d.chunks = (k + d.chunk - 1) / d.chunk;
     d.chunks_in_group = group >= k ? d.chunks : group / d.chunk;
@@ -74,15 +76,14 @@ inline Digits digits_of(index m, index k, index group, void* room) {
     return d;
 }
 
-// Bytes for x in digits, at any group.
-inline index digits_room(index m, index k) {
-    const index rows = m + TILE_ROWS, pieces = (k + PIECE_K - 1) / PIECE_K;
-    return rows * pieces * (2 * PIECE_K + 8);
-}
+// Bytes for so many rows of x in digits, at any group.
+inline index digits_of_rows(index rows, index k) { return rows * ((k + PIECE_K - 1) / PIECE_K) * (2 * PIECE_K + 8); }
+
+inline index digits_room(index m, index k) { return digits_of_rows(m + TILE_ROWS, k); }
 
 // One chunk of a row, normed by `scale` where asked for.
-template <class T> void fill_chunk(const Problem<T>& p, const Digits& d, index row, index chunk, f32x16 scale) {
-    constexpr int PARTS = CHUNK_K / LANES;
+template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits& d, index row, index chunk, f32x16 scale) {
+    constexpr int PARTS = CHUNK_K / LANES, WORDS = Quads<DIGITS>::WORDS;
     const index first = chunk * d.chunk, end = std::min(first + d.chunk, d.pieces * PIECE_K), tile = row / d.rows, r = row % d.rows;
     f32x16 part[PARTS];
     i32x16 most = zero_bits();
@@ -95,97 +96,130 @@ template <class T> void fill_chunk(const Problem<T>& p, const Digits& d, index r
     const std::uint32_t bits = max_unsigned_of(most);
     float largest;
     std::memcpy(&largest, &bits, 4);
-    const f32x16 factor = splat(MOST / std::max(1e-30f, largest));
-    std::int32_t* to = d.digits + tile * d.of_tile() + first / 4 * 2 * d.rows + r;
+    const f32x16 factor = splat(Quads<DIGITS>::MOST / std::max(1e-30f, largest));
+    std::int32_t* to = d.digits + tile * d.of_tile() + first / 4 * WORDS * d.rows + r;
     i32x16 sum = zero_bits();
     for (int i = 0; i < parts; ++i) {
         const i32x16 number = to_int(part[i] * factor);
         sum = add(sum, number);
-        alignas(16) std::int32_t first_words[4], second_words[4];
-        quad_words(number, first_words, second_words);
-        for (int q = 0; q < 4; ++q, to += 2 * d.rows) {
-            to[0] = first_words[q];
-            to[d.rows] = second_words[q];
-        }
+        alignas(16) std::int32_t words[WORDS][4];
+        Quads<DIGITS>::cut(number, words);
+        for (int q = 0; q < 4; ++q)
+            for (int word = 0; word < WORDS; ++word, to += d.rows) *to = words[word][q];
     }
-    d.steps[(tile * d.chunks + chunk) * d.rows + r] = largest / MOST;
+    d.steps[(tile * d.chunks + chunk) * d.rows + r] = largest / Quads<DIGITS>::MOST;
     d.sums[(tile * d.chunks + chunk) * d.rows + r] = sum_of(sum);
 }
 
-template <class T> void fill_digits(const Problem<T>& p, const Digits& d, Team team) {
+template <int DIGITS, class T> void fill_digits(const Problem<T>& p, const Digits& d, Team team) {
     const Range own = share(d.tiles * d.rows * d.chunks, team.who, team.of);
     f32x16 scale = zeros();
     for (index at = own.begin; at < own.end; ++at) {
         const index row = at / d.chunks, chunk = at % d.chunks;
         if (at == own.begin || chunk == 0) scale = row_scale(p, row);
-        fill_chunk(p, d, row, chunk, scale);
+        fill_chunk<DIGITS>(p, d, row, chunk, scale);
     }
 }
 
-// The sums of one tile of rows times one block of 16 outputs.
-template <int BITS, int ROWS>
-void tile_sums(const Digits& d, const IntWeights& w, index tile, index block, f32x16* of_rows) {
-    constexpr int SPLIT = ROWS <= 2 ? 2 : 1;  // chains that hide the latency of the products
+// The sums of one tile of rows times two blocks of 16 outputs. A row alone is multiplied with both together: what is read of it
+// serves both. ahead: bytes to where these blocks' weights lie that are multiplied two turns later.
+template <int BITS, int ROWS, int DIGITS>
+void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&blocks)[2], index ahead, f32x16 (&of)[2][TILE_ROWS]) {
+    constexpr int BOTH = ROWS == 1 ? 2 : 1, SPLIT = ROWS <= 2 ? 2 : 1;  // SPLIT: chains that hide the latency of the products
+    constexpr int WORDS = Quads<DIGITS>::WORDS;
     const index in_chunk = d.chunk / PIECE_K;
-    const std::uint8_t* from = w.codes + block * d.pieces * BITS * 64;
-    const std::int32_t* x = d.digits + tile * d.of_tile();
-    const float* steps = d.steps + tile * d.chunks * ROWS;
-    const std::int32_t* sums = d.sums + tile * d.chunks * ROWS;
-    for (int r = 0; r < ROWS; ++r) of_rows[r] = zeros();
-    for (index chunk = 0; chunk < d.chunks; ++chunk, steps += ROWS, sums += ROWS) {
-        const index at = (block * d.groups + chunk / d.chunks_in_group) * LANES;
-        const i32x16 zero = w.zeros ? load_bytes(w.zeros + at) : splat(1 << (BITS - 1));
-        QuadSums sum[ROWS][SPLIT];
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            for (int s = 1; s < SPLIT; ++s) sum[r][s] = quad_sums(zero_bits());
-            sum[r][0] = quad_sums(w.zeros ? mul(zero, splat(-sums[r])) : splat(-sums[r] * (1 << (BITS - 1))));
+    for (int first = 0; first < 2; first += BOTH) {
+        const std::uint8_t* from[BOTH];
+        const std::int32_t* x = d.digits + tile * d.of_tile();
+        const float* steps = d.steps + tile * d.chunks * ROWS;
+        const std::int32_t* sums = d.sums + tile * d.chunks * ROWS;
+        for (int b = 0; b < BOTH; ++b) {
+            from[b] = w.codes + blocks[first + b] * d.pieces * BITS * 64;
+            for (int r = 0; r < ROWS; ++r) of[first + b][r] = zeros();
         }
-        const index pieces = std::min(in_chunk, d.pieces - chunk * in_chunk);
-        for (index piece = 0; piece < pieces; ++piece, from += BITS * 64, x += PIECE_K / 4 * 2 * ROWS) {
-            for (int line = 0; line < BITS; ++line) _mm_prefetch((const char*)from + AHEAD + 64 * line, _MM_HINT_T0);
+        for (index chunk = 0; chunk < d.chunks; ++chunk, steps += ROWS, sums += ROWS) {
+            Quads<DIGITS> sum[BOTH][ROWS][SPLIT];
+            index at[BOTH];
+            for (int b = 0; b < BOTH; ++b) {
+                at[b] = (blocks[first + b] * d.groups + chunk / d.chunks_in_group) * LANES;
+                const i32x16 zero = w.zeros ? load_bytes(w.zeros + at[b]) : splat(1 << (BITS - 1));
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                const i32x16 codes = quad<BITS>(from, i);
+                for (int r = 0; r < ROWS; ++r) {
+                    for (int s = 1; s < SPLIT; ++s) sum[b][r][s].start(zero_bits());
+                    sum[b][r][0].start(w.zeros ? mul(zero, splat(-sums[r])) : splat(-sums[r] * (1 << (BITS - 1))));
+                }
+            }
+            const index pieces = std::min(in_chunk, d.pieces - chunk * in_chunk);
+            for (index piece = 0; piece < pieces; ++piece, x += PIECE_K / 4 * WORDS * ROWS) {
+#pragma GCC unroll 2
+                for (int b = 0; b < BOTH; ++b)
+                    for (int line = 0; line < BITS; ++line) _mm_prefetch((const char*)from[b] + ahead + 64 * line, BOTH == 2 ? _MM_HINT_T1 : _MM_HINT_T0);
 #pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r)
-                    add_quads(sum[r][i % SPLIT], codes, x[2 * i * ROWS + r], x[(2 * i + 1) * ROWS + r]);
+                for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 2
+                    for (int b = 0; b < BOTH; ++b) {
+                        const i32x16 codes = quad<BITS>(from[b], i);
+#pragma GCC unroll 8
+                        for (int r = 0; r < ROWS; ++r) sum[b][r][i % SPLIT].take(codes, x + i * WORDS * ROWS + r, ROWS);
+                    }
+                }
+                for (int b = 0; b < BOTH; ++b) from[b] += BITS * 64;
+            }
+#pragma GCC unroll 2
+            for (int b = 0; b < BOTH; ++b) {
+                const f32x16 scale = load_f16(w.scales + at[b]);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) {
+                    for (int s = 1; s < SPLIT; ++s) sum[b][r][0].join(sum[b][r][s]);
+                    of[first + b][r] = fma(to_float(sum[b][r][0].total()) * scale, splat(steps[r]), of[first + b][r]);
+                }
             }
         }
-        const f32x16 scale = load_f16(w.scales + at);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            for (int s = 1; s < SPLIT; ++s) sum[r][0] = add(sum[r][0], sum[r][s]);
-            of_rows[r] = fma(to_float(total(sum[r][0])) * scale, splat(steps[r]), of_rows[r]);
-        }
     }
 }
 
-using TileSums = void (*)(const Digits&, const IntWeights&, index, index, f32x16*);
+using TileSums = void (*)(const Digits&, const IntWeights&, index, const index (&)[2], index, f32x16 (&)[2][TILE_ROWS]);
 
-template <int BITS> TileSums tile_sums_of(index rows) {
-    constexpr TileSums found[] = {nullptr, tile_sums<BITS, 1>, tile_sums<BITS, 2>, tile_sums<BITS, 3>, tile_sums<BITS, 4>,
-                                  nullptr, tile_sums<BITS, 6>, nullptr, tile_sums<BITS, 8>};
+template <int BITS, int DIGITS> TileSums tile_sums_of(index rows) {
+    constexpr TileSums found[] = {nullptr,
+                                  tile_sums<BITS, 1, DIGITS>,
+                                  tile_sums<BITS, 2, DIGITS>,
+                                  tile_sums<BITS, 3, DIGITS>,
+                                  tile_sums<BITS, 4, DIGITS>,
+                                  nullptr,
+                                  tile_sums<BITS, 6, DIGITS>,
+                                  nullptr,
+                                  tile_sums<BITS, 8, DIGITS>};
     return found[rows];
 }
 
-// One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares.
-template <class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
-    const Digits d = digits_of(p.m, p.k, w.group, room);
-    fill_digits(p, d, team);
-    team.wait();
-    const TileSums sums_of = w.bits == 8 ? tile_sums_of<8>(d.rows) : w.bits == 4 ? tile_sums_of<4>(d.rows) : tile_sums_of<3>(d.rows);
+// One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares; where it holds as
+// many, each thread has digits of its own: to fill them takes less than to meet, and to fetch the others'.
+template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
+    Digits d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS, room);
+    const index rows = d.tiles * d.rows;
+    if (rows * team.of <= p.m + TILE_ROWS) {
+        d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS, (char*)room + team.who * digits_of_rows(rows, p.k));
+        fill_digits<DIGITS>(p, d, Team{0, 1});
+    } else {
+        fill_digits<DIGITS>(p, d, team);
+        team.wait();
+    }
+    const TileSums sums_of = w.bits == 8   ? tile_sums_of<8, DIGITS>(d.rows)
+                             : w.bits == 4 ? tile_sums_of<4, DIGITS>(d.rows)
+                                           : tile_sums_of<3, DIGITS>(d.rows);
     const Range own = share(p.units(), team.who, team.of);
+    const index turn = p.gated() ? 1 : 2, far = 2 * turn * d.pieces * w.bits * 64, ahead = d.rows == 1 && far <= FAR ? far : AHEAD;
     f32x16 total[2][TILE_ROWS];
-    for (index block = own.begin; block < own.end; ++block)
+    for (index block = own.begin; block < own.end; block += turn)
         for (index tile = 0; tile < d.tiles; ++tile) {
-            sums_of(d, w, tile, block, total[0]);
-            if (p.gated()) sums_of(d, w, tile, block + p.half(), total[1]);
+            const index blocks[2] = {block, p.gated() ? block + p.half() : std::min(block + 1, own.end - 1)};
+            sums_of(d, w, tile, blocks, ahead, total);
             for (index r = 0; r < d.rows && tile * d.rows + r < p.m; ++r) {
                 if (p.gated()) {
                     p.put_gated(tile * d.rows + r, block * LANES, total[0][r], total[1][r]);
                 } else {
-                    p.put(tile * d.rows + r, block * LANES, total[0][r]);
+                    for (int b = 0; b < 2 && block + b < own.end; ++b) p.put(tile * d.rows + r, blocks[b] * LANES, total[b][r]);
                 }
             }
         }

@@ -253,7 +253,7 @@ template <class T> void run_team(const Recurrent<T>& c, const Room<T>& room, std
         float* stream = room.stream[depth % 2];
         const auto multiply = [&](const float* x, const IntWeights& w, const float* added, float* out, index outputs,
                                   index inputs, Gate gate, const Norm<float>& norm) {
-            int_product(Problem<float>{x, nullptr, nullptr, added, out, n, outputs, inputs, gate, norm}, w, room.digits, team);
+            int_product<1>(Problem<float>{x, nullptr, nullptr, added, out, n, outputs, inputs, gate, norm}, w, room.digits, team);
         };
         embed(c, room, level, room.stream[(depth + 1) % 2], stream, team);
         team.wait();

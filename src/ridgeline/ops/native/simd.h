@@ -13,8 +13,8 @@
 // the first and the last 16 of 32 lanes, where unpack_low_16 and unpack_high_16 spread what became a and b.
 // and_or: (a & b) | c. lanes_with(words, bit): which of 16 words have it. word_of(mask): lane 0 is bit 0.
 //
-// Products of integers are cut to what instructions take: four numbers, each from -16256 to 16256, are two words (quad_words,
-// of 16 numbers), add_quads adds their products with four codes, bytes without sign, and total() of QuadSums is exact.
+// Products of integers are cut to what instructions take: Quads<DIGITS>, of numbers up to MOST either way, are sums of products of
+// four numbers, which are WORDS words (cut, of 16 numbers), with four codes, bytes without sign (take), and total() is exact.
 // Widener: 64 numbers of e4m3 to two lines of bfloat16, of each 16 bytes the first 8 to the first line.
 //
 // SUMS: how many f32x16 stay in registers beside what is added to them.

@@ -279,28 +279,32 @@ inline mask16 lanes_with(const std::uint16_t* words, int bit) {
     return has_bits(wide, splat(std::int32_t(1) << bit));
 }
 
-// Numbers of 16 bits: the first and third of a quad, the second and fourth. One instruction takes both of a word, and where
-// codes are bytes, as two of digits would, but needs no second digit.
-inline void quad_words(i32x16 number, std::int32_t (&first)[4], std::int32_t (&second)[4]) {
-    const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(number.low, number.high), 0xd8);
-    alignas(32) std::int32_t words[4][2];
-    _mm256_store_si256((__m256i*)words, _mm256_shuffle_epi8(packed, order));
-    for (int quad = 0; quad < 4; ++quad) first[quad] = words[quad][0], second[quad] = words[quad][1];
-}
-
-struct QuadSums {
-    i32x16 both;
-};
-inline QuadSums quad_sums(i32x16 start) { return {start}; }
 inline i32x16 dot_words(i32x16 a, i32x16 b) { return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)}; }
-inline void add_quads(QuadSums& sums, i32x16 codes, std::int32_t first, std::int32_t second) {
-    const i32x16 even = codes & splat(0x00ff00ff), odd = shift_right_16(codes, 8);
-    sums.both = add(sums.both, dot_words(even, splat(first)));
-    sums.both = add(sums.both, dot_words(odd, splat(second)));
-}
-inline QuadSums add(const QuadSums& a, const QuadSums& b) { return {add(a.both, b.both)}; }
-inline i32x16 total(const QuadSums& sums) { return sums.both; }
+
+// Numbers of 16 bits, also where one digit is asked for: the first and third of a quad, the second and fourth. One instruction
+// takes both of a word, and where codes are bytes, as two of digits would, but needs no second digit.
+template <int DIGITS> struct Quads {
+    static constexpr int WORDS = 2;
+    static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
+    i32x16 both;
+
+    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(number.low, number.high), 0xd8);
+        alignas(32) std::int32_t pairs[4][2];
+        _mm256_store_si256((__m256i*)pairs, _mm256_shuffle_epi8(packed, order));
+        for (int quad = 0; quad < 4; ++quad) words[0][quad] = pairs[quad][0], words[1][quad] = pairs[quad][1];
+    }
+    void start(i32x16 from) { both = from; }
+    // Words lie `apart`.
+    void take(i32x16 codes, const std::int32_t* words, index apart) {
+        const i32x16 even = codes & splat(0x00ff00ff), odd = shift_right_16(codes, 8);
+        both = add(both, dot_words(even, splat(words[0])));
+        both = add(both, dot_words(odd, splat(words[apart])));
+    }
+    void join(const Quads& more) { both = add(both, more.both); }
+    i32x16 total() const { return both; }
+};
 
 // e4m3 s eeee mmm is bfloat16 s (eeee + 120) mmm 0000: the upper half of it hangs on s eee alone, the lower one is the rest of
 // the code. Numbers below the smallest normal one come from tables of their own.

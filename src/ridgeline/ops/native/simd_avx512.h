@@ -153,13 +153,6 @@ inline i32x16 load_line(const bf16* p, LinePart m) { return _mm512_maskz_loadu_e
 inline f32x16 load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline i32x16 load_bytes(const std::uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 
-// Numbers as two digits of 8 bits: 128 high + low, |high| <= 127, |low| <= 64.
-inline void quad_words(i32x16 number, std::int32_t (&first)[4], std::int32_t (&second)[4]) {
-    const i32x16 high = shift_right_signed(add(number, splat(64)), 7), low = sub(number, shift_left(high, 7));
-    _mm_storeu_si128((__m128i*)first, _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128((__m128i*)second, _mm512_cvtepi32_epi8(low));
-}
-
 inline i32x16 dot_quads(i32x16 sum, i32x16 codes, i32x16 digits) {
 #ifdef __AVX512VNNI__
     return _mm512_dpbusd_epi32(sum, codes, digits);
@@ -170,16 +163,29 @@ inline i32x16 dot_quads(i32x16 sum, i32x16 codes, i32x16 digits) {
 #endif
 }
 
-struct QuadSums {
+// Numbers as digits of 8 bits: one, or two, 128 high + low, |high| <= 127, |low| <= 64.
+template <int DIGITS> struct Quads {
+    static constexpr int WORDS = DIGITS;
+    static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
     i32x16 high, low;
+
+    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
+        if constexpr (DIGITS == 2) {
+            const i32x16 high = shift_right_signed(add(number, splat(64)), 7);
+            number = sub(number, shift_left(high, 7));
+            _mm_storeu_si128((__m128i*)words[1], _mm512_cvtepi32_epi8(high));
+        }
+        _mm_storeu_si128((__m128i*)words[0], _mm512_cvtepi32_epi8(number));
+    }
+    void start(i32x16 from) { high = zero_bits(), low = from; }
+    // Words lie `apart`.
+    void take(i32x16 codes, const std::int32_t* words, index apart) {
+        low = dot_quads(low, codes, splat(words[0]));
+        if constexpr (DIGITS == 2) high = dot_quads(high, codes, splat(words[apart]));
+    }
+    void join(const Quads& more) { high = add(high, more.high), low = add(low, more.low); }
+    i32x16 total() const { return DIGITS == 2 ? add(shift_left(high, 7), low) : low; }
 };
-inline QuadSums quad_sums(i32x16 start) { return {zero_bits(), start}; }
-inline void add_quads(QuadSums& sums, i32x16 codes, std::int32_t first, std::int32_t second) {
-    sums.high = dot_quads(sums.high, codes, splat(first));
-    sums.low = dot_quads(sums.low, codes, splat(second));
-}
-inline QuadSums add(const QuadSums& a, const QuadSums& b) { return {add(a.high, b.high), add(a.low, b.low)}; }
-inline i32x16 total(const QuadSums& sums) { return add(shift_left(sums.high, 7), sums.low); }
 
 // The upper and lower halves of the bfloat16 numbers that the 128 magnitudes of e4m3 are; the last one is NaN.
 struct Tables {
