@@ -90,6 +90,9 @@ struct Team {
 #pragma omp barrier
         }
     }
+    // Who does a work of so many rows: where each thread has room for all of it, each for itself, which takes less than to meet,
+    // and to fetch the others' parts.
+    Team by(index rows, index room) const { return rows * of <= room ? Team{0, 1} : *this; }
 };
 
 // Memory of one call, aligned to a cache line.

@@ -62,6 +62,16 @@ inline f32x16 log_exponential(f32x16 u) {
     return log(zeros() - (log(rest) + lost / rest));
 }
 
+// The same without a division, within 0.006: log m by a cubic in m - 1 without a constant, so that what is near 1 is right too.
+inline f32x16 rough_log(f32x16 x) {
+    f32x16 m, e;
+    split(x, m, e);
+    const f32x16 d = m - splat(1.0f);
+    const f32x16 y = fma(fma(splat(0.25032594f), d, splat(-0.51169298f)), d, splat(1.00491466f));
+    return fma(e, splat(0.69314718056f), y * d);
+}
+inline f32x16 rough_log_exponential(f32x16 u) { return rough_log(max(u, zeros() - rough_log(splat(1.0f) - u))); }
+
 struct Best {
     float score = -INFINITY;
     std::int32_t token = 0;
@@ -81,14 +91,14 @@ inline f32x16 uniforms(i32x16 tokens, const Draw& draw) {
     return min(u * splat(4.656612873077393e-10f), splat(1.0f - 0x1p-24f));
 }
 
-// The sum of exp(score - top) of the logits begin .. end - 1 of tokens `ids`.
+// The sum of exp(score - top) of the logits begin .. end - 1 of tokens `ids`, within a hundredth.
 inline float weight_of(const float* logits, const std::int32_t* ids, const Draw& draw, index begin, index end, float top) {
     f32x16 sum = zeros();
     for (index at = begin; at < end; at += LANES) {
         const Part inside = first_lanes(end - at);
         f32x16 score = load(logits + at, inside) - splat(top);
         if (draw.temperature != 0.0f)
-            score = fnma(splat(draw.temperature), log_exponential(uniforms(load_bits(ids + at, inside), draw)), score);
+            score = fnma(splat(draw.temperature), rough_log_exponential(uniforms(load_bits(ids + at, inside), draw)), score);
         sum = sum + select(mask_of(inside), exp(score), zeros());
     }
     return sum_of(sum);

@@ -55,11 +55,16 @@ struct Digits {
     std::int32_t* sums;
 
     index of_tile() const { return pieces * PIECE_K / 4 * words * rows; }
+    void lie(void* room) {
+        digits = (std::int32_t*)room;
+        steps = (float*)(digits + tiles * of_tile());
+        sums = (std::int32_t*)(steps + tiles * chunks * rows);
+    }
 };
 
 inline index greatest_divisor(index a, index b) { return b ? greatest_divisor(b, a % b) : a; }
 
-inline Digits digits_of(index m, index k, index group, index words, void* room) {
+inline Digits digits_of(index m, index k, index group, index words) {
     Digits d{};
     d.words = words;
     d.chunk = group >= k ? CHUNK_K : greatest_divisor(group, CHUNK_K);
@@ -70,9 +75,6 @@ inline Digits digits_of(index m, index k, index group, index words, void* room) 
     d.tiles = (m + TILE_ROWS - 1) / TILE_ROWS;
     const index least = (m + d.tiles - 1) / d.tiles;
     d.rows = least <= 4 ? least : least <= 6 ? 6 : TILE_ROWS;
-    d.digits = (std::int32_t*)room;
-    d.steps = (float*)(d.digits + d.tiles * d.of_tile());
-    d.sums = (std::int32_t*)(d.steps + d.tiles * d.chunks * d.rows);
     return d;
 }
 
@@ -193,18 +195,14 @@ template <int BITS, int DIGITS> TileSums tile_sums_of(index rows) {
     return found[rows];
 }
 
-// One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares; where it holds as
-// many, each thread has digits of its own: to fill them takes less than to meet, and to fetch the others'.
+// One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares.
 template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
-    Digits d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS, room);
+    Digits d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS);
     const index rows = d.tiles * d.rows;
-    if (rows * team.of <= p.m + TILE_ROWS) {
-        d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS, (char*)room + team.who * digits_of_rows(rows, p.k));
-        fill_digits<DIGITS>(p, d, Team{0, 1});
-    } else {
-        fill_digits<DIGITS>(p, d, team);
-        team.wait();
-    }
+    const Team fills = team.by(rows, p.m + TILE_ROWS);
+    d.lie((char*)room + (team.who - fills.who) * digits_of_rows(rows, p.k));
+    fill_digits<DIGITS>(p, d, fills);
+    fills.wait();
     const TileSums sums_of = w.bits == 8   ? tile_sums_of<8, DIGITS>(d.rows)
                              : w.bits == 4 ? tile_sums_of<4, DIGITS>(d.rows)
                                            : tile_sums_of<3, DIGITS>(d.rows);

@@ -15,21 +15,17 @@ template <class T> Form form_of(index m, bool fixed = false) {
     return m > FEWER_ROWS && m <= FEW_ROWS ? Form::MIXED : Form::ROWS;
 }
 
-// x in the form in which the product reads it, in `room` (room_of(m, k) bytes that the team shares) where it is not so yet. A few
-// rows each thread fills for itself, which takes less than to meet, and to fetch the others'.
+// x in the form in which the product reads it, in `room` (room_of(m, k) bytes that the team shares) where it is not so yet.
 template <class T, class Out> const T* prepare(const Problem<T, Out>& p, Form form, T* room, Team team) {
     if (form == Form::ROWS && !p.norm.weight && padded_k<T>(p.k) == p.k) return p.x;
-    if (form == Form::ROWS && p.m * team.of <= LANES) {
-        room += team.who * p.m * padded_k<T>(p.k);
-        fill_rows(p, room, form, Team{0, 1});
-        return room;
-    }
+    const Team fills = form == Form::ROWS ? team.by(p.m, LANES) : team;
+    room += (team.who - fills.who) * p.m * padded_k<T>(p.k);
     if (form == Form::MIXED) {
-        fill_mixed(p, room, team);
+        fill_mixed(p, room, fills);
     } else {
-        fill_rows(p, room, form, team);
+        fill_rows(p, room, form, fills);
     }
-    team.wait();
+    fills.wait();
     return room;
 }
 

@@ -108,22 +108,35 @@ template <class T> std::deque<Level> levels_of(const Parts<T>& p, index count) {
     return levels;
 }
 
+// Rows of `before`, `turned` and `packed` for which there is room, so that each thread may have its own; see Team::by.
+constexpr index OWN_ROWS = 8;
+
 // What a team shares. best: of each thread, of each grown node of each row, as many as a node has children.
 template <class T> struct Room {
     float* stream[2];
     float* before;
     float* inner;
     float* logits;
-    float* asked;  // queries, and what they read, [grown][n][heads, dim]
-    T* packed;     // queries as attention wants them, [n][kv_heads][grown][heads of one, dim]
-    T* attended;   // the same of what they read
+    float* asked;   // queries, [grown][n][heads, dim]
+    float* turned;  // and what they read
+    T* packed;      // queries as attention wants them, [n][kv_heads][grown][heads of one, dim]
+    T* attended;    // the same of what they read
     Partial* partials;
     void* digits;
     Best* best;
     index most;  // best of a node
     float* weights;  // of each thread, of each grown node of each row, relative to the best of the thread
-    float* chances;  // [n][count], 0 of what is not drafted
-    bool* grows;     // whether the next level is drafted
+    float* chances;  // of each thread [n][count], 0 of what is not drafted
+    token* said;     // of each thread [n][count], what is drafted
+
+    // As thread `who` sees it, where all have their own of so many rows.
+    Room own(index who, index rows, const Parts<T>& p) const {
+        Room one = *this;
+        one.before += who * rows * p.d_model;
+        one.turned += who * rows * p.queries;
+        one.packed += who * rows * p.queries;
+        return one;
+    }
 };
 
 template <class T> void widen_row(const T* from, float* to, index n) {
@@ -133,54 +146,61 @@ template <class T> void widen_row(const T* from, float* to, index n) {
     }
 }
 
-// States that a level's nodes were drawn from, and what the next product adds to: the embeddings of their tokens. States of a
-// level: [grown][n].
+// What the next product adds to, the embeddings of a level's tokens: a thread's part of each is what it will add to. And the states
+// that these tokens were drawn from, which `fills` share. States of a level: [grown][n].
 template <class T>
-void embed(const Recurrent<T>& c, const Room<T>& room, const Level& level, const float* above, float* to, Team team) {
+void embed(const Recurrent<T>& c, const Room<T>& room, const Level& level, const float* above, float* to, Team team, Team fills) {
     const Parts<T>& p = *c.parts;
-    const index d = p.d_model;
-    const Range own = share(index(level.grown.size()) * c.n, team.who, team.of);
+    const index d = p.d_model, all = index(level.grown.size()) * c.n;
+    const Range part = share(blocks_of(d), team.who, team.of), own = share(all, fills.who, fills.of);
+    const index begin = part.begin * LANES, end = std::min(d, part.end * LANES);
+    for (index at = 0; at < all; ++at) {
+        const index node = level.grown[at / c.n].node, row = at % c.n;
+        const token said = node < 0 ? c.tokens(row)[c.known(row) - 1] : room.said[row * c.count + node];
+        widen_row(p.embedding + said * d + begin, to + at * d + begin, end - begin);
+    }
     for (index at = own.begin; at < own.end; ++at) {
         const Grown& one = level.grown[at / c.n];
         const index row = at % c.n;
-        widen_row(p.embedding + c.tokens(row)[c.known(row) + one.node] * d, to + at * d, d);
         if (one.node < 0) {
             widen_row(c.hidden + row * d, room.before + at * d, d);
         } else {
             std::memcpy(room.before + at * d, above + (one.before * c.n + row) * d, d * sizeof(float));
         }
     }
+    fills.wait();
 }
 
-// Each head of a level's queries, one thread's part: turned and packed, or back from what was read.
-template <class T, class Do> void each_head(const Recurrent<T>& c, const Room<T>& room, const Level& level, Team team, Do&& act) {
+// Each head of a level's queries, one thread's part: where it lies among them, and where attention wants it.
+template <class T, class Do> void each_head(const Recurrent<T>& c, const Level& level, Team team, Do&& act) {
     const View& v = level.view;
     const index grown = index(level.grown.size()), heads = c.parts->queries / v.dim, group = heads / v.kv_heads;
     const Range own = share(grown * c.n * heads, team.who, team.of);
     for (index at = own.begin; at < own.end; ++at) {
         const index head = at % heads, row = at / heads % c.n, one = at / heads / c.n;
-        act(row, room.asked + at * v.dim, (((row * v.kv_heads + head / group) * grown + one) * group + head % group) * v.dim);
+        act(row, at * v.dim, (((row * v.kv_heads + head / group) * grown + one) * group + head % group) * v.dim);
     }
 }
 
-// What the queries in `asked` read from the target's keys and values, in their place.
-template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& level, Work<T>& work, Team team) {
+// What the queries in `asked` read from the target's keys and values, in `turned`.
+template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& level, Work<T>& work, Team team, Team fills) {
     const Parts<T>& p = *c.parts;
     const View& v = level.view;
-    each_head(c, room, level, team, [&](index row, float* query, index to) {
-        turn(query, query, p.cos_sin + index(v.position[row]) * 2 * p.half, v.dim, p.half);
+    each_head(c, level, fills, [&](index row, index from, index to) {
+        float* query = room.turned + from;
+        turn(room.asked + from, query, p.cos_sin + index(v.position[row]) * 2 * p.half, v.dim, p.half);
         for (index at = 0; at < v.dim; at += LANES) {
             const Part kept = first_lanes(v.dim - at);
             store(room.packed + to + at, load(query + at, kept), kept);
         }
     });
-    team.wait();
+    fills.wait();
     const index heads = p.queries / v.dim * index(level.grown.size());
     attend(Call<T>{v, room.packed, room.attended, c.cache, heads, heads * v.dim}, level.schedule, room.partials, level.tickets, work,
            team);
     team.wait();
-    each_head(c, room, level, team, [&](index, float* found, index from) { widen_row(room.attended + from, found, v.dim); });
-    team.wait();
+    each_head(c, level, fills, [&](index, index to, index from) { widen_row(room.attended + from, room.turned + to, v.dim); });
+    fills.wait();
 }
 
 // The best of a thread's own logits, with the noise of the place that the tokens would have. A logit that was best is taken out
@@ -202,13 +222,15 @@ template <class T> void draw(const Recurrent<T>& c, const Room<T>& room, const L
     }
 }
 
-// The best of all threads, behind what the rows know, and their chances.
-template <class T> void say(const Recurrent<T>& c, const Room<T>& room, const Level& level, index threads) {
+// The best of all threads, and their chances, which each thread finds out for itself; the first one writes the tokens behind what
+// the rows know. Whether the next level is drafted.
+template <class T> bool say(const Recurrent<T>& c, const Room<T>& room, const Level& level, Team team) {
+    const index threads = team.of;
+    bool grows = false;
     const index all = index(level.grown.size()) * c.n;
     std::vector<index> taken(threads);
     std::vector<token> best(room.most);
     std::vector<float> chance(room.most);
-    *room.grows = false;
     for (index at = 0; at < all; ++at) {
         std::fill(taken.begin(), taken.end(), 0);
         float weight = 0, likeliest = 0;
@@ -234,35 +256,41 @@ template <class T> void say(const Recurrent<T>& c, const Room<T>& room, const Le
             const index above = level.grown[child.above].node;
             float& own = room.chances[row * c.count + child.node];
             own = chance[child.rank] * (above < 0 ? 1 : room.chances[row * c.count + above]);
-            *room.grows |= own > GROWS;
-            c.tokens(row)[c.known(row) + child.node] = best[child.rank];
+            grows |= own > GROWS;
+            room.said[row * c.count + child.node] = best[child.rank];
+            if (team.who == 0) c.tokens(row)[c.known(row) + child.node] = best[child.rank];
         }
     }
+    return grows;
 }
 
-template <class T> void run_team(const Recurrent<T>& c, const Room<T>& room, std::deque<Level>& levels, Team team) {
+template <class T> void run_team(const Recurrent<T>& c, const Room<T>& shared, std::deque<Level>& levels, Team team) {
     const Parts<T>& p = *c.parts;
     const index d = p.d_model;
     const Norm<float> none{nullptr, 0, 0}, query{p.query_norm, p.eps, p.offset}, inner{p.inner_norm, p.eps, p.offset},
         last{p.norm, p.eps, p.offset};
     const TileConfig configured(fits_tiles<T>(*c.view));
     Work<T> work;
-    for (index depth = 0; depth < index(levels.size()) && (!depth || *room.grows); ++depth) {
+    bool grows = true;
+    for (index depth = 0; depth < index(levels.size()) && grows; ++depth) {
         Level& level = levels[depth];
         const index n = index(level.grown.size()) * c.n;
+        const Team fills = team.by(n, OWN_ROWS);
+        Room<T> room = shared.own(team.who - fills.who, n, p);
+        room.chances += team.who * c.n * c.count;
+        room.said += team.who * c.n * c.count;
         float* stream = room.stream[depth % 2];
         const auto multiply = [&](const float* x, const IntWeights& w, const float* added, float* out, index outputs,
                                   index inputs, Gate gate, const Norm<float>& norm) {
             int_product<1>(Problem<float>{x, nullptr, nullptr, added, out, n, outputs, inputs, gate, norm}, w, room.digits, team);
         };
-        embed(c, room, level, room.stream[(depth + 1) % 2], stream, team);
-        team.wait();
+        embed(c, room, level, room.stream[(depth + 1) % 2], stream, team, fills);
         multiply(room.before, p.mix, stream, stream, d, d, Gate::NONE, depth ? last : none);
         team.wait();
         multiply(stream, p.query, nullptr, room.asked, p.queries, d, Gate::NONE, query);
         team.wait();
-        read(c, room, level, work, team);
-        multiply(room.asked, p.out, stream, stream, d, p.queries, Gate::NONE, none);
+        read(c, room, level, work, team, fills);
+        multiply(room.turned, p.out, stream, stream, d, p.queries, Gate::NONE, none);
         team.wait();
         multiply(stream, p.gate_up, nullptr, room.inner, 2 * p.d_ff, d, Gate(p.gate), inner);
         team.wait();
@@ -271,8 +299,7 @@ template <class T> void run_team(const Recurrent<T>& c, const Room<T>& room, std
         multiply(stream, p.head, nullptr, room.logits, p.outputs, d, Gate::NONE, last);
         draw(c, room, level, depth, team);
         team.wait();
-        if (team.who == 0) say(c, room, level, team.of);
-        team.wait();
+        grows = say(c, room, level, team);
     }
 }
 
@@ -321,19 +348,21 @@ template <class T> void run(const Recurrent<T>& c) {
         most = std::max(most, level.most);
         partials = std::max(partials, level.schedule.room());
     }
-    const index d = p.d_model, sizes[] = {widest * d,         widest * d,         widest * d,         widest * p.d_ff, widest * p.outputs,
-                                          widest * p.queries, widest * p.queries, widest * p.queries, partials / 4 + LANES};
+    const int threads = threads_for(p.outputs * p.d_model, 1 << 14);
+    const index d = p.d_model, own = std::max(widest, OWN_ROWS);
+    const index sizes[] = {widest * d,         widest * d,      own * d,         widest * p.d_ff,    widest * p.outputs,
+                           widest * p.queries, own * p.queries, own * p.queries, widest * p.queries, partials / 4 + LANES};
+    constexpr int PARTS = sizeof(sizes) / sizeof(*sizes);
     index all = 0;
     for (const index size : sizes) all += lines(size);
     const Scratch floats(all * index(sizeof(float))), digits(digits_room(widest, std::max({d, p.d_ff, p.queries})));
-    const int threads = threads_for(p.outputs * d, 1 << 14);
     std::vector<Best> best(widest * threads * most);
-    std::vector<float> weights(widest * threads), chances(c.n * c.count);
-    bool grows = true;
-    float* at[9] = {(float*)floats.memory};
-    for (int i = 1; i < 9; ++i) at[i] = at[i - 1] + lines(sizes[i - 1]);
-    const Room<T> room{{at[0], at[1]}, at[2],         at[3], at[4], at[5], (T*)at[6], (T*)at[7], (Partial*)at[8],
-                       digits.memory,  best.data(), most, weights.data(), chances.data(), &grows};
+    std::vector<float> weights(widest * threads), chances(threads * c.n * c.count);
+    std::vector<token> said(threads * c.n * c.count);
+    float* at[PARTS] = {(float*)floats.memory};
+    for (int i = 1; i < PARTS; ++i) at[i] = at[i - 1] + lines(sizes[i - 1]);
+    const Room<T> room{{at[0], at[1]}, at[2],         at[3],       at[4], at[5],          at[6],          (T*)at[7], (T*)at[8],
+                       (Partial*)at[9], digits.memory, best.data(), most, weights.data(), chances.data(), said.data()};
 #pragma omp parallel num_threads(threads)
     run_team(c, room, levels, Team{omp_get_thread_num(), omp_get_num_threads()});
     std::fill_n(c.worth, c.n, worth_of(c, chances));

@@ -40,8 +40,9 @@ inline f32x16 round(f32x16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEA
 inline f32x16 scaled(f32x16 y, f32x16 whole, mask16 kept) { return _mm512_maskz_scalef_ps(kept, y, whole); }
 inline f32x16 exponent(f32x16 x) { return _mm512_getexp_ps(x); }
 inline void split(f32x16 x, f32x16& m, f32x16& e) {
-    m = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
-    e = _mm512_getexp_ps(x / m);
+    const __m512i whole = _mm512_srai_epi32(_mm512_sub_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x3f400000)), 23);
+    m = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(whole, 23)));
+    e = _mm512_cvtepi32_ps(whole);
 }
 
 inline i32x16 add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
