@@ -90,8 +90,8 @@ struct Team {
 #pragma omp barrier
         }
     }
-    // Who does a work of so many rows: where each thread has room for all of it, each for itself, which takes less than to meet,
-    // and to fetch the others' parts.
+    // Who fills so many rows: where there is room for the rows of all threads, each for itself, which takes less than to meet and
+    // to fetch the others' parts. Its own then begin behind those of who - by().who threads, and its `wait` is for nobody.
     Team by(index rows, index room) const { return rows * of <= room ? Team{0, 1} : *this; }
 };
 

@@ -126,7 +126,8 @@ template <int DIGITS, class T> void fill_digits(const Problem<T>& p, const Digit
 // The sums of one tile of rows times two blocks of 16 outputs. A row alone is multiplied with both together: what is read of it
 // serves both. ahead: bytes to where these blocks' weights lie that are multiplied two turns later.
 template <int BITS, int ROWS, int DIGITS>
-void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&blocks)[2], index ahead, f32x16 (&of)[2][TILE_ROWS]) {
+void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&blocks)[2], index ahead,
+               f32x16 (&of)[2][TILE_ROWS]) {
     constexpr int BOTH = ROWS == 1 ? 2 : 1, SPLIT = ROWS <= 2 ? 2 : 1;  // SPLIT: chains that hide the latency of the products
     constexpr int WORDS = Quads<DIGITS>::WORDS;
     const index in_chunk = d.chunk / PIECE_K;
@@ -155,7 +156,8 @@ void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&b
             for (index piece = 0; piece < pieces; ++piece, x += PIECE_K / 4 * WORDS * ROWS) {
 #pragma GCC unroll 2
                 for (int b = 0; b < BOTH; ++b)
-                    for (int line = 0; line < BITS; ++line) _mm_prefetch((const char*)from[b] + ahead + 64 * line, BOTH == 2 ? _MM_HINT_T1 : _MM_HINT_T0);
+                    for (int line = 0; line < BITS; ++line)
+                        _mm_prefetch((const char*)from[b] + ahead + 64 * line, BOTH == 2 ? _MM_HINT_T1 : _MM_HINT_T0);
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; ++i) {
 #pragma GCC unroll 2
@@ -183,15 +185,16 @@ void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&b
 using TileSums = void (*)(const Digits&, const IntWeights&, index, const index (&)[2], index, f32x16 (&)[2][TILE_ROWS]);
 
 template <int BITS, int DIGITS> TileSums tile_sums_of(index rows) {
+    constexpr index MORE = std::min<index>(6, TILE_ROWS), MOST = TILE_ROWS;
     constexpr TileSums found[] = {nullptr,
                                   tile_sums<BITS, 1, DIGITS>,
                                   tile_sums<BITS, 2, DIGITS>,
                                   tile_sums<BITS, 3, DIGITS>,
                                   tile_sums<BITS, 4, DIGITS>,
                                   nullptr,
-                                  tile_sums<BITS, 6, DIGITS>,
+                                  tile_sums<BITS, MORE, DIGITS>,
                                   nullptr,
-                                  tile_sums<BITS, 8, DIGITS>};
+                                  tile_sums<BITS, MOST, DIGITS>};
     return found[rows];
 }
 
