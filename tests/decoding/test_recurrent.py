@@ -38,10 +38,10 @@ PAGE, PAGES = 16, 32
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 UNSAID = 1
 """What rows hold behind what they know; no draft says it."""
-VERIFIES, NODE, GROWS, SIZES = 0.1, 0.08, 0.15, (2, 5)
+NODE, GROWS, SIZES = 0.08, 0.15, (2, 5)
 """As in native/recurrent.cpp."""
 ROUNDED = 0.02
-"""What a draw may lack of the best one's logit, on the mean over rows, where inputs are rounded to 8 bits (0.005 is what it does)."""
+"""What a draw may lack of the best logit, on the mean over rows, where inputs are rounded to 8 bits (0.005 is what it does)."""
 COUNT = 5
 CHAIN = tuple(Candidate(node - 1, node, 0) for node in range(COUNT))
 TREE = tree(UNMEASURED, 12)
@@ -294,7 +294,7 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
         drawn, own = chances(folder, nodes[:count], other, heat)
         assert [bool(column.any()) for column in (found != UNSAID).T] == drawn
         price = len(KNOWN) / (1 + NODE * (len(KNOWN) - 1))
-        costs = [price * (VERIFIES + NODE * len(KNOWN) * size) for size in range(1, count + 1)]
+        costs = [price * NODE * len(KNOWN) * size for size in range(1, count + 1)]
         gains = [float(own[:, : size + 1].detach().sum()) - cost for size, cost in enumerate(costs)]
         best = max((at for at in range(count) if at + 1 in (*SIZES, count)), key=gains.__getitem__)
         assert worth is not None and set(worth.tolist()) == {best + 1 if gains[best] > 0 else 0}
