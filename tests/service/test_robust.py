@@ -377,8 +377,20 @@ def test_drain_ends_what_takes_too_long_with_an_error():
         data = b""
         while part := sock.recv(65536):
             data += part
-        assert b"shutting down" in data and b"[DONE]" not in data
+        assert b"shutting down" in data and b"[DONE]" not in data and b'"code":"unavailable"' in data
         server.until(lambda: server.engine.cancels)
+
+
+def test_a_body_that_the_drain_cuts_off_is_told_to_go_elsewhere():
+    with live(behaviour(counts, delay=0.01), drain_s=0.1) as server:
+        sock = begin(server, stream=False, max_tokens=1000)
+        server.until(lambda: server.engine.submits)
+        server.run(server.server.stop())
+        data = b""
+        while part := sock.recv(65536):
+            data += part
+        head = data.lower()
+        assert head.startswith(b"http/1.1 503") and b"retry-after:" in head and b'"code":"unavailable"' in data
 
 
 def test_abuse_leaves_a_server_that_answers():

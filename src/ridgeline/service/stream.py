@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError
+from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
@@ -172,7 +172,7 @@ class _Run:
         usage.prompt = sum(map(len, call.prompts))
 
     def failure(self, delta: Delta) -> RidgelineError | None:
-        """Why the engine ended a choice that had not come to its end: the caller's fault, or ours."""
+        """Why a choice was ended before its end: the caller's fault, the server's going away, or ours."""
         if delta.finish in ("", "stop", "length"):
             return None
         if delta.finish == "refused":
@@ -180,6 +180,8 @@ class _Run:
             kind = BadGrammar if self._call.sampling.grammar is not None else RequestError
             return kind(delta.error, param=self._call.constrained_by or None)
         self._ledger.cut = self._subscription.cut or "error"
+        if self._ledger.cut == "drain":
+            return Unavailable(delta.error)
         return EngineFailed(delta.error or f"The request was ended by the server ({delta.finish}).")
 
     def take(self, delta: Delta) -> Piece | None:
