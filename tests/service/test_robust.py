@@ -293,9 +293,10 @@ def test_a_dead_engine_is_told_to_everyone():
 
 
 def test_a_dead_engine_ends_single_bodies_too():
-    with live(behaviour(counts, die_after=20, last_word="out of memory")) as server:
+    with live(behaviour(counts, die_after=20, last_word="out of memory.")) as server:
         answer = server.complete(max_tokens=1000)
         assert answer.status == 500 and "out of memory" in answer.error["message"]
+        assert server.send("GET", "/health").error["message"] == "Not healthy: out of memory."
 
 
 def test_missing_frames_are_a_failure():

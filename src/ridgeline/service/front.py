@@ -42,7 +42,9 @@ class Front:
         """Why a router should send nothing here, or None."""
         if self.draining:
             return "the server is shutting down"
-        return self.client.trouble or (None if self._service is not None else "the service is starting")
+        if (trouble := self.client.trouble) is not None:
+            return trouble.rstrip(".")
+        return None if self._service is not None else "the service is starting"
 
     def hurry(self) -> None:
         """End a drain at once."""
