@@ -80,6 +80,17 @@ def test_small_routes(endless: Live):
     assert endless.send("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
 
 
+def test_tokenize_names_what_it_does_not_know_and_refuses_what_a_chat_refuses(endless: Live):
+    header = "x-ridgeline-ignored-fields"
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        assert header not in endless.send("POST", path, body).headers
+        assert endless.send("POST", path, {**body, "max_lenght": 3, "b": None}).headers[header] == "max_lenght, b"
+    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+    refused = endless.send("POST", "/tokenize", asked)
+    assert (refused.status, refused.error["param"]) == (400, "tools[0].function")
+    assert refused.error == endless.chat(tools=asked["tools"]).error
+
+
 def test_metrics_count_what_happened(polite: Live):
     before = polite.send("GET", "/metrics").data.decode()
     polite.chat()

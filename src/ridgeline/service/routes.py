@@ -14,11 +14,12 @@ from ridgeline.core.errors import RequestError, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
 from ridgeline.service.errors import error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
-from ridgeline.service.guard import FRONT, read_json
+from ridgeline.service.guard import FRONT, IGNORED, read_json
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
 from ridgeline.service.sampling import tokenize
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
+from ridgeline.text.tools import read_tools
 
 ROUTES = web.RouteTableDef()
 
@@ -90,20 +91,22 @@ def _card(service: Service) -> dict[str, Any]:
 async def tokenize_text(request: web.Request) -> web.Response:
     """`prompt`, or `messages` through the chat template, to token ids."""
     service = request.app[FRONT].service()
-    body = await read_json(request, partial(_read, _TOKENIZE))
+    body = await _body(request, _TOKENIZE)
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("give either prompt or messages.", param="prompt")
     if "prompt" in body:
         text, field = body["prompt"], "prompt"
     else:
-        template = service.templates.choose(tools=bool(body.get("tools")))
+        if tools := body.get("tools"):
+            read_tools(tools)  # what a chat would refuse is refused here too
+        template = service.templates.choose(tools=bool(tools))
         options = RenderOptions(
             body.get("add_generation_prompt", True),
             body.get("continue_final_message", False),
             body.get("chat_template_kwargs", {}),
         )
-        text = await asyncio.to_thread(template.render, body["messages"], tools=body.get("tools"), options=options)
+        text = await asyncio.to_thread(template.render, body["messages"], tools=tools, options=options)
         field = "messages"
     special = body.get("add_special_tokens", field == "prompt")
     ids = await tokenize(service, text, field, add_special_tokens=special) if text else []
@@ -117,7 +120,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """`tokens` to text, special tokens shown."""
     service = request.app[FRONT].service()
-    body = await read_json(request, partial(_read, _DETOKENIZE))
+    body = await _body(request, _DETOKENIZE)
     _check_model(service, body)
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")
@@ -138,11 +141,19 @@ async def stats(request: web.Request) -> web.Response:
     return json_response(await request.app[FRONT].service().client.control("stats"))
 
 
-def _read(known: dict[str, Reader], body: Any) -> dict[str, Any]:
-    """Members of a body by their readers; unknown ones and nulls are left out."""
+async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any]:
+    """Members of a body by their readers, nulls left out; what nobody knows is named in the answer's header."""
+    values, ignored = await read_json(request, partial(_read, known))
+    if ignored:
+        request[IGNORED] = ignored
+    return values
+
+
+def _read(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(body, dict):
         raise RequestError("The body is not a JSON object.")
-    return {name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None}
+    found = {name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None}
+    return found, tuple(name for name in body if name not in known)
 
 
 def _check_model(service: Service, body: dict[str, Any]) -> None:
