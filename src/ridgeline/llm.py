@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import RequestError
+from ridgeline.core.errors import EngineFailed, RequestError
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.resolve import split_options
 from ridgeline.core.sampling import SamplingParams
@@ -65,7 +67,11 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete each prompt (text or token ids). Answers come in the order of the prompts."""
+        """Complete each prompt (text or token ids). Answers come in the order of the prompts.
+
+        A prompt that cannot run (too long for the context, say) does not keep the others from it: its choices finish
+        "refused". Raises RequestError for what is no prompt, and for sampling that names tokens the model has not.
+        """
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         work = [_Work(self, self._ids(prompt), sampling or SamplingParams()) for prompt in given]
         for _ in self._run(work):
@@ -83,13 +89,19 @@ class LLM:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
     ) -> Iterator[str]:
-        """Pieces of the answer's text as they come; closing the iterator cancels the request. One call at a time."""
+        """Pieces of the answer's text as they come; closing the iterator cancels the request. One call at a time.
+
+        Raises RequestError for a prompt that is refused, EngineFailed when its step fails.
+        """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             prompt = self._chat_ids(prompt, {})  # type: ignore[arg-type]
         work = _Work(self, self._ids(prompt), sampling or SamplingParams())  # type: ignore[arg-type]
         for _, piece in self._run([work]):
             if piece:
                 yield piece
+        for choice in work.completion.choices:
+            if choice.finish in ("refused", "error"):
+                raise (RequestError if choice.finish == "refused" else EngineFailed)(choice.error)
 
     def close(self) -> None:
         self._engine.close()
@@ -100,7 +112,23 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError:
+            raise RequestError(
+                f"A prompt is {reprlib.repr(prompt)}: give a text or a list of token ids; `chat` takes messages.",
+                param="prompt",
+            ) from None
+
+    def _check(self, sampling: SamplingParams) -> None:
+        """Raises RequestError for a token id outside the vocabulary, where it would silently be of no effect."""
+        biased = [token for token, _ in sampling.logit_bias]
+        for name, ids in (("allowed_token_ids", sampling.allowed_token_ids or ()), ("logit_bias", biased)):
+            most = self._engine.engine.setup.vocab_size - 1
+            if strange := [token for token in ids if not 0 <= token <= most]:
+                raise RequestError(f"{name} has the token id {strange[0]}: give 0 to {most}.", param=name)
 
     def _next_id(self) -> str:
         self._count += 1
@@ -132,6 +160,7 @@ class _Work:
     def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams) -> None:
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
+        llm._check(sampling)
         self.id = llm._next_id()
         self.sampling = sampling
         self.completion = Completion(ids, [Choice(index) for index in range(sampling.n)])

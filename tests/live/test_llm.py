@@ -120,6 +120,18 @@ def test_stop_strings(llm: LLM):
     assert len(cut.token_ids) < 60
 
 
+def test_one_stop_string_is_one(llm: LLM):
+    assert SamplingParams(stop="the end") == SamplingParams(stop=("the end",))
+    whole = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))[0].text
+    stop = whole.split()[4]
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, stop=stop))[0].text == whole.split(stop)[0]
+
+
+def test_biases_as_clients_write_them(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={300: 100.0})
+    assert llm.generate(PROMPT, params)[0].choices[0].token_ids == [300, 300, 300]
+
+
 def test_logprobs(llm: LLM, server: Served):
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=3, prompt_logprobs=0)
     found = llm.generate(CODE, params)[0]
@@ -165,3 +177,34 @@ def test_what_is_refused(llm: LLM):
         assert bad.choices[0].finish == "refused" and "prompt" in bad.choices[0].error
     (bad,) = llm.generate(PROMPT, SamplingParams(n=2, grammar=Grammar("regex", "(")))
     assert [choice.finish for choice in bad.choices] == ["refused", "refused"] and "regex" in bad.choices[0].error
+
+
+def test_a_stream_that_is_refused_says_so(llm: LLM):
+    for prompt, sampling in (
+        ([5] * 600, None),
+        ([9000], None),
+        (PROMPT, SamplingParams(grammar=Grammar("regex", "("))),
+    ):
+        with pytest.raises(RequestError, match="prompt|regex"):
+            list(llm.stream(prompt, sampling))
+
+
+def test_what_is_no_prompt_harms_nobody(llm: LLM):
+    """Neither those of the same call, nor the next one."""
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    for wrong in (7, [1, "a"], [MESSAGES], MESSAGES, [PROMPT, [1, None]]):
+        with pytest.raises((RequestError, TypeError), match="prompt|iterable"):
+            llm.generate(wrong, greedy)  # type: ignore[arg-type]
+        assert llm.generate(PROMPT, greedy)[0].choices[0].finish == "length"
+
+
+@pytest.mark.parametrize(("name", "value"), [("allowed_token_ids", (9000,)), ("logit_bias", ((9000, 1.0),))])
+def test_token_ids_that_do_not_exist_are_named(llm: LLM, name: str, value: Any):
+    with pytest.raises(RequestError, match="9000") as error:
+        llm.generate(PROMPT, SamplingParams(**{name: value}))
+    assert error.value.param == name
+
+
+def test_nothing_allowed_is_refused():
+    with pytest.raises(RequestError, match="allowed_token_ids is empty"):
+        SamplingParams(allowed_token_ids=())

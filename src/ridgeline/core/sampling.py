@@ -31,8 +31,8 @@ class SamplingParams:
     (presence, frequency: subtracted once, or per occurrence, of tokens in the *output*) and CTRL (repetition: divides
     positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
     `logprobs` / `prompt_logprobs`: None, or how many alternatives per token (0..20) beside the token itself.
-    `seed` None draws one per request. `max_tokens` None means up to the context's end.
-    Raises RequestError naming the field.
+    `seed` None draws one per request. `max_tokens` None means up to the context's end. `stop` may be given as one
+    string, `logit_bias` as a dict of token id to number. Raises RequestError naming the field.
     """
 
     temperature: float = 1.0
@@ -58,6 +58,14 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # else its letters would be taken for stop strings
+            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, dict):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids is empty: nothing could be drawn; leave it out.", param="allowed_token_ids"
+            )
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)

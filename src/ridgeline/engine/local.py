@@ -39,9 +39,9 @@ class LocalEngine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request; nothing runs before `news` is iterated."""
-        self._open[request.id] = request.sampling.n
         for answer in self.engine.handle(request):
             self._refused.extend(self._deltas(answer))
+        self._open[request.id] = request.sampling.n
 
     def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
         """End a choice that the caller saw enough of (a stop string); it sends no more news."""

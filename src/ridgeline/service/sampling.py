@@ -50,13 +50,9 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
     if values["top_p"] == 0:
         values["top_k"], values["top_p"] = 1, 1.0
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        if given := fields.get(name):
+        if (given := fields.get(name)) is not None:
             service.limits.check_ids([item[0] for item in given] if name == "logit_bias" else given, name)
             values[name] = given
-    if fields.get("allowed_token_ids") == ():
-        raise RequestError(
-            "allowed_token_ids is empty: nothing could be drawn; leave it out.", param="allowed_token_ids"
-        )
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
         raise RequestError(
             f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
