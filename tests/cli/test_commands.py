@@ -110,6 +110,15 @@ def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["generate", str(tiny), *DUMMY, "--file", str(tmp_path / "none")]) == 2
 
 
+def test_generate_says_which_prompts_cannot_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(tiny), *DUMMY, "-p", "abc", "-p", "x" * 3000, "--max-tokens", "2", "--json"]
+    assert main(words) == 1
+    said = capsys.readouterr()
+    good, bad = (json.loads(line)["choices"][0] for line in said.out.splitlines())
+    assert good["finish_reason"] == "length" and "error" not in good
+    assert bad["finish_reason"] == "refused" and "3000 tokens" in bad["error"] and bad["error"] in said.err
+
+
 def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(tiny), "--on", "H200", "--max-model-len", "256"]) == 0
     said = capsys.readouterr().out

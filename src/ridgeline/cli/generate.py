@@ -53,7 +53,10 @@ def run(given: Given) -> int:
         _show(prompt, completion, as_json=given.rest.json, several=len(prompts) > 1)
     tokens = sum(len(choice.token_ids) for completion in found for choice in completion.choices)
     console.print(f"[dim]{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s[/dim]", highlight=False)
-    return 0
+    failed = [choice.error for completion in found for choice in completion.choices if choice.error]
+    for error in dict.fromkeys(failed):
+        print(f"ridgeline: {error}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _prompts(given: Given) -> list[str]:
@@ -74,7 +77,9 @@ def _prompts(given: Given) -> list[str]:
 def _show(prompt: str, completion: Completion, *, as_json: bool, several: bool) -> None:
     if as_json:
         choices: list[dict[str, Any]] = [
-            {"text": one.text, "finish_reason": one.finish, "tokens": len(one.token_ids)} for one in completion.choices
+            {"text": one.text, "finish_reason": one.finish, "tokens": len(one.token_ids)}
+            | ({"error": one.error} if one.error else {})
+            for one in completion.choices
         ]
         print(json.dumps({"prompt": prompt, "choices": choices}, ensure_ascii=False))
         return
