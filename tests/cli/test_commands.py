@@ -129,6 +129,16 @@ def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(tiny), "--on", "abacus"]) == 2
 
 
+def test_fit_names_no_command_that_cannot_work(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeline.hardware.probe.nvidia_gpus", lambda: ())
+    assert main(["fit", str(tiny), "--device", "cuda"]) == 2
+    said = capsys.readouterr()
+    assert "no GPU here" in said.err and "fits" not in said.out
+    assert main(["fit", str(tiny), "--device", "cuda", "--on", "H100"]) == 0
+
+
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIDGELINE_API_KEY", "secret")
     assert main(["collect-env"]) == 0

@@ -16,7 +16,7 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
-from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Beside, Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
@@ -90,6 +90,8 @@ def _device(given: Given, wanted: str) -> Device:
     """The device to plan for: --on, --memory, or this machine's."""
     name, memory = getattr(given.rest, "on", None), getattr(given.rest, "memory", None)
     device = probe().device(wanted)
+    if name is None and wanted == "cuda" and device.kind == "cpu":
+        raise ConfigError("device is cuda, but there is no GPU here: name one with --on, as in --on h100.", param="device")
     if name is not None:
         row = lookup(name)
         kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
