@@ -179,6 +179,17 @@ def test_secrets_are_not_shown() -> None:
     assert list(rows) == list(option_types())
 
 
+@pytest.mark.parametrize("key", ["", " ", "sesame\n", " sesame"])
+def test_a_key_that_nobody_could_send_or_everybody_is_refused(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"api_key": key}))
+    for given in (lambda: resolve({"api_key": key}), lambda: resolve({}, file=file)):
+        with pytest.raises(ConfigError, match="api_key is empty, or has blanks") as error:
+            given()
+        assert "sesame" not in error.value.message
+    assert resolve({}, environ={"RIDGELINE_API_KEY": ""}).service.api_key is None
+
+
 def test_split_options() -> None:
     model, engine = split_options({"dtype": "float32", "max_num_seqs": 3}, ModelConfig, EngineConfig)
     assert (model, engine) == ({"dtype": "float32"}, {"max_num_seqs": 3})

@@ -148,6 +148,9 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
             return None
         raise _bad(name, raw, origin, "a value")
     value: Any = _READERS[plain](name, raw, origin)
+    if name in SECRETS and (not value or value != value.strip()):  # an unset variable must not open the door
+        wanted = "is empty, or has blanks at its ends, which no header can carry"
+        raise ConfigError(f"{name} {wanted} ({origin}): give a key, or leave the option out.", param=name)
     allowed = CHOICES.get(name)
     if allowed is not None and value not in allowed:
         raise _bad(name, raw, origin, "one of " + ", ".join(word or "(empty)" for word in allowed))
