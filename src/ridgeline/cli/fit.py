@@ -91,7 +91,9 @@ def _device(given: Given, wanted: str) -> Device:
     name, memory = getattr(given.rest, "on", None), getattr(given.rest, "memory", None)
     device = probe().device(wanted)
     if name is None and wanted == "cuda" and device.kind == "cpu":
-        raise ConfigError("device is cuda, but there is no GPU here: name one with --on, as in --on h100.", param="device")
+        raise ConfigError(
+            "device is cuda, but there is no GPU here: name one with --on, as in --on h100.", param="device"
+        )
     if name is not None:
         row = lookup(name)
         kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor

@@ -63,7 +63,9 @@ class ServiceConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
-    api_key: str | None = option(None, "key that every route asks for but /health and the pages, whose data asks for it")
+    api_key: str | None = option(
+        None, "key that every route asks for but /health and the pages, whose data asks for it"
+    )
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
     max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 import ridgeline
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
@@ -38,6 +38,20 @@ _LOOK_S = 0.05
 CEILING_NAMES = frozenset(one.name for one in fields(Ceilings))
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")
+"""Where aiohttp writes."""
+
+
+def _ours(record: logging.LogRecord) -> bool:
+    """False for what a stranger sent that is no HTTP: it is answered 400, and a traceback of each would fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, (http_exceptions.HttpProcessingError, web.RequestPayloadError)):
+        return True
+    log.info("%s (%s)", record.getMessage(), type(error).__name__)
+    return False
+
+
+http_log.addFilter(_ours)
 
 
 class Server:
@@ -60,6 +74,7 @@ class Server:
             make_app(self.front),
             handler_cancellation=True,
             access_log=None,
+            logger=http_log,
             shutdown_timeout=_CLOSE_S,
             keepalive_timeout=75,
         )
