@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from ridgeline.cli.show import stages_text
+import io
+import re
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from ridgeline.cli.flags import read_flags
+from ridgeline.cli.serve import Announcer, parser
+from ridgeline.cli.show import Stages, stages_text
 
 
 def test_only_stages_that_can_be_seen_are_named() -> None:
     assert stages_text({"imports": 2.04, "device": 0.01, "weights": 0.06}) == "imports 2.0 s, weights 0.1 s"
     assert stages_text({}) == ""
+
+
+def test_the_time_until_ready_is_what_the_user_waited(tiny: Path) -> None:
+    """No less than what the engine says it took, as the clock of a service that was still being imported said."""
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    with Stages(console) as stages:
+        started = time.perf_counter() - 7.5
+        announcer = Announcer(read_flags(parser(), [str(tiny)]), tiny, console, stages, started)
+        announcer.ready("http://x:1", {"startup_s": {"imports": 7.4}})
+    ready = re.search(r"ready in (\S+) s", said.getvalue())
+    assert ready is not None and 7.5 <= float(ready.group(1)) < 20 and "imports 7.4 s" in said.getvalue()

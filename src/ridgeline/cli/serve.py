@@ -35,14 +35,17 @@ def parser() -> Parser:
 
 
 class Announcer:
-    """Tells the terminal how the start goes: bars while loading, then configuration, address and a first request."""
+    """Tells the terminal how the start goes: bars while loading, then configuration, address and a first request.
 
-    def __init__(self, given: Given, folder: Path, console: Console, stages: Stages) -> None:
+    started: time.perf_counter() at which the user began to wait, before anything was imported for the service.
+    """
+
+    def __init__(self, given: Given, folder: Path, console: Console, stages: Stages, started: float) -> None:
         self._given = given
         self._folder = folder
         self._console = console
         self._stages = stages
-        self._started = time.perf_counter()
+        self._started = started
 
     def listening(self, url: str) -> None:
         self._console.print(f"[dim]listening on {url}; /health says 503 until the model is loaded[/dim]")
@@ -92,6 +95,7 @@ def has_template(folder: Path) -> bool:
 
 
 def run(given: Given) -> int:
+    started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = read(given)
     folder = resolve_model(resolved.model)
@@ -105,7 +109,7 @@ def run(given: Given) -> int:
         server = import_module("ridgeline.service.server")
         console = Console(stderr=True)
         with Stages(console) as stages:
-            announcer = Announcer(given, folder, console, stages)
+            announcer = Announcer(given, folder, console, stages, started)
             uvloop.run(server.serve(resolved.service, resolved.model, resolved.engine, folder, begun, announcer))
     finally:
         begun.process.kill()  # it has ended already, but where the service never came to speak to it
