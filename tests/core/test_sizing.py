@@ -79,6 +79,15 @@ def test_the_mildest_change_comes_first() -> None:
         size(llama_8b(), EngineConfig(), 8 * GIB, "cuda")
 
 
+def test_a_cache_that_was_asked_for_is_named() -> None:
+    with pytest.raises(
+        DoesNotFit, match=r"^kv_cache_memory is 10 bytes: one sequence of 131072 tokens takes 17\d{9}\."
+    ):
+        size(llama_8b(), EngineConfig(kv_cache_memory=10), 141 * GIB, "cuda")
+    with pytest.raises(DoesNotFit, match=r"and the kv_cache_memory 500\.00 GiB, but .* GiB are missing"):
+        size(llama_8b(), EngineConfig(kv_cache_memory=500 * GIB), 141 * GIB, "cuda")
+
+
 def test_defaults_name_real_options() -> None:
     for kind in ("cpu", "cuda"):
         EngineConfig(**hardware_defaults(kind, 24 * GIB))  # type: ignore[arg-type]

@@ -138,7 +138,9 @@ def size(
     plan, missing = _plan(spec, engine, memory, beside)
     if missing <= 0:
         return plan
-    raise DoesNotFit(_refusal(plan, missing, memory) + " " + _remedy(spec, engine, memory, model))
+    raise DoesNotFit(
+        _refusal(plan, missing, memory, engine.kv_cache_memory) + " " + _remedy(spec, engine, memory, model)
+    )
 
 
 def working_change(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> dict[str, object] | None:
@@ -280,13 +282,19 @@ def _longest(layout: KvLayout, pages: int, chunk: int, limit: int) -> int:
     return low
 
 
-def _refusal(plan: MemoryPlan, missing: int, memory: Memory) -> str:
+def _refusal(plan: MemoryPlan, missing: int, memory: Memory, asked: int | None) -> str:
+    """asked: bytes of kv_cache_memory where it was given."""
     need = plan.weight_bytes + plan.workspace_bytes + plan.graph_bytes
     cache = (plan.layout.pages_for(plan.max_len, plan.max_step_tokens) + 1) * plan.layout.page_bytes
     where = "of memory that is free" if memory.kind == "cpu" else "of GPU memory"
+    if asked is not None and asked < cache:
+        return f"kv_cache_memory is {asked} bytes: one sequence of {plan.max_len} tokens takes {cache}."
+    held = f"the cache of one sequence of {plan.max_len} tokens {_gib(cache)}"
+    if asked is not None:
+        held = f"the kv_cache_memory {_gib(asked)}"
     return (
         f"The model does not fit: weights {_gib(plan.weight_bytes)}, working memory "
-        f"{_gib(need - plan.weight_bytes)} and the cache of one sequence of {plan.max_len} tokens {_gib(cache)}, "
+        f"{_gib(need - plan.weight_bytes)} and {held}, "
         f"but {_gib(plan.usable_bytes)} of {_gib(memory.total)} {where} may be used: {_gib(missing)} are missing."
     )
 
