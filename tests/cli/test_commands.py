@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli.client import Answer, ChatClient
+from ridgeline.cli.flags import Given
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
 
@@ -117,6 +118,22 @@ def test_generate_says_which_prompts_cannot_run(tiny: Path, capsys: pytest.Captu
     good, bad = (json.loads(line)["choices"][0] for line in said.out.splitlines())
     assert good["finish_reason"] == "length" and "error" not in good
     assert bad["finish_reason"] == "refused" and "3000 tokens" in bad["error"] and bad["error"] in said.err
+
+
+def test_mistakes_have_one_line_and_status_2(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["generate", str(tiny), *DUMMY, "-p", "abc", "--temperature", "-1"]) == 2
+    assert capsys.readouterr().err == "ridgeline: temperature is -1.0: give a number at least 0 and at most 100.\n"
+
+    def fails(given: Given) -> int:
+        (tmp_path / "file").touch()
+        (tmp_path / "file" / "x").mkdir()
+        return 0
+
+    monkeypatch.setattr("ridgeline.cli.collect_env.run", fails)
+    assert main(["collect-env"]) == 2
+    assert capsys.readouterr().err == f"ridgeline: {tmp_path / 'file' / 'x'}: Not a directory.\n"
 
 
 def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

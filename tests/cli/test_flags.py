@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.cli.flags import Given, add_sampling, parser_for, read_flags, read_sampling, search_help
+from ridgeline.cli.flags import Given, add_sampling, check_places, parser_for, read_flags, read_sampling, search_help
 from ridgeline.cli.main import COMMANDS, main
 from ridgeline.cli.serve import SHIPPED_NAME
 from ridgeline.cli.serve import read as configuration
@@ -113,3 +113,29 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert ended.value.code == 0
     assert f"ridgeline {name}" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("kept")
+    check_places({"out": str(file), "plot": str(tmp_path / "new"), "html": ""}, "out", "plot", "html", "svg")
+    check_places({"out": str(tmp_path / "new" / "deep")}, "out", folder=True)
+    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+    for given, folder in ((tmp_path, False), (tmp_path / "no" / "file", False), (file / "b", True), (file, True)):
+        with pytest.raises(ConfigError, match="--save-as ") as error:
+            check_places({"save_as": str(given)}, "save_as", folder=folder)
+        assert str(given) in error.value.message
+
+
+@pytest.mark.parametrize("command", ["calibrate", "ladder", "compare", "roofline", "bench run"])
+def test_no_command_works_for_a_result_that_has_no_place(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeline.engine.local.LocalEngine.start", lambda *given, **named: pytest.fail("it began"))
+    file = tmp_path / "file"
+    file.touch()
+    words = {"compare": ["a", "b"], "roofline": ["--on", "h200"], "bench run": ["http://127.0.0.1:1"]}.get(command, [])
+    option = "--html" if command == "roofline" else "--out"
+    assert main([*command.split(), *words, option, str(file / "x.json")]) == 2
+    said = capsys.readouterr().err
+    assert f"{option} {file / 'x.json'} cannot be written" in said and said.count("\n") == 1

@@ -33,7 +33,7 @@ from ridgeline.bench.search import Found, doubling, levelled, saturated, search,
 from ridgeline.bench.session import Asked, Session
 from ridgeline.bench.traces import read_trace
 from ridgeline.bench.workload import describe
-from ridgeline.cli.flags import Given, Parser, add_options, parser_for
+from ridgeline.cli.flags import Given, Parser, add_options, check_places, parser_for
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
@@ -306,6 +306,7 @@ def run(given: Given) -> int:
     with Show() as told:
         if action in ("trace", "mock"):
             return uvloop.run((run_mock if action == "mock" else run_trace)(asked, told, rest))
+        check_places({"out": asked.result.out or "."}, "out", folder=True)
         # By name, because a model's formulas bring torch, and a load generator should be light.
         act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
         outcome, table = uvloop.run(act(asked, told, rest))

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgeline.bench.steps import FIT, Bounds, measure, shapes
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
@@ -56,6 +56,8 @@ def parser() -> Parser:
 def run(given: Given) -> int:
     rest = vars(given.rest)
     repeats = rest.get("repeats", 3)
+    out = rest.get("out", "calibration.json")
+    check_places({"out": out}, "out")
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} is below 1.", param="repeats")
     resolved = read(given)
@@ -71,8 +73,7 @@ def run(given: Given) -> int:
     device = probe().device(resolved.engine.device)
     where = place(torch.device(device.kind))
     found = calibrate(guess(spec, device), steps, where, datetime.now(UTC).strftime("%Y-%m-%d"))
-    out = Path(rest.get("out", "calibration.json"))
-    out.write_text(found.to_json(), encoding="utf-8")
+    Path(out).write_text(found.to_json(), encoding="utf-8")
     show(Console(), found, steps)
     console.print(f"\n[dim]written to {out}[/dim]", highlight=False)
     return 0

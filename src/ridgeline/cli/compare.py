@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
@@ -90,6 +90,7 @@ def parser() -> Parser:
 def run(given: Given) -> int:
     rest = vars(given.rest)
     candidate, save = rest.get("candidate"), rest.get("save_reference")
+    check_places(rest, "out", "save_reference")
     if candidate is None and save is None:
         raise ConfigError("there is nothing to compare with: name a CANDIDATE, or give --save-reference FILE.")
     top = rest.get("top", MAX_LOGPROBS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -106,6 +107,22 @@ def search_help(parser: Parser, word: str) -> str:
         return formatter.format_help()
     near = difflib.get_close_matches(word, [name.strip("-") for name in _names(parser)], n=3, cutoff=0.5)
     return f"no option speaks of {word!r}" + (f"; near it: {', '.join(near)}\n" if near else "\n")
+
+
+def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> None:
+    """Raise ConfigError for an option whose file (or folder) cannot be written, before the work whose result it takes."""
+    for name in names:
+        if not (given := rest.get(name)):
+            continue
+        place = Path(given).absolute()
+        above = place if folder else place.parent
+        while folder and not above.exists():
+            above = above.parent
+        flag = f"--{name.replace('_', '-')} {given}"
+        if not folder and place.is_dir():
+            raise ConfigError(f"{flag} is a folder: name a file.", param=name)
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise ConfigError(f"{flag} cannot be written: {above} is no folder that may be written to.", param=name)
 
 
 def _dashed(word: str) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ridgeline
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages, bytes_text
 from ridgeline.compress.texts import default_calibration, judging_windows, split
@@ -65,6 +65,7 @@ def parser() -> Parser:
 
 def run(given: Given) -> int:
     rest, resolved = vars(given.rest), read(given)
+    check_places(rest, "out", "plot")
     counts = {name: _count(name, rest.get(name.replace("-", "_"), default)) for name, default in TOKENS.items()}
     folder = resolve_model(resolved.model)
     checkpoint = read_model(folder)[0]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import ridgeline
 from ridgeline.cli.flags import Given, Parser, read_flags, search_help
-from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.errors import ConfigError, RequestError, RidgelineError
 
 COMMANDS: Mapping[str, str] = {
     "serve": "start the server: the OpenAI API over one model",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
-    except ConfigError as error:
+    except (ConfigError, RequestError) as error:
         print(f"ridgeline: {error.message}", file=sys.stderr)
         return 2
     except RidgelineError as error:
@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone; nothing may be written any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"ridgeline: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
 
 
 def _run(words: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.calibration import load_calibration
@@ -59,6 +59,7 @@ def run(given: Given) -> int:
     resolved = read(given)
     spec = read_spec(resolved.model)
     rest = vars(given.rest)
+    check_places(rest, "html", "svg")
     accelerator = _accelerator(rest.get("on"))
     load = replace(Load(), **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
     for name, value in asdict(load).items():
