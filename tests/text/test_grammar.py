@@ -54,6 +54,18 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "string", "format": "date"},
     {"allOf": [{"type": "object", "properties": {"p": {"type": "integer"}}}, {"required": ["p"]}], "maxProperties": 1},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
+    {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": kind}, value: {"type": "boolean"}},
+                "required": ["kind", value],
+                "additionalProperties": False,
+            }
+            for kind, value in (("cat", "purrs"), ("dog", "barks"))
+        ],
+        "discriminator": {"propertyName": "kind"},
+    },
 ]
 
 
@@ -184,6 +196,7 @@ HOSTILE: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"const": NaN}', "not valid"),
     ("json_schema", '{"enum": []}', "does not compile"),
     ("json_schema", "false", "object schema"),
+    ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "exclude each other: write anyOf"),
     ("json_schema", '{"type": "array", "maxItems": 1e30}', "maxItems"),
     ("json_schema", '{"type": "integer", "minimum": 1e400}', "not valid"),
     ("json_schema", DEEP, "levels"),

@@ -182,4 +182,6 @@ def _choices(source: str) -> list[str]:
 def _reason(message: str) -> str:
     if message.startswith("NoExtension"):
         return "it matches no text"
+    if "coerce_one_of" in message:  # an option of the library's that no caller can reach
+        return "oneOf is supported only where it is plain that its branches exclude each other: write anyOf"
     return " ".join(message.split())[:300]
