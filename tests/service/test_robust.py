@@ -13,6 +13,7 @@ from ridgeline.service import answer as answer_module
 from ridgeline.service import app as app_module
 from ridgeline.service.gate import Gate
 from ridgeline.service.server import http_log
+from ridgeline.text.tokenizer import Tokenizer
 
 from .live import MODEL, Live, behaviour, counts, ids, live, says
 
@@ -143,6 +144,24 @@ def test_a_large_body_is_checked_beside_the_streams(endless: Live, monkeypatch, 
     assert endless.complete(**{field: values}).status == 400
     assert endless.complete(max_tokens=1).status == 200
     assert seen == [True, False]
+
+
+def test_many_short_prompts_are_tokenized_beside_the_streams(endless: Live, monkeypatch):
+    """Each alone is no work for a thread; a thousand of them held up every stream for seconds."""
+    loop, seen = endless.run(_thread()), []
+    encode = Tokenizer.encode
+
+    def watched(self, text, **options):
+        if text.startswith("b"):  # not what the engine of these tests will say
+            seen.append(threading.current_thread() is not loop)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    assert endless.complete(prompt=["b" * 1000] * 5, max_tokens=1).json["usage"]["prompt_tokens"] == 5000
+    assert seen == [True] * 5
+    seen.clear()
+    assert endless.complete(prompt=["b" * 10] * 5, max_tokens=1).status == 200
+    assert seen == [False] * 5
 
 
 async def _thread() -> threading.Thread:

@@ -42,8 +42,10 @@ async def read_completion(
     n = fields.get("n", 1)
     if fields.get("best_of", n) != n:
         raise RequestError(f"best_of must equal n ({n}): answers are not ranked.", param="best_of")
+    special = fields.get("add_special_tokens", True)
+    among = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
     prompts = [
-        await tokenize(service, item, "prompt", add_special_tokens=fields.get("add_special_tokens", True))
+        await tokenize(service, item, "prompt", add_special_tokens=special, among=among)
         if isinstance(item, str)
         else item
         for item in fields.get("prompt")

@@ -26,7 +26,11 @@ _VALUES = (
 _ANNOTATIONS = (
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
     *("deprecated", "readOnly", "writeOnly"),
-    *("discriminator", "externalDocs", "xml"),  # the Schema Object of OpenAPI 3.1 adds these; none changes what is valid
+    *(
+        "discriminator",
+        "externalDocs",
+        "xml",
+    ),  # the Schema Object of OpenAPI 3.1 adds these; none changes what is valid
 )
 KEYWORDS = frozenset({*_ONE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
 
