@@ -101,9 +101,11 @@ class Text:
                 return step.ops.gather(
                     self._behind(self.tokens, step.rows.state), batch.sampled, spread
                 ).tokens, logprobs
-            known = step.rows.ints[batch.sampled, Int.KNOWN]
-            assert len(drawn) == len(known), "a prompt's last chunk has no drafts"
-            return self.tokens[known.clamp(max=len(self.tokens) - 1)], logprobs
+            # Rows that read a prompt beside rows that verify: nothing that is recorded.
+            wide = batch.shape.wide
+            node = torch.arange(wide) if ragged.tree is None else ragged.tree.depth.view(-1, wide)
+            place = (step.rows.ints[batch.sampled, Int.KNOWN].unsqueeze(1) + node).flatten()
+            return self.tokens[place.clamp(max=len(self.tokens) - 1)], logprobs
 
         device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:
