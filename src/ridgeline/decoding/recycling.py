@@ -19,9 +19,9 @@ TREE = (
 """Nodes by how often they are kept on mixed text: (parent, which of its successors)."""
 
 
-_QUIET, _SELDOM = 8, 64
-"""On a CPU, after so many steps for which nothing was drafted only every so many-th is learned from: a top-8 takes a tenth of a
-small model's step."""
+_QUIET, _SELDOM = 1, 256
+"""On a CPU, after so many steps for which nothing was drafted only every so many-th is learned from: such a step is not recorded
+(Ops.again), and a small model's takes up to twice as long."""
 
 
 class Recycling:
