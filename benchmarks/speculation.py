@@ -74,15 +74,28 @@ class Text:
 
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._held: dict[torch.Size, torch.Tensor] = {}
 
-    def _behind(self, tokens: torch.Tensor, rows: RowState) -> RowState:
-        """Rows that hold at each place what is to be said behind it, as it goes on at its end."""
-        if self._rows is None or self._rows[0] is not tokens:
-            held = torch.full_like(rows.tokens, int(tokens[-1]))
-            held[:, : len(tokens) - 1] = tokens[1:]
-            self._rows = tokens, held
-        return replace(rows, tokens=self._rows[1])
+    def say(self, tokens: Sequence[int]) -> None:
+        """From now on; nothing: what is drawn."""
+        self.tokens = torch.tensor(tokens, dtype=torch.int32) if tokens else None
+        for held in self._held.values():
+            self._write(held)
+
+    def _write(self, held: torch.Tensor) -> None:
+        """At each place what is to be said behind it, as it goes on at its end."""
+        if self.tokens is not None:
+            held.fill_(int(self.tokens[-1]))
+            held[:, : len(self.tokens) - 1] = self.tokens[1:]
+
+    def _behind(self, rows: RowState) -> RowState:
+        """Rows that hold it, in the same memory for every text, so that recorded steps serve the next one too."""
+        shape = rows.tokens.shape
+        if shape not in self._held:
+            with torch.inference_mode(False):  # what is made within could not be written to outside
+                self._held[shape] = torch.empty(shape, dtype=torch.int32)
+            self._write(self._held[shape])
+        return replace(rows, tokens=self._held[shape])
 
     @contextmanager
     def dictate(self) -> Iterator[None]:
@@ -98,9 +111,7 @@ class Text:
             if ragged is None or batch.even:
                 place = None if ragged is None else ragged.place if ragged.tree is None else ragged.tree.depth
                 spread = None if place is None else Spread(ragged.n_query, ragged.row_of, place)
-                return step.ops.gather(
-                    self._behind(self.tokens, step.rows.state), batch.sampled, spread
-                ).tokens, logprobs
+                return step.ops.gather(self._behind(step.rows.state), batch.sampled, spread).tokens, logprobs
             # Rows that read a prompt beside rows that verify: nothing that is recorded.
             wide = batch.shape.wide
             node = torch.arange(wide) if ragged.tree is None else ragged.tree.depth.view(-1, wide)
@@ -176,12 +187,15 @@ def writings(one: Prompt) -> list[tuple[str, float, list[int]]]:
 def measure(args: argparse.Namespace, engines: dict[str, LocalEngine], text: Text) -> dict[tuple[str, str, str], Sum]:
     """By (way of drafting, work, writing)."""
     found: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
-    for number, one in enumerate(prompts(args.data, args.each)):
-        for how, temperature, answer in writings(one):
-            text.tokens = torch.tensor(one.tokens + answer, dtype=torch.int32) if answer else None
+    work = [(number, one, *way) for number, one in enumerate(prompts(args.data, args.each)) for way in writings(one)]
+    for dictated in (False, True):
+        for engine in engines.values():
+            engine.engine.loop.runner._forget()  # type: ignore[attr-defined]  # a recorded step draws, or is dictated to
+        for number, one, how, temperature, answer in work:
+            if bool(answer) != dictated:
+                continue
+            text.say(one.tokens + answer if answer else ())
             length = min(OUTPUT, len(answer)) if answer else OUTPUT
-            for engine in engines.values():
-                engine.engine.loop.runner._forget()  # type: ignore[attr-defined]  # recorded steps say the text before
             names = list(engines)
             # Who comes first changes, so that no way is always measured on a warmer machine.
             for name in names[number % len(names) :] + names[: number % len(names)]:

@@ -47,10 +47,10 @@ def test_unused_it_learns_from_some_steps_and_used_from_all_again() -> None:
     row = Row()
     row.draft()
     drafted = set()
-    for successor in range(64):
-        row.see(successor)
+    for step in range(1024):
+        row.see(step % VOCAB)
         drafted.add(int(row.recycling._table[5, 0]))
-    assert 8 < len(drafted) < 16, "all of the first, few of the rest"
+    assert 1 < len(drafted) < 16, "the first, and few of the rest"
     row.draft()
     row.see(33)
     assert row.draft() == 33
