@@ -95,6 +95,27 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
         near(lse[owned][seen], want_lse[owned][seen], dtype)
 
 
+@pytest.mark.parametrize("name", ["mixed", "whole-prompt", "mqa-odd-sizes", "page-of-64", "window", "softcap"])
+def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) -> None:
+    rows, fields = ATTENTION[name]
+    case = batch(rows, junk=float("nan"), **fields).to(DEVICE, torch.float32)
+    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    tokens = torch.tensor([3, 6, 40, 63], dtype=torch.int32, device=DEVICE)
+    step = case.step.alone(tokens)
+    assert step is not None and step.decode
+    q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
+    for ops in (TRITON, REFERENCE):
+        near(ops.attention(q, k, v, case.view, step)[0], want.index_select(0, tokens), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["tree", "compacted-window"])
+def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: Callable[..., Any]) -> None:
+    rows, fields = ATTENTION[name]
+    step, tokens = batch(rows, **fields).step, torch.tensor([3], dtype=torch.int32)
+    assert step.alone(tokens) is None and batch(MIXED).step.alone(tokens) is not None
+    assert batch(MIXED).step.alone(tokens.repeat(5)) is None, "more than a 16th of the tokens"
+
+
 def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     """As many rows and heads as run at a time only with the tile that takes less memory."""
     from ridgeline.ops.triton import attention as module

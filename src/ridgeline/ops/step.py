@@ -76,12 +76,14 @@ class StepInputs:
 
     def alone(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
-        may see less than plain causal order, and where they are so many that a context for each costs more than it saves."""
-        if self.ancestors is not None or FEW * len(tokens) > len(self.position):
+        may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
+        it saves."""
+        narrowed = self.ancestors is not None or self.key_positions is not None
+        if narrowed or FEW * len(tokens) > len(self.position):
             return None
         row = self.row_of.index_select(0, tokens)
         behind = self.q_start.index_select(0, row + 1) - 1 - tokens
         length, position = self.length.index_select(0, row) - behind, self.position.index_select(0, tokens)
         count = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
         rows = self.rows.index_select(0, row)
-        return StepInputs(rows, count, length, position, count[:-1], 1, self.max_length, None, self.key_positions)
+        return StepInputs(rows, count, length, position, count[:-1], 1, self.max_length)

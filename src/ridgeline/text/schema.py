@@ -26,11 +26,7 @@ _VALUES = (
 _ANNOTATIONS = (
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
     *("deprecated", "readOnly", "writeOnly"),
-    *(
-        "discriminator",
-        "externalDocs",
-        "xml",
-    ),  # the Schema Object of OpenAPI 3.1 adds these; none changes what is valid
+    *("discriminator", "externalDocs", "xml"),  # of OpenAPI 3.1
 )
 KEYWORDS = frozenset({*_ONE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
 

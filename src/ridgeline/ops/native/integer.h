@@ -19,7 +19,7 @@ constexpr index PIECE_K = 32;     // inputs of a piece
 constexpr index CHUNK_K = 128;    // most inputs of a chunk
 constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // most rows of x that are multiplied together
 constexpr index AHEAD = 4096;     // bytes
-constexpr index FAR = 1 << 16;
+constexpr index FAR = 1 << 16;    // bytes: the farthest that weights two turns ahead are asked for
 
 // zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs, else a multiple of 32.
 struct IntWeights {
