@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from .live import MODEL, Live, behaviour, counts, live
 
@@ -19,6 +21,20 @@ TOOLS = [
 
 class Answer(BaseModel):
     a: int
+
+
+class Count(BaseModel):
+    kind: Literal["count"] = "count"
+    a: int = 0
+
+
+class Word(BaseModel):
+    kind: Literal["word"] = "word"
+    text: str = ""
+
+
+class Union(BaseModel):
+    said: Annotated[Count | Word, Field(discriminator="kind")]
 
 
 @pytest.fixture
@@ -76,6 +92,16 @@ def test_tools(client):
 def test_structured_output(client):
     answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Answer)
     assert answer.choices[0].message.parsed == Answer(a=1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_union_with_a_discriminator(client, strict):
+    schema = Union.model_json_schema()
+    assert "oneOf" in schema["properties"]["said"] and "required" not in schema["$defs"]["Count"]
+    as_sent = {"type": "json_schema", "json_schema": {"name": "said", "schema": schema}}
+    form = openai.lib._parsing.type_to_response_format_param(Union) if strict else as_sent
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_models(client):

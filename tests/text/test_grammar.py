@@ -69,6 +69,48 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
+def _tagged(tag: str, value: Any, required: tuple[str, ...], **members: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {tag: value, **members},
+        "required": [*required],
+        "additionalProperties": False,
+    }
+
+
+_BOOL, _INT = {"type": "boolean"}, {"type": "integer"}
+_PAIR = [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]
+UNIONS: list[dict[str, Any]] = [
+    {  # pydantic: a tag with a default is not required; a list of unions that hold themselves
+        "$defs": {
+            "A": _tagged("kind", {"const": "a", "default": "a"}, ("x",), x=_BOOL),
+            "B": _tagged("kind", {"enum": ["b", "c"], "default": "b"}, (), next={"$ref": "#/$defs/U"}),
+            "U": {"oneOf": _PAIR, "discriminator": {"propertyName": "kind", "mapping": {"a": "#/$defs/A"}}},
+        },
+        **_tagged("all", {"type": "array", "items": {"$ref": "#/$defs/U"}, "minItems": 1, "maxItems": 2}, ("all",)),
+    },
+    {  # no discriminator: one branch may go without the tag, since the other may not
+        "$defs": {
+            "A": _tagged("v", {"const": 1}, ("x", "v"), x=_INT),
+            "B": _tagged("v", {"const": 2}, ("x",), x=_INT),
+        },
+        "oneOf": _PAIR,
+    },
+    {  # a union in a union, by tags of their own; the constant is behind a reference
+        "$defs": {
+            "K": {"const": "cat", "type": "string"},
+            "A": _tagged("kind", {"$ref": "#/$defs/K"}, ("kind", "color"), color={"const": "black"}),
+            "B": _tagged("kind", {"$ref": "#/$defs/K"}, ("kind",), color={"const": "white", "default": "white"}),
+            "D": _tagged("kind", {"const": "dog"}, (), barks=_BOOL),
+            "Cats": {"oneOf": _PAIR, "discriminator": {"propertyName": "color"}},
+        },
+        "oneOf": [{"$ref": "#/$defs/Cats"}, {"$ref": "#/$defs/D", "description": "barks"}],
+        "discriminator": {"propertyName": "kind"},
+    },
+]
+SCHEMAS += UNIONS
+
+
 @pytest.fixture(scope="module")
 def compiler(byte_level: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(byte_level, vocab_size=VOCAB, end_ids=[END])
@@ -84,6 +126,47 @@ def test_any_walk_satisfies_its_schema(
     assert len(set(texts)) > 1
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_union_by_its_tag_allows_every_branch(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    wanted = [
+        (0, '{"all":[{"kind":"b","next":{"kind":"a","x":true}},{"kind":"c"}]}'),
+        (1, '{"v":1,"x":5}'),
+        (1, '{"x":5}'),
+        (1, '{"v":2,"x":5}'),
+        (2, '{"kind":"cat","color":"black"}'),
+        (2, '{"kind":"cat","color":"white"}'),
+        (2, '{"kind":"dog"}'),
+    ]
+    for index, text in wanted:
+        jsonschema.validate(json.loads(text), UNIONS[index])
+        state = compiler.start(Grammar("json_schema", json.dumps(UNIONS[index])))
+        for token in byte_level.encode(text, add_special_tokens=False):
+            assert token in allowed(state), text
+            state.accept([token])
+        assert END in allowed(state)
+
+
+_A = _tagged("k", {"const": "a"}, ("k",))
+_SAME = _tagged("k", {"enum": ["b", "a"]}, ("k",))
+_ANY = {**_tagged("k", {"const": "b"}, ("k",)), "type": ["object", "null"]}
+_FREE = _tagged("k", {"type": "string"}, ("k",))
+
+
+@pytest.mark.parametrize("other", [_SAME, _ANY, _FREE, _tagged("k", {"const": "b"}, ()), True, {"$ref": "#/$defs/B"}])
+def test_a_union_that_no_tag_tells_apart_is_refused(other: Any, compiler: GrammarCompiler) -> None:
+    first = _A if other is not _ANY else {**_A, "type": ["object", "null"]}
+    first = first if other == _SAME or other is _ANY else {**first, "required": []}
+    schema: dict[str, Any] = {"$defs": {"A": first, "B": other}, "oneOf": _PAIR}
+    with pytest.raises(BadGrammar, match="a required property with a const of its own|does not compile"):
+        compiler.check(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_references_under_another_base_are_not_followed(compiler: GrammarCompiler) -> None:
+    inner = {"$id": "http://example.org/i", "$defs": {"A": _A, "B": _A}, "oneOf": _PAIR}
+    outer = {"$defs": {"A": _A, "B": _tagged("k", {"const": "b"}, ("k",))}, "properties": {"i": inner}}
+    with pytest.raises(BadGrammar):
+        compiler.check(Grammar("json_schema", json.dumps(outer)))
 
 
 def test_json_object(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.schema import check_schema, read_schema
 from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.unions import settle_unions
 
 try:
     import llguidance
@@ -153,10 +154,11 @@ def _translate(grammar: Grammar) -> str:
     if grammar.kind == "json_object":
         return matcher.grammar_from_json_schema('{"type": "object"}', overrides={"whitespace_pattern": WHITESPACE})
     if grammar.kind == "json_schema":
-        check_schema(read_schema(grammar.source))
+        check_schema(schema := read_schema(grammar.source))
         try:
-            return matcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": WHITESPACE})
-        except ValueError as error:
+            source = json.dumps(settle_unions(schema)) if '"oneOf"' in grammar.source else grammar.source
+            return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
+        except (ValueError, RecursionError) as error:
             raise BadGrammar(f"The schema is not valid: {_reason(str(error))}") from error
     if grammar.kind == "regex":
         return matcher.grammar_from_regex(grammar.source)
@@ -183,5 +185,8 @@ def _reason(message: str) -> str:
     if message.startswith("NoExtension"):
         return "it matches no text"
     if "coerce_one_of" in message:  # an option of the library's that no caller can reach
-        return "oneOf is supported only where it is plain that its branches exclude each other: write anyOf"
+        return (
+            "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give each a "
+            "required property with a const of its own"
+        )
     return " ".join(message.split())[:300]

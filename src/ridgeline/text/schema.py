@@ -7,7 +7,7 @@ must not turn into an unconstrained answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ridgeline.core.errors import BadGrammar
@@ -64,17 +64,22 @@ def prune_schema(schema: Any) -> Any:
     """The schema without annotations and without keywords we do not know. Recursive: check its depth first."""
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key in KEYWORDS and key not in _ANNOTATIONS}
+    return mapped({key: schema[key] for key in schema if key in KEYWORDS and key not in _ANNOTATIONS}, prune_schema)
+
+
+def mapped(node: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of a schema with what `change` makes of each subschema right in it."""
+    fresh = dict(node)
     for key in _ONE:
-        if isinstance(kept.get(key), dict):
-            kept[key] = prune_schema(kept[key])
+        if isinstance(fresh.get(key), dict):
+            fresh[key] = change(fresh[key])
     for key in _LISTS:
-        if isinstance(kept.get(key), list):
-            kept[key] = [prune_schema(child) for child in kept[key]]
+        if isinstance(fresh.get(key), list):
+            fresh[key] = [change(child) for child in fresh[key]]
     for key in _MAPS:
-        if isinstance(kept.get(key), dict):
-            kept[key] = {name: prune_schema(child) for name, child in kept[key].items()}
-    return kept
+        if isinstance(fresh.get(key), dict):
+            fresh[key] = {name: change(child) for name, child in fresh[key].items()}
+    return fresh
 
 
 def _children(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import quoted
 from ridgeline.text.schema import check_schema, prune_schema
 from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.unions import settle_unions
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -183,7 +184,7 @@ def _arguments(schema: Any, strict: bool, where: str) -> Mapping[str, Any]:
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be a JSON schema.", param=where)
     check_schema(schema, strict=strict, param=where)
-    pruned: dict[str, Any] = prune_schema(schema)
+    pruned: dict[str, Any] = prune_schema(settle_unions(schema))
     if pruned.setdefault("type", "object") != "object":
         raise BadGrammar(f'{where}.type must be "object".', param=where)
     return pruned
