@@ -86,6 +86,23 @@ def test_fields_nobody_knows_are_accepted_and_named(server: Live):
     assert answer.headers["x-ridgeline-ignored-fields"] == "temprature, a.b"
 
 
+def test_members_of_messages_that_nobody_reads_are_named_too(server: Live):
+    messages = [
+        {"role": "user", "content": "hi", "name": "Ann"},
+        {"role": "assistant", "content": "a", "refusal": None},
+    ]
+    asked = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "x": 1}}
+    header = "x-ridgeline-ignored-fields"
+    for stream in (True, False):
+        answer = server.chat(max_tokens=1, temprature=1, stream=stream, **asked)
+        assert answer.status == 200
+        assert answer.headers[header] == "temprature, messages.name, chat_template_kwargs.x"
+    counted = server.send("POST", "/tokenize", {**asked, "temprature": 1})
+    assert counted.headers[header] == "temprature, messages.name, chat_template_kwargs.x"
+    answer = server.chat(messages=[{**messages[0], "function_call": {"name": "f"}}])
+    assert (answer.status, answer.error["param"]) == (400, "messages[0].function_call")
+
+
 def test_every_entry_says_what_it_does():
     for field in TABLE:
         assert field.use or not field.honoured, field.name

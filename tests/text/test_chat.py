@@ -146,6 +146,58 @@ def test_parts_that_are_not_text_are_refused_by_name() -> None:
         ChatTemplate(templates.GEMMA, SPECIALS).render([message])
 
 
+def test_what_a_prompt_does_not_show_is_named() -> None:
+    said = {
+        "role": "assistant",
+        "content": "a",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    parts = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "extra": None}]
+    messages = [*ASK, said, {"role": "user", "content": parts, "name": "Ann", "tool_call_id": "c"}, *CALLS[1:]]
+    messages.append({"role": "assistant", "content": "c", "reasoning": "hm", "parsed": {"a": 1}, "refusal": "no"})
+    options = RenderOptions(variables={"enable_thinking": False, "enable_thinkin": True})
+
+    def ignored(source: str) -> set[str]:
+        template = ChatTemplate(source, SPECIALS)
+        template.render([message for message in messages if "content" in message], options=options)
+        return set(template.ignored(messages, options.variables))
+
+    always = {
+        "messages.content.cache_control",
+        "messages.parsed",
+        "messages.refusal",
+        "chat_template_kwargs.enable_thinkin",
+    }
+    assert ignored(templates.QWEN) == {*always, "messages.name", "messages.reasoning"}  # functions have names there
+    plain = {*always, "chat_template_kwargs.enable_thinking", "messages.tool_calls"}
+    assert ignored(templates.CHATML) == {*plain, "messages.name", "messages.reasoning"}
+    reads = "{% for m in messages %}{{ m.name }}: {{ m.content }}{{ m['reasoning_content'] }}{% endfor %}"
+    assert ignored(reads) == plain
+
+
+def test_a_refusal_is_what_was_said() -> None:
+    template = ChatTemplate(templates.QWEN, SPECIALS)
+    part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    for said in (
+        {"role": "assistant", "refusal": "No."},
+        {"role": "assistant", "refusal": "No.", "content": None},
+        part,
+    ):
+        assert template.render([*ASK, said, *ASK]) == template.render(
+            [*ASK, {"role": "assistant", "content": "No."}, *ASK]
+        )
+
+
+@pytest.mark.parametrize("name", ["audio", "function_call"])
+def test_members_that_cannot_be_honoured_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        ChatTemplate(templates.QWEN, SPECIALS).render([*ASK, {"role": "assistant", "content": "a", name: {"id": "x"}}])
+    assert caught.value.param == f"messages[1].{name}"
+
+
 def test_the_templates_own_words_reach_the_caller() -> None:
     with pytest.raises(RequestError, match="must alternate"):
         ChatTemplate(templates.GEMMA, SPECIALS).render([*ASK, *ASK])

@@ -60,6 +60,8 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
         call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{name}", arrival)
     else:
         call, shape, streaming = await read_completion(service, fields, f"cmpl-{name}", arrival)
+    if call.ignored:
+        request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
     if declared:
         call = replace(call, declared=declared)
     stats = service.client.stats

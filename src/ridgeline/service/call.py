@@ -18,7 +18,7 @@ class Call:
     max_tokens: as the caller gave it, None for as many as fit; 0 asks the engine for one token that is then dropped.
     continues: the answer goes on in the prompt's last text rather than beginning one of its own.
     constrained_by: the field whose grammar the answer follows, "" without one.
-    declared: limits that the caller set for this request.
+    declared: limits that the caller set for this request. ignored: what of its messages no template reads.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -33,6 +33,7 @@ class Call:
     continues: bool = False
     constrained_by: str = ""
     declared: Slo = NO_SLO
+    ignored: tuple[str, ...] = ()
 
     @property
     def choices(self) -> int:

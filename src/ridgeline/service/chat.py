@@ -46,7 +46,7 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: set it to true.", param="top_logprobs")
     tools = _read_tools(fields)
     template = service.templates.choose(tools=tools is not None)
-    text = await asyncio.to_thread(_render, template, fields, tools is not None)
+    text, ignored = await asyncio.to_thread(_render, template, fields, tools is not None)
     prompt = await tokenize(service, text, "messages", add_special_tokens=fields.get("add_special_tokens", False))
     service.limits.check(len(prompt), asked, "messages")
     sampling = read_sampling(service, fields, service.limits.most - len(prompt) if asked is None else asked)
@@ -69,6 +69,7 @@ async def read_chat(
         salt=fields.get("cache_salt", ""),
         continues=fields.get("continue_final_message", False),
         constrained_by=grammar_field(fields) if tools is None else "tools",
+        ignored=ignored,
     )
     parsing = Parsing(
         tags=tags,
@@ -130,7 +131,8 @@ def _show_tags(
     return dataclasses.replace(sampling, skip_special_tokens=False)
 
 
-def _render(template: ChatTemplate, fields: Fields, tools: bool) -> str:
+def _render(template: ChatTemplate, fields: Fields, tools: bool) -> tuple[str, tuple[str, ...]]:
+    """The prompt, and what of the messages it does not show."""
     variables = dict(fields.get("chat_template_kwargs", {}))
     effort = fields.get("reasoning_effort")
     if effort is not None:
@@ -142,7 +144,9 @@ def _render(template: ChatTemplate, fields: Fields, tools: bool) -> str:
         continue_final_message=fields.get("continue_final_message", False),
         variables=variables,
     )
-    return template.render(fields.get("messages"), tools=fields.get("tools") if tools else None, options=options)
+    messages = fields.get("messages")
+    text = template.render(messages, tools=fields.get("tools") if tools else None, options=options)
+    return text, template.ignored(messages, fields.get("chat_template_kwargs", {}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 It holds the fields of OpenAI's API description and the extras that clients of other servers send. A field with a value
 reader is honoured and `use` says where it goes; one with a `Refused` reader answers 400 and says why, except for values
 that would change nothing. `null` always means "not given". Fields the table does not know are accepted and named in the
-response header `x-ridgeline-ignored-fields`. The tests of the service are generated from `good` and `bad`.
+response header `x-ridgeline-ignored-fields`, and so are members of messages and variables that the chat template does not
+read. The tests of the service are generated from `good` and `bad`.
 """
 
 from __future__ import annotations

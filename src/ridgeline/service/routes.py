@@ -107,6 +107,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
             body.get("chat_template_kwargs", {}),
         )
         text = await asyncio.to_thread(template.render, body["messages"], tools=tools, options=options)
+        request[IGNORED] = (*request.get(IGNORED, ()), *template.ignored(body["messages"], options.variables))
         field = "messages"
     special = body.get("add_special_tokens", field == "prompt")
     ids = await tokenize(service, text, field, add_special_tokens=special) if text else []

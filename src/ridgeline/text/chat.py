@@ -7,7 +7,7 @@ supported: a loop in one could hold the server for ever.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ridgeline.core.errors import ConfigError, RequestError, UnsupportedField
-from ridgeline.text.messages import normalize
+from ridgeline.text.messages import normalize, unread
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
 _TAIL_MARK = "\ue000END-OF-FINAL-MESSAGE\ue001 "
@@ -57,6 +57,8 @@ class ChatTemplate:
         self._specials = dict(specials)
         self.takes_parts = self._shows([{"type": "text", "text": "PROBE"}])
         self.takes_text = not self.takes_parts or self._shows("PROBE")
+        named = self._shows("x" if self.takes_text else [{"type": "text", "text": "x"}], name="PROBE")
+        self._members = _members(syntax) - (set() if named else {"name"})  # functions have names too
 
     def render(
         self,
@@ -79,6 +81,12 @@ class ChatTemplate:
         if options.continue_final_message:
             return self._render_open(plain, tools, options)
         return self._render(plain, tools, options.add_generation_prompt, options.variables)
+
+    def ignored(self, messages: Sequence[Mapping[str, Any]], variables: Iterable[str]) -> tuple[str, ...]:
+        """What the template reads of neither messages that were rendered nor a request's variables: `messages.name`,
+        `chat_template_kwargs.name`."""
+        strange = (f"chat_template_kwargs.{name}" for name in variables if name not in self.names)
+        return tuple(dict.fromkeys((*unread(messages, self._members), *strange)))
 
     def _render(
         self,
@@ -123,10 +131,10 @@ class ChatTemplate:
         trimmed = not prompt.startswith(_TAIL_MARK, cut)
         return prompt[:cut].rstrip() if trimmed else prompt[:cut]
 
-    def _shows(self, content: Any) -> bool:
-        """Whether the template renders such content as its text: asked of the template, not guessed from its source."""
+    def _shows(self, content: Any, **members: Any) -> bool:
+        """Whether the template renders such a message's text: asked of the template, not guessed from its source."""
         try:
-            prompt = self._render([{"role": "user", "content": content}], None, True, {})
+            prompt = self._render([{"role": "user", "content": content, **members}], None, True, {})
         except RequestError:
             return False
         return "PROBE" in prompt and "'type'" not in prompt and '"type"' not in prompt
@@ -149,6 +157,12 @@ class ChatTemplates:
             "This model has no chat template: use /v1/completions, or start the server with --chat-template FILE.",
             param="messages",
         )
+
+
+def _members(syntax: nodes.Template) -> frozenset[str]:
+    """Names that a template may read of a message: its attributes, and all strings in its code."""
+    attributes = (node.attr for node in syntax.find_all(nodes.Getattr))
+    return frozenset({*attributes, *(str(node.value) for node in syntax.find_all(nodes.Const))})
 
 
 class _Generation(Extension):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ridgeline.core.errors import RequestError, UnsupportedField
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_READ = frozenset({"role", "content", "tool_call_id"})
+"""Members that have their effect, or are a label, in every template."""
+_GONE = {"function_call": "it was replaced by tool_calls", "audio": "this model reads text only"}
+"""Members of OpenAI's messages that are refused, and why."""
 
 
 def normalize(
@@ -19,7 +23,7 @@ def normalize(
 
     parts, text: which content the template takes; a list of parts becomes its texts joined by newlines where it takes
     no lists, a text a list of one part where it takes nothing else. developer: it knows that role (else: system).
-    Arguments of tool calls become objects, as templates write them out themselves.
+    Arguments of tool calls become objects, as templates write them out themselves. A refusal is what was said instead of content.
     Raises RequestError naming the field, UnsupportedField naming a part that is not text.
     """
     if not messages:
@@ -27,15 +31,34 @@ def normalize(
     return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
 
 
+def unread(messages: Sequence[Mapping[str, Any]], shown: Collection[str]) -> Iterator[str]:
+    """Members of messages that `normalize` took and nothing reads, as `messages.name`; those that say nothing (empty ones) are
+    left out. shown: the members that the template reads. Names come as often as they stand there."""
+    for message in messages:
+        content = message.get("content")
+        for name, value in message.items():
+            known = name in _READ or name in shown or (name in _REASONING_FIELDS and "reasoning_content" in shown)
+            if value and not known and (name != "refusal" or content):
+                yield f"messages.{name}"
+        for part in content if isinstance(content, list) else ():
+            yield from (
+                f"messages.content.{name}" for name in part if name not in ("type", part["type"]) and part[name]
+            )
+
+
 def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and content.", param=where)
     fresh = {key: value for key, value in message.items() if value is not None}
+    for name in _GONE.keys() & fresh.keys():
+        raise UnsupportedField(f"{where}.{name} is not supported: {_GONE[name]}.", param=f"{where}.{name}")
     role = fresh.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
     if role == "developer" and not developer:
         fresh["role"] = "system"
+    if fresh.get("refusal") and not fresh.get("content"):
+        fresh["content"] = fresh.pop("refusal")
     if "content" in fresh:
         fresh["content"] = _content(fresh["content"], f"{where}.content", parts, text)
     elif role != "assistant":
@@ -58,12 +81,12 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
             raise RequestError(f"{where}[{i}] must be an object with a type.", param=f"{where}[{i}]")
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             reason = f"{where}[{i}] is of type {kind!r}: this model reads text only."
             raise UnsupportedField(reason, param=f"{where}[{i}]")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}].text must be a text.", param=f"{where}[{i}].text")
-        fresh.append({"type": "text", "text": part["text"]})
+        if not isinstance(part.get(kind), str):
+            raise RequestError(f"{where}[{i}].{kind} must be a text.", param=f"{where}[{i}].{kind}")
+        fresh.append({"type": "text", "text": part[kind]})
     return fresh if parts else "\n".join(part["text"] for part in fresh)
 
 
