@@ -38,6 +38,7 @@ SAID = {
     "host": "0.0.0.0",
     "port": "0",
     "api_key": "secret",
+    "allowed_origins": "https://a.example",
     "served_model_name": "name",
     "chat_template": "t.jinja",
     "max_queue": "9",

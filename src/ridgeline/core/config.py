@@ -66,6 +66,9 @@ class ServiceConfig:
     api_key: str | None = option(
         None, "key that every route asks for but /health and the pages, whose data asks for it"
     )
+    allowed_origins: str = option(
+        "", "sites whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
+    )
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
     max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")

@@ -8,6 +8,8 @@ RidgelineError                 500  something of ours broke
 │   ├── Unauthorized           401
 │   ├── ModelNotFound          404
 │   ├── NotFound               404  no such route or object
+│   ├── MethodNotAllowed       405
+│   ├── BodyTooSlow            408  the connection stalled before the end of the body
 │   ├── BodyTooLarge           413
 │   └── Overloaded             429  the queue is full; carries when to come back
 ├── Unavailable                503  loading or draining, never load
@@ -68,6 +70,16 @@ class ModelNotFound(RequestError):
 class NotFound(RequestError):
     status = 404
     code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooSlow(RequestError):
+    status = 408
+    code = "body_too_slow"
 
 
 class BodyTooLarge(RequestError):

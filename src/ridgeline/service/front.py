@@ -7,6 +7,7 @@ import asyncio
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.metrics import Metrics
+from ridgeline.service.origins import Origins
 from ridgeline.service.state import Service
 from ridgeline.wire.client import EngineClient
 
@@ -21,6 +22,7 @@ class Front:
         self.draining = False
         self.active = 0
         """Requests being answered."""
+        self.origins = Origins.parse(config.allowed_origins)
         self._hurry = False
         self._service: Service | None = None
 

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from ridgeline.core.errors import BodyTooLarge, NotFound, RequestError, RidgelineError, Unauthorized
+from ridgeline.core.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    RidgelineError,
+    Unauthorized,
+)
 from ridgeline.service.errors import as_ridgeline, error_response
 from ridgeline.service.front import Front
 
@@ -29,14 +37,20 @@ _MOST_NAMES = 32
 _OPEN = frozenset({"/health", "/dashboard", "/chat"})
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key: the pages are the same for everybody, what they show is asked for with it."""
+_BODY_S = 300.0
+"""Seconds in which a body must arrive: who sends half of one would hold a connection, and up a drain, for ever."""
 _LARGE = 1 << 18
 """Bytes of a body that is decoded and checked in a thread, so that no stream waits for it."""
 
 
 async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
-    """What `read` makes of the decoded body. Raises RequestError when it is no JSON, BodyTooLarge above the limit."""
+    """What `read` makes of the decoded body. Raises RequestError when it is no JSON, BodyTooLarge above the limit,
+    BodyTooSlow when it does not come."""
     try:
-        data = await request.read()
+        async with asyncio.timeout(_BODY_S):
+            data = await request.read()
+    except TimeoutError as error:
+        raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it at once.") from error
     except web.HTTPRequestEntityTooLarge as error:
         limit = request.app[FRONT].config.max_body_mb
         raise BodyTooLarge(f"The body is larger than {limit:g} MiB: send less.") from error
@@ -57,13 +71,15 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Gives the request its id, asks for the key, and turns every error into the one shape."""
     front = request.app[FRONT]
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
+    if (told := front.origins.preflight(request)) is not None:
+        return told
     front.active += 1
     try:
         if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
             _check_key(request, front.config.api_key)
         return await handler(request)
     except web.HTTPException as error:
-        return _from_http(request, error)
+        return from_http(request, error)
     except Exception as error:
         return error_response(as_ridgeline(error))
     finally:
@@ -83,14 +99,14 @@ def _raw(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _from_http(request: web.Request, error: web.HTTPException) -> web.Response:
+def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
     """aiohttp's own refusals, in the error shape."""
     known: RidgelineError = NotFound(f"There is no {request.method} {request.path[:200]}.")
     if error.status == 405:
         allowed = error.headers.get("Allow", "")
-        known = NotFound(f"{request.path[:200]} takes {allowed}, not {request.method}.")
+        known = MethodNotAllowed(f"{request.path[:200]} takes {allowed}, not {request.method}.")
     elif error.status != 404:
-        known = RequestError(error.reason)
+        known = RequestError(f"{error.reason}: {error.text or 'aiohttp refuses this request'}.")
     response = error_response(known)
     response.set_status(error.status)
     if "Allow" in error.headers:
@@ -104,6 +120,7 @@ def request_id(given: str | None) -> str:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    request.app[FRONT].origins.add_headers(request, response)
     response.headers["x-request-id"] = request.get(REQUEST_ID) or request_id(None)
     names = [name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)][:_MOST_NAMES]
     if request.get(IGNORED):

@@ -19,9 +19,11 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.app import make_app
+from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.launch import Begun, connect
+from ridgeline.service.origins import Origins
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -70,7 +72,7 @@ class Server:
     async def start(self) -> None:
         """Listen. Until `open` every route but the small ones answers 503. Raises ConfigError when the port is taken."""
         config = self.front.config
-        runner = web.AppRunner(
+        runner = Runner(
             make_app(self.front),
             handler_cancellation=True,
             access_log=None,
@@ -205,6 +207,7 @@ async def serve(
     reference = make_reference(config, model, engine)
     told = announce or Quiet()
     name = model.model or folder.name
+    Origins.parse(config.allowed_origins)  # a wrong one is told before the engine is waited for
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
     process = await connect(begun, metrics.on_step)
     server = Server(config, process.client, metrics, reference)
