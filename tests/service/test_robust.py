@@ -78,6 +78,9 @@ def test_small_routes(endless: Live):
         assert endless.send("POST", "/tokenize", body).status in (400, 404)
     for body in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [10**7]}):
         assert endless.send("POST", "/detokenize", body).status == 400
+    assert endless.send("POST", "/detokenize", {"tokens": [1] * 2048}).status == 200
+    refused = endless.send("POST", "/detokenize", {"tokens": [1] * 2049})
+    assert (refused.status, refused.error["param"]) == (400, "tokens") and "at most 2048" in refused.error["message"]
     assert endless.send("POST", "/reset_prefix_cache").json == {"forgotten": 3}
     assert endless.send("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
 

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 import ridgeline
-from ridgeline.core.errors import RequestError, Unavailable
+from ridgeline.core.errors import ContextTooLong, RequestError, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
 from ridgeline.service.errors import error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
@@ -125,6 +125,8 @@ async def detokenize(request: web.Request) -> web.Response:
     _check_model(service, body)
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")
+    if len(body["tokens"]) > (most := service.limits.context):  # every stream would wait for millions of them
+        raise ContextTooLong(f"tokens has {len(body['tokens'])} ids: send at most {most} at once.", param="tokens")
     service.limits.check_ids(body["tokens"], "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body["tokens"], skip_special_tokens=False)
     return json_response({"prompt": text})
