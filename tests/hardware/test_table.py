@@ -113,6 +113,13 @@ def test_a_missing_precision_is_widened_or_refused() -> None:
 def test_a_processor_is_a_plain_one_unless_the_table_names_it() -> None:
     assert cpu().kind == "cpu"
     assert Device("cpu", "AMD EPYC 9654 96-Core Processor", 1, 1).accelerator == cpu()
+    for features, words in (
+        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), "AVX-512 and AMX"),
+        (("avx2", "avx512f", "avx512_bf16"), "AVX-512 with bf16"),
+        (("avx2", "avx512f"), "desktop"),
+        ((), "desktop"),
+    ):
+        assert words in Device("cpu", "a processor", 1, 1, features).accelerator.name
     assert Device("cpu", lookup("epyc").name, 1, 1).accelerator == lookup("epyc")
     assert Device("cuda", "NVIDIA H200", 1, 1).accelerator == lookup("h200")
     assert Device("cuda", "Tesla T4", 1, 1).accelerator is None

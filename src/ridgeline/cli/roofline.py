@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def run(given: Given) -> int:
     spec = read_spec(resolved.model)
     rest = vars(given.rest)
     check_places(rest, "html", "svg")
-    accelerator = _accelerator(rest.get("on"))
+    accelerator, word = _accelerator(rest.get("on"))
     load = replace(Load(), **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
     for name, value in asdict(load).items():
         if value < 1:
@@ -68,14 +69,15 @@ def run(given: Given) -> int:
     found = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
     steps = {one.name: cost.step_s(step_work(spec, shares(one.name, load))) for one in found.phases}
+    told = (*notes(found, cost, steps), *word)
     if "svg" in rest:
         Path(rest["svg"]).write_text(document(roofline_chart(found, steps)), encoding="utf-8")
     if "html" in rest:
-        Path(rest["html"]).write_text(roofline_page(found, steps, notes(found, cost, steps)), encoding="utf-8")
+        Path(rest["html"]).write_text(roofline_page(found, steps, told), encoding="utf-8")
     if "json" in rest:
         print(json.dumps(facts(found, cost, steps), indent=2))
     else:
-        _show(Console(), found, cost, steps)
+        _show(Console(), found, told)
     return 0
 
 
@@ -90,13 +92,19 @@ def shares(phase: str, load: Load) -> list[tuple[int, int]]:
     return [(load.context, 1)] * load.batch if phase == "decode" else [(0, load.prompt)]
 
 
-def _accelerator(name: str | None) -> Accelerator:
+def _accelerator(name: str | None) -> tuple[Accelerator, tuple[str, ...]]:
+    """A row of the table, and what to say of it where it only stands for this machine."""
     if name is not None:
-        return lookup(name)
-    device = probe().device()
-    if device.accelerator is None:
+        return lookup(name), ()
+    machine = probe()
+    device = machine.device()
+    row = device.accelerator
+    if row is None:
         raise ConfigError(f"{device.name} is not in the table: name an accelerator with --on.", param="on")
-    return device.accelerator
+    if device.kind != "cpu":
+        return row, ()
+    return row, (f"{row.name!r} is the row of the table that stands for this processor ({device.name}, {machine.cores} cores); "
+                 "`ridgeline calibrate` measures it.",)  # fmt: skip
 
 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
@@ -172,7 +180,7 @@ def _phase_facts(found: Phase, predicted_s: float) -> dict[str, Any]:
             "operations": operations}  # fmt: skip
 
 
-def _show(console: Console, found: Roofline, cost: CostModel, steps: dict[str, float]) -> None:
+def _show(console: Console, found: Roofline, told: Sequence[str]) -> None:
     one = found.accelerator
     peak = si(one.peak(matrix_dtype(found.spec)), "FLOP/s")
     console.print(
@@ -190,5 +198,5 @@ def _show(console: Console, found: Roofline, cost: CostModel, steps: dict[str, f
         console.print()
         console.print(table)
     console.print()
-    for line in notes(found, cost, steps):
+    for line in told:
         console.print(line, highlight=False, soft_wrap=True)

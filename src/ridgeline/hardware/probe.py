@@ -18,12 +18,14 @@ _NAME_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that can hold a model. memory_bytes: all of it (CPU: of the machine); free_bytes: not in use now."""
+    """One device that can hold a model. memory_bytes: all of it (CPU: of the machine); free_bytes: not in use now.
+    features: instruction sets of a processor."""
 
     kind: str
     name: str
     memory_bytes: int
     free_bytes: int
+    features: tuple[str, ...] = ()
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -32,7 +34,7 @@ class Device:
         named = next((one for one in ACCELERATORS if one.name == self.name), None)
         if named is not None:
             return named
-        return cpu() if self.kind == "cpu" else find(self.name)
+        return cpu(self.features) if self.kind == "cpu" else find(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Machine:
 def probe() -> Machine:
     """Ask this machine. What cannot be found out is 0 or empty; nothing is raised."""
     processor, features = _processor(_lines("/proc/cpuinfo"))
-    host = Device("cpu", processor, *host_memory())
+    host = Device("cpu", processor, *host_memory(), features)
     cores = len(os.sched_getaffinity(0))
     return Machine(processor, cores, features, host, visible(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -47,7 +47,7 @@ class Accelerator:
     sparse: the same with 2:4 (or the maker's own) sparsity. link: bytes per second to its peers, both directions summed;
     host_link: bytes per second from the host's memory, one direction; 0 where there is none or nobody says.
     watts: the maker's design power (TDP), 0 where it is not published; short peaks draw 1.1 to 1.5 times as much.
-    pattern: how its driver names it. unverified: figures that stand on memory, without a source that was looked up.
+    pattern: how its driver names it. needs: instruction sets of a processor for which the row may stand. unverified: figures that stand on memory, without a source that was looked up.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Accelerator:
     rent: Price | None
     buy: Price | None
     pattern: str
+    needs: frozenset[str]
     source: str
     unverified: tuple[str, ...]
 
@@ -124,6 +125,7 @@ def _rows() -> Iterator[Accelerator]:
             rent=_price(row.get("rent"), "usd_hour"),
             buy=_price(row.get("buy"), "usd"),
             pattern=row["pattern"],
+            needs=frozenset(row.get("needs", ())),
             source=row["source"],
             unverified=tuple(row.get("unverified", ())),
         )
@@ -168,6 +170,6 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9-]+", name.lower()))
 
 
-def cpu() -> Accelerator:
-    """The row that stands for a plain processor."""
-    return next(one for one in ACCELERATORS if one.kind == "cpu")
+def cpu(features: Iterable[str] = ()) -> Accelerator:
+    """The row that stands for a processor with these instruction sets, which the table does not name."""
+    return next(one for one in ACCELERATORS if one.kind == "cpu" and one.needs <= set(features))
