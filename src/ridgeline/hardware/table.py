@@ -47,7 +47,8 @@ class Accelerator:
     sparse: the same with 2:4 (or the maker's own) sparsity. link: bytes per second to its peers, both directions summed;
     host_link: bytes per second from the host's memory, one direction; 0 where there is none or nobody says.
     watts: the maker's design power (TDP), 0 where it is not published; short peaks draw 1.1 to 1.5 times as much.
-    pattern: how its driver names it. needs: instruction sets of a processor for which the row may stand. unverified: figures that stand on memory, without a source that was looked up.
+    pattern: how its driver names it. needs: instruction sets of a processor for which the row may stand.
+    unverified: figures that stand on memory, without a source that was looked up.
     """
 
     name: str
