@@ -71,6 +71,12 @@ def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...],
     assert run(capsys, "calc", kind, *rest)
 
 
+def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("calc", "breakeven", "--usd-hour", "0.01", "--price", "30000", "--watts", "700")
+    assert json.loads(run(capsys, *words, "--json"))["payback_months"] is None
+    assert run(capsys, *words).count("never") == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -83,6 +89,20 @@ def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...],
         (("calc", "breakeven", "--usd-hour", "2"), "give --price"),
         (("calc", "breakeven", "--price", "9", "--usd-hour", "2", "--utilization", "1.5"), "it is a share"),
         (("calc", "energy"), "--watts is missing"),
+        (("calc", "energy", "--watts", "nan"), "'nan' is not a number"),
+        (("calc", "energy", "--watts", "700", "--pue", "0.9"), "--pue 0.9 must be at least 1"),
+        (("calc", "cost", "--usd-hour", "inf", "--tokens-s", "1"), "'inf' is not a number"),
+        (("calc", "cost", "--usd-hour", "2", "--price", "9", "--tokens-s", "1"), "rents and --price owns"),
+        (
+            ("calc", "cost", "--usd-hour", "2", "--years", "3", "--tokens-s", "1"),
+            "--years is of hardware that is owned",
+        ),
+        (("calc", "cost", "--price", "-9", "--tokens-s", "1"), "--price -9 must be above 0"),
+        (("calc", "cost", "--price", "9", "--tokens-s", "1", "--residual", "1.5"), "it is a share"),
+        (("calc", "cost", "--price", "9", "--tokens-s", "1", "--upkeep", "-0.1"), "--upkeep -0.1 must be at least 0"),
+        (("calc", "kv", "--layers", "3", "--heads", "6", "--kv-heads", "4", "--head-dim", "8"), "a divisor"),
+        (("calc", "kv", "--tokens", "1e3"), "'1e3' is not a whole number"),
+        (("roofline", "--context", "0.5K5"), "is not a whole number"),
         (("roofline", LLAMA, "--on", "abacus"), "there is no 'abacus'"),
         (("roofline", LLAMA, "--on", "h200", "--batch", "0"), "--batch 0 is below 1"),
         (("roofline", LLAMA, "--on", "h200", "--calibration", "/nowhere.json"), "is no calibration"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, finite, parser_for, whole
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text
@@ -27,6 +28,8 @@ from ridgeline.planner.energy import Energy, yearly_kwh
 from ridgeline.planner.kv import kv_need, sequences, uniform
 
 _SHAPE = ("layers", "heads", "kv_heads", "head_dim")
+_LEAST = {"residual": 0, "upkeep": 0, "pue": 1, "carbon_g_kwh": 0, "usd_kwh": 0}
+"""Options that may be smaller or must be larger than just above 0."""
 _OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
 
 
@@ -61,7 +64,7 @@ def run(given: Given) -> int:
     rest = vars(given.rest)
     lines = KINDS[rest["kind"]][2](given, rest)
     if "json" in rest:
-        print(json.dumps({one.name: one.value for one in lines}, indent=2))
+        print(json.dumps({one.name: one.value if math.isfinite(one.value) else None for one in lines}, indent=2))
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for one in lines:
@@ -71,7 +74,7 @@ def run(given: Given) -> int:
 
 
 def _metavar(kind: Callable[[str], Any]) -> str:
-    return {int: "N", float: "X"}.get(kind, "NAME")  # type: ignore[call-overload, no-any-return]
+    return "N" if kind is whole else "X" if kind is finite else "NAME"
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------------
@@ -111,7 +114,12 @@ def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
             f"a model and --{shaped[0].replace('_', '-')} are given: name one or the other.", param="model"
         )
     layers, heads, head_dim = (_count(rest, name, None) for name in ("layers", "heads", "head_dim"))
-    return uniform(layers, heads, head_dim, kv_heads=_count(rest, "kv_heads", heads))
+    kv_heads = _count(rest, "kv_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{heads} heads cannot share --kv-heads {kv_heads}: give a divisor of them.", param="kv_heads"
+        )
+    return uniform(layers, heads, head_dim, kv_heads=kv_heads)
 
 
 # --- money and energy ---------------------------------------------------------------------------------------------------
@@ -119,7 +127,11 @@ def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
 
 def cost(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     """What tokens and requests cost on hardware that is rented, or owned (--price)."""
-    usd_hour = _owned(rest).usd_hour(_share(rest, "utilization", 1.0)) if "price" in rest else _rent(rest)
+    if "price" in rest and "usd_hour" in rest:
+        raise ConfigError("--usd-hour rents and --price owns: give one of them.", param="usd_hour")
+    if "price" not in rest and (idle := [name for name in (*_OWNED, "utilization") if name in rest]):
+        raise ConfigError(f"{_flag(idle[0])} is of hardware that is owned: give its --price too.", param=idle[0])
+    usd_hour = _owned(rest).usd_hour(_number(rest, "utilization", 1.0)) if "price" in rest else _rent(rest)
     tokens_s = _number(rest, "tokens_s", None)
     found = Service(usd_hour, tokens_s, _number(rest, "prefills_min", 0.0), _number(rest, "output_tokens", 1.0))
     lines = [
@@ -162,7 +174,7 @@ def energy(given: Given, rest: Mapping[str, Any]) -> list[Line]:
 
 def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     """From how many hours of use on an own device is cheaper than a rented one."""
-    owned, rent, used = _owned(rest), _rent(rest), _share(rest, "utilization", 1.0)
+    owned, rent, used = _owned(rest), _rent(rest), _number(rest, "utilization", 1.0)
     found = BreakEven(owned, rent)
     months, saved = found.payback_months(used), found.saved_usd(used)
     return [
@@ -172,9 +184,16 @@ def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
             "breakeven_utilization",
             "owning is cheaper above",
             found.utilization,
-            f"{found.utilization:.1%} of all hours",
+            f"{found.utilization:.1%} of all hours"
+            if math.isfinite(found.utilization)
+            else "never: its power costs more",
         ),
-        Line("payback_months", f"the price is back after (at {used:.0%})", months, f"{months:,.1f} months"),
+        Line(
+            "payback_months",
+            f"the price is back after (at {used:.0%})",
+            months,
+            f"{months:,.1f} months" if math.isfinite(months) else "never",
+        ),
         _usd("saved_usd", f"saved in {owned.years:g} years", saved),
     ]
 
@@ -184,13 +203,10 @@ def _owned(rest: Mapping[str, Any]) -> Owned:
     price = rest.get("price", one.buy.usd if one is not None and one.buy is not None else None)
     if price is None:
         raise ConfigError("nothing says what the device costs: give --price.", param="price")
-    given = {name: rest[name] for name in _OWNED if name in rest}
+    given = {name: _number(rest, name, None) for name in _OWNED if name in rest}
     if one is not None and one.watts and "watts" not in given:
         given["watts"] = one.watts
-    owned = Owned(price, **given)
-    if owned.years <= 0:
-        raise ConfigError("--years must be above 0.", param="years")
-    return owned
+    return Owned(_number(rest, "price", price), **given)
 
 
 def _rent(rest: Mapping[str, Any]) -> float:
@@ -211,25 +227,24 @@ def _watts(rest: Mapping[str, Any]) -> float:
 
 
 def _number(rest: Mapping[str, Any], name: str, untold: float | None) -> float:
-    """A number above 0 (or `untold`). Raises ConfigError naming the option."""
+    """A number above 0, or at least what _LEAST says (or `untold`). Raises ConfigError naming the option."""
     value = rest.get(name, untold)
-    flag = f"--{name.replace('_', '-')}"
     if value is None:
-        raise ConfigError(f"{flag} is missing.", param=name)
-    if value <= 0 and name in rest:
-        raise ConfigError(f"{flag} {value:g} must be above 0.", param=name)
-    return float(value)
+        raise ConfigError(f"{_flag(name)} is missing.", param=name)
+    if name in rest and (value < _LEAST[name] if name in _LEAST else value <= 0):
+        least = f"at least {_LEAST[name]:g}" if name in _LEAST else "above 0"
+        raise ConfigError(f"{_flag(name)} {value:g} must be {least}.", param=name)
+    if name in ("residual", "utilization") and value > 1:
+        raise ConfigError(f"{_flag(name)} {value:g} is above 1: it is a share.", param=name)
+    return value
 
 
 def _count(rest: Mapping[str, Any], name: str, untold: int | None) -> int:
     return int(_number(rest, name, untold))
 
 
-def _share(rest: Mapping[str, Any], name: str, untold: float) -> float:
-    value = _number(rest, name, untold)
-    if value > 1:
-        raise ConfigError(f"--{name.replace('_', '-')} {value:g} is above 1: it is a share.", param=name)
-    return value
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _gb(count: int) -> str:
@@ -243,26 +258,26 @@ def _usd(name: str, words: str, value: float) -> Line:
 Option = tuple[Callable[[str], Any], str]
 _ON: dict[str, Option] = {"on": (str, "an accelerator of the table: its price, power or memory where none is given")}
 _LIFE: dict[str, Option] = {
-    "price": (float, "dollars of the device with its share of the server"),
-    "years": (float, "years it is used (default: 4)"),
-    "residual": (float, "share of the price it still brings then (default: 0)"),
-    "upkeep": (float, "share of the price per year for repair, room and staff (default: 0.05)"),
-    "watts": (float, "power while in use, the server's share included"),
-    "pue": (float, "power of the site per power of its machines (default: 1.2)"),
-    "usd_kwh": (float, "dollars per kWh (default: 0.12)"),
-    "utilization": (float, "share of all hours in use (default: 1)"),
+    "price": (finite, "dollars of the device with its share of the server"),
+    "years": (finite, "years it is used (default: 4)"),
+    "residual": (finite, "share of the price it still brings then (default: 0)"),
+    "upkeep": (finite, "share of the price per year for repair, room and staff (default: 0.05)"),
+    "watts": (finite, "power while in use, the server's share included"),
+    "pue": (finite, "power of the site per power of its machines (default: 1.2)"),
+    "usd_kwh": (finite, "dollars per kWh (default: 0.12)"),
+    "utilization": (finite, "share of all hours in use (default: 1)"),
 }
 KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any]], list[Line]]]] = {
     "kv": (
         "the key-value cache of a model or a shape",
         {
-            "batch": (int, "sequences (default: 1)"),
-            "tokens": (int, "tokens of each (default: 2048)"),
+            "batch": (whole, "sequences (default: 1)"),
+            "tokens": (whole, "tokens of each (default: 2048)"),
             "cache_dtype": (str, f"{', '.join(DTYPE_BYTES)} (default: the model's)"),
-            "layers": (int, "layers, instead of MODEL"),
-            "heads": (int, "query heads"),
-            "kv_heads": (int, "key-value heads (default: as many)"),
-            "head_dim": (int, "size of a head"),
+            "layers": (whole, "layers, instead of MODEL"),
+            "heads": (whole, "query heads"),
+            "kv_heads": (whole, "key-value heads (default: as many)"),
+            "head_dim": (whole, "size of a head"),
             **_ON,
         },
         kv,
@@ -270,10 +285,10 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
     "cost": (
         "dollars per token and per request, rented or owned",
         {
-            "usd_hour": (float, "dollars of an hour of the hardware"),
-            "tokens_s": (float, "output tokens per second"),
-            "prefills_min": (float, "prompts read per minute, if they are counted apart"),
-            "output_tokens": (float, "tokens of a mean answer"),
+            "usd_hour": (finite, "dollars of an hour of the hardware"),
+            "tokens_s": (finite, "output tokens per second"),
+            "prefills_min": (finite, "prompts read per minute, if they are counted apart"),
+            "output_tokens": (finite, "tokens of a mean answer"),
             **_LIFE,
             **_ON,
         },
@@ -282,10 +297,10 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
     "energy": (
         "joules per token, kWh and CO2 per year",
         {
-            "watts": (float, "power of the device"),
-            "tokens_s": (float, "output tokens per second"),
+            "watts": (finite, "power of the device"),
+            "tokens_s": (finite, "output tokens per second"),
             "pue": _LIFE["pue"],
-            "carbon_g_kwh": (float, "grams of CO2 per kWh (default: 450)"),
+            "carbon_g_kwh": (finite, "grams of CO2 per kWh (default: 450)"),
             "usd_kwh": _LIFE["usd_kwh"],
             **_ON,
         },
@@ -293,7 +308,7 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
     ),
     "breakeven": (
         "renting or owning",
-        {"usd_hour": (float, "dollars of a rented hour"), **_LIFE, **_ON},
+        {"usd_hour": (finite, "dollars of a rented hour"), **_LIFE, **_ON},
         breakeven,
     ),
 }

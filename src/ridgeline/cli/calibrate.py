@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgeline.bench.steps import FIT, Bounds, measure, shapes
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
@@ -47,9 +47,9 @@ def parser() -> Parser:
     group = found.add_argument_group("measuring")
     group.add_argument("--out", metavar="FILE", help="where the calibration goes (default: calibration.json)")
     group.add_argument(
-        "--repeats", type=int, metavar="N", help="times each prompt comes after one to warm up (default: 3)"
+        "--repeats", type=whole, metavar="N", help="times each prompt comes after one to warm up (default: 3)"
     )
-    group.add_argument("--most-tokens", type=int, metavar="N", help="most tokens of cache a measured shape holds")
+    group.add_argument("--most-tokens", type=whole, metavar="N", help="most tokens of cache a measured shape holds")
     return found
 
 

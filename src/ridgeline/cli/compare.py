@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, finite, parser_for, whole
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
@@ -62,10 +62,14 @@ def parser() -> Parser:
     found.add_argument("candidate", metavar="CANDIDATE", nargs="?", help="folder, hub name, or address of a server")
     text = found.add_argument_group("texts")
     text.add_argument("--text", metavar="FILE", help='a text, or JSON lines with a member "text"')
-    text.add_argument("--window", type=int, metavar="N", help=f"tokens scored together (default: {WINDOW})")
-    text.add_argument("--overlap", type=int, metavar="N", help="tokens of a window that only repeat the last one's end")
+    text.add_argument("--window", type=whole, metavar="N", help=f"tokens scored together (default: {WINDOW})")
+    text.add_argument(
+        "--overlap", type=whole, metavar="N", help="tokens of a window that only repeat the last one's end"
+    )
     text.add_argument("--tasks", metavar="FILE", help="questions with known answers, JSON lines (docs/compression.md)")
-    text.add_argument("--limit-tokens", type=int, metavar="N", help="stop after the window that reaches so many tokens")
+    text.add_argument(
+        "--limit-tokens", type=whole, metavar="N", help="stop after the window that reaches so many tokens"
+    )
     models = found.add_argument_group("models")
     models.add_argument("--dtype", metavar="NAME", help="of models in this process: auto, bfloat16, float16 or float32")
     models.add_argument("--quantization", metavar="NAME", help="number format of a candidate in this process")
@@ -74,14 +78,14 @@ def parser() -> Parser:
     models.add_argument("--candidate-model", metavar="NAME", help="the model's name on the candidate's server")
     models.add_argument("--reference-key-env", metavar="NAME", help="variable with the reference server's API key")
     models.add_argument("--candidate-key-env", metavar="NAME", help="variable with the candidate server's API key")
-    models.add_argument("--top", type=int, metavar="N", help=f"alternatives per token (default: {MAX_LOGPROBS})")
+    models.add_argument("--top", type=whole, metavar="N", help=f"alternatives per token (default: {MAX_LOGPROBS})")
     models.add_argument(
         "--save-reference", metavar="FILE", help="keep the reference's scores; CANDIDATE may be left out"
     )
     limits = found.add_argument_group("limits")
     for name, (figure, side) in LIMITS.items():
         words = f"fail if {figure} is {'above' if side == 'most' else 'below'} this"
-        limits.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=words)
+        limits.add_argument(f"--{name.replace('_', '-')}", type=finite, metavar="X", help=words)
     found.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
     found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
     return found

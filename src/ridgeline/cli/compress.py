@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cli.flags import Given, Parser, parser_for
+from ridgeline.cli.flags import Given, Parser, finite, parser_for, whole
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.show import Stages, bytes_text
 from ridgeline.compress.card import Served, card, write_card
@@ -68,28 +68,28 @@ def parser() -> Parser:
         "--calibration", metavar="FILE", help='a text, or JSON lines with "text" (default: a sample of ours)'
     )
     texts.add_argument(
-        "--calibration-tokens", type=int, metavar="N", help=f"tokens to calibrate with (default: {TOKENS})"
+        "--calibration-tokens", type=whole, metavar="N", help=f"tokens to calibrate with (default: {TOKENS})"
     )
-    texts.add_argument("--length", type=int, metavar="N", help=f"tokens of a row (default: {LENGTH})")
+    texts.add_argument("--length", type=whole, metavar="N", help=f"tokens of a row (default: {LENGTH})")
     texts.add_argument("--text", metavar="FILE", help="texts to judge by (default: every fourth of the calibration's)")
     texts.add_argument(
-        "--judged-tokens", type=int, metavar="N", help=f"tokens to judge by, 0: none (default: {JUDGED})"
+        "--judged-tokens", type=whole, metavar="N", help=f"tokens to judge by, 0: none (default: {JUDGED})"
     )
     trained = found.add_argument_group("trained")
     trained.add_argument("--tune", metavar="FILE", help="texts to train on afterwards; without it nothing is trained")
-    trained.add_argument("--tune-steps", type=int, metavar="N", help=f"steps (default: {STEPS}, or {PASSES} passes)")
+    trained.add_argument("--tune-steps", type=whole, metavar="N", help=f"steps (default: {STEPS}, or {PASSES} passes)")
     trained.add_argument(
-        "--tune-rows", type=int, metavar="N", help=f"rows of --length tokens in a step (default: {ROWS})"
+        "--tune-rows", type=whole, metavar="N", help=f"rows of --length tokens in a step (default: {ROWS})"
     )
     trained.add_argument(
-        "--tune-rate", type=float, metavar="X", help=f"step size (default: {RATE}; {GRID_RATE} for rounded weights)"
+        "--tune-rate", type=finite, metavar="X", help=f"step size (default: {RATE}; {GRID_RATE} for rounded weights)"
     )
     served = found.add_argument_group("served")
     served.add_argument(
         "--tasks", metavar="FILE", help="questions with known answers, or none (default: ours, for the shipped model)"
     )
     served.add_argument(
-        "--speed-tokens", type=int, metavar="N", help=f"tokens of the timed answer, 0: none (default: {SPEED_TOKENS})"
+        "--speed-tokens", type=whole, metavar="N", help=f"tokens of the timed answer, 0: none (default: {SPEED_TOKENS})"
     )
     return found
 

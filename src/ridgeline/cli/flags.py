@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import CHOICES, ENVIRONMENT, option_types
+from ridgeline.core.resolve import CHOICES, ENVIRONMENT, WHOLE, option_types, read_integer
 from ridgeline.core.sampling import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "n", "stop")
@@ -41,6 +42,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `{self.prog} --help` shows what there is.")
+
+
+def whole(text: str) -> int:
+    """A whole number on the command line, as configuration fields take them (8K, 1.5M)."""
+    try:
+        return read_integer(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {WHOLE}") from None
+
+
+def finite(text: str) -> float:
+    """A number on the command line; nan and inf are none, since every limit lets them through."""
+    try:
+        if math.isfinite(value := float(text)):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number")
 
 
 def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool = True) -> Parser:
@@ -174,8 +193,8 @@ def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
                 flag, action="append", metavar="TEXT", help="text that ends the answer; may be given again"
             )
         else:
-            number = float if types[name] is float else int
-            group.add_argument(flag, type=number, metavar=_METAVARS[number])
+            number = finite if types[name] is float else whole
+            group.add_argument(flag, type=number, metavar=_METAVARS[types[name]])
 
 
 def read_sampling(given: Given) -> dict[str, Any]:

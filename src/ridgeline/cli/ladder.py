@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ridgeline
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages, bytes_text
 from ridgeline.compress.texts import default_calibration, judging_windows, split
@@ -56,7 +56,7 @@ def parser() -> Parser:
     found.add_argument("--formats", metavar="NAMES", help=f"number formats to climb through (default: {FORMATS})")
     found.add_argument("--text", metavar="FILE", help="texts to begin answers with and to judge by (default: ours)")
     for name, default in TOKENS.items():
-        found.add_argument(f"--{name}", type=int, metavar="N", help=f"{_WORDS[name]} (default: {default})")
+        found.add_argument(f"--{name}", type=whole, metavar="N", help=f"{_WORDS[name]} (default: {default})")
     found.add_argument("--json", action="store_true", default=False, help="print a JSON list instead of a table")
     found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
     found.add_argument("--plot", metavar="FILE", help="write an SVG of speed over size")

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for
+from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.calibration import load_calibration
@@ -43,9 +43,9 @@ def parser() -> Parser:
     group.add_argument(
         "--on", metavar="NAME", help="an accelerator of the table (H100, L4, mi300x, cpu); else this one"
     )
-    group.add_argument("--batch", type=int, metavar="N", help=f"sequences that decode (default: {load.batch})")
-    group.add_argument("--context", type=int, metavar="N", help=f"tokens each holds (default: {load.context})")
-    group.add_argument("--prompt", type=int, metavar="N", help=f"tokens of the prefill (default: {load.prompt})")
+    group.add_argument("--batch", type=whole, metavar="N", help=f"sequences that decode (default: {load.batch})")
+    group.add_argument("--context", type=whole, metavar="N", help=f"tokens each holds (default: {load.context})")
+    group.add_argument("--prompt", type=whole, metavar="N", help=f"tokens of the prefill (default: {load.prompt})")
     group.add_argument("--calibration", metavar="FILE", help="what `ridgeline calibrate` wrote (default: none)")
     group = found.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")

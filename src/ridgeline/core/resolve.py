@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -46,6 +47,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "price_per_hour": (0.0, 1 << 20),
 }
 
+WHOLE = "a whole number (8192, 8K = 8192, 8k = 8000)"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -234,6 +236,19 @@ def _bad(name: str, raw: Any, origin: str, wanted: str) -> ConfigError:
     return ConfigError(f"{name} is {raw!r} ({origin}): give {wanted}.", param=name)
 
 
+def read_integer(text: str) -> int:
+    """A whole number as options take them: text may end in k, m, g (powers of 1000) or K, M, G (powers of 1024), as in 8k or
+    1.5G. Raises ValueError."""
+    text = text.strip().replace("_", "")
+    factor = _SUFFIXES.get(text[-1:], 1)
+    if factor == 1:
+        return int(text)
+    value = float(text[:-1]) * factor
+    if not math.isfinite(value) or value != int(value):
+        raise ValueError
+    return int(value)
+
+
 def _text(name: str, raw: Any, origin: str) -> str:
     if isinstance(raw, str):
         return raw
@@ -243,29 +258,20 @@ def _text(name: str, raw: Any, origin: str) -> str:
 
 
 def _integer(name: str, raw: Any, origin: str) -> int:
-    """Whole number; text may end in k, m, g (powers of 1000) or K, M, G (powers of 1024), as in 8k or 1.5G."""
-    wanted = "a whole number (8192, 8K = 8192, 8k = 8000)"
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
-    if not isinstance(raw, str):
-        raise _bad(name, raw, origin, wanted)
-    text = raw.strip().replace("_", "")
-    factor = _SUFFIXES.get(text[-1:], 1)
     try:
-        if factor == 1:
-            return int(text)
-        value = float(text[:-1]) * factor
+        if isinstance(raw, str):
+            return read_integer(raw)
     except ValueError:
-        raise _bad(name, raw, origin, wanted) from None
-    if value != value or value in (float("inf"), float("-inf")) or value != int(value):
-        raise _bad(name, raw, origin, wanted)
-    return int(value)
+        pass
+    raise _bad(name, raw, origin, WHOLE)
 
 
 def _number(name: str, raw: Any, origin: str) -> float:
     try:
-        if isinstance(raw, (int, float, str)) and not isinstance(raw, bool):
-            return float(raw)
+        if isinstance(raw, (int, float, str)) and not isinstance(raw, bool) and (value := float(raw)) == value:
+            return value
     except ValueError:
         pass
     raise _bad(name, raw, origin, "a number")
