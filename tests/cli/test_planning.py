@@ -105,6 +105,15 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (("roofline", "--context", "0.5K5"), "is not a whole number"),
         (("roofline", LLAMA, "--on", "abacus"), "there is no 'abacus'"),
         (("roofline", LLAMA, "--on", "h200", "--batch", "0"), "--batch 0 is below 1"),
+        (("roofline", LLAMA, "--on", "h200", "--context", "1M"), "more than the model's context of 131072 tokens"),
+        (("roofline", LLAMA, "--on", "h200", "--max-model-len", "1K", "--prompt", "2K"), "context of 1024 tokens"),
+        (("fit", "--memory", "-1"), "--memory -1 must be above 0"),
+        (("fit", "--on", "h100", "--device", "cpu"), "leave one of them out"),
+        (("fit", "--batching", "static:0"), "batching"),
+        (("fit", "--speculate", "foo"), "'foo' is unknown"),
+        (("fit", "--speculate", "medusa:/nowhere"), "/nowhere does not exist"),
+        (("fit", "--speculate", "reference:/nowhere"), "/nowhere is no file"),
+        (("fit", "--calibration", "/nowhere.json"), "is no calibration"),
         (("roofline", LLAMA, "--on", "h200", "--calibration", "/nowhere.json"), "is no calibration"),
         (("calibrate", "--repeats", "0"), "--repeats 0 is below 1"),
     ],
@@ -112,6 +121,19 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_roofline_of_a_short_context_is_of_no_longer_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "roofline", LLAMA, "--on", "h200", "--max-model-len", "300", "--json"))
+    assert found["load"] == {"batch": 1, "context": 300, "prompt": 300}
+
+
+def test_what_fits_counts_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    def sequences(*words: str) -> int:
+        out = run(capsys, "fit", LLAMA, "--on", "h100", "--max-model-len", "8K", *words)
+        return int(out.split("at once")[1].split()[0])
+
+    assert sequences("--speculate", f"draft:{LLAMA}") < sequences("--speculate", "reference") / 2
 
 
 def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
@@ -123,6 +145,7 @@ def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], 
     assert facts["steps"] >= 10 and facts["leave_one_out_error"]["median"] > 0
     found = json.loads(run(capsys, "roofline", str(tiny), "--on", "cpu", "--calibration", str(path), "--json"))
     assert found["calibrated"] is True
+    assert "(calibrated)" in run(capsys, "fit", str(tiny), "--device", "cpu", "--calibration", str(path))
     assert main(["roofline", LLAMA, "--on", "h200", "--calibration", str(path)]) == 2
     assert "was measured with something else" in capsys.readouterr().err
 

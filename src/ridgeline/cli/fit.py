@@ -6,6 +6,7 @@ Reads config.json alone. Exit status 1 when the model does not fit.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,12 +15,16 @@ from rich.table import Table
 from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Beside, Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
+from ridgeline.core.speculate import refusal
+from ridgeline.engine.drafting import LOGIT_ROWS, wanted_by, weigh
+from ridgeline.engine.policy import admission
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.hardware.table import lookup
 from ridgeline.models.build import served_spec
@@ -41,18 +46,21 @@ def run(given: Given) -> int:
     folder = resolve_model(replace(model, load_format="dummy"))
     spec = served_spec(read_model(folder)[0], model)
     device = _device(given, engine.device)
+    admission(engine.batching)  # a command that is shown has to start
+    cost = _cost(spec, engine, device)
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
     console = Console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     _describe(table, spec, device)
+    beside = _beside(engine, spec, folder, memory)
     try:
-        plan = size(spec, engine, total, device.kind, model=model, beside=Beside(bytes=memory.taken))
+        plan = size(spec, engine, total, device.kind, model=model, beside=beside)
     except DoesNotFit as error:
         console.print(table)
         console.print(f"\n[bold]does not fit[/bold]  {escape(error.message)}", soft_wrap=True, highlight=False)
         return 1
-    _plan(table, plan, spec, device)
+    _plan(table, plan, spec, cost)
     console.print(table)
     console.print("\n[bold]fits[/bold]  " + escape(command(engine, memory, model, {})), soft_wrap=True, highlight=False)
     return 0
@@ -71,15 +79,31 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
     table.add_row("device", f"{device.name}, {bytes_text(device.memory_bytes)}{free}")
 
 
-def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, device: Device) -> None:
+def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | None:
+    """What predicts steps: the calibration that was named, or the table's row; None where there is neither."""
+    if engine.calibration:
+        return load_calibration(Path(engine.calibration), spec).cost
+    row = device.accelerator
+    return None if row is None else CostModel(spec, row.peak(spec.dtype), row.bandwidth)
+
+
+def _beside(engine: EngineConfig, spec: ModelSpec, folder: Path, memory: Memory) -> Beside:
+    """What drafters take beside the model. Raises ConfigError for those that `serve` could not open."""
+    wanted = wanted_by(engine, spec, folder, memory.kind)
+    if wanted.folder is not None:
+        resolve_model(ModelConfig(model=str(wanted.folder), load_format="dummy"))
+    if wanted.documents is not None and not wanted.documents.is_file():
+        raise refusal(f"{wanted.documents} is no file that can be quoted")
+    return weigh(wanted, spec, engine.max_num_seqs or LOGIT_ROWS, memory.taken)
+
+
+def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:
     table.add_row("may be used", bytes_text(plan.usable_bytes))
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
     blocks = f"{plan.n_pages} blocks of {plan.page_tokens} tokens"
     table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")
     table.add_row("at once", f"{plan.sequences} sequences of {plan.max_len} tokens, at most {plan.max_rows} requests")
-    row = device.accelerator
-    if row is not None:
-        cost = CostModel(spec, row.peak(spec.dtype), row.bandwidth)
+    if cost is not None:
         word = "calibrated" if cost.calibrated else "uncalibrated"
         table.add_row(
             "one request", f"about {cost.decode_s([min(1024, spec.max_len)]) * 1e3:.2f} ms per token ({word})"
@@ -97,8 +121,12 @@ def _device(given: Given, wanted: str) -> Device:
     if name is not None:
         row = lookup(name)
         kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
+        if wanted not in ("auto", kind):
+            raise ConfigError(f"--on names {row.name}, but device is {wanted}: leave one of them out.", param="device")
         device = Device(kind, row.name, row.memory_bytes, row.memory_bytes)
     if memory is not None:
         count = parse("memory", memory, (int, False), "flag")
+        if count < 1:
+            raise ConfigError(f"--memory {memory} must be above 0.", param="memory")
         device = Device(device.kind, device.name, count, count)
     return device

@@ -194,7 +194,7 @@ def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
             )
         else:
             number = finite if types[name] is float else whole
-            group.add_argument(flag, type=number, metavar=_METAVARS[types[name]])
+            group.add_argument(flag, type=number, metavar="X" if number is finite else "N")
 
 
 def read_sampling(given: Given) -> dict[str, Any]:

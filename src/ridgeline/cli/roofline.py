@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,7 @@ def run(given: Given) -> int:
     rest = vars(given.rest)
     check_places(rest, "html", "svg")
     accelerator, word = _accelerator(rest.get("on"))
-    load = replace(Load(), **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
-    for name, value in asdict(load).items():
-        if value < 1:
-            raise ConfigError(f"--{name} {value} is below 1.", param=name)
+    load = _load(rest, spec.max_len)
     found = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
     steps = {one.name: cost.step_s(step_work(spec, shares(one.name, load))) for one in found.phases}
@@ -79,6 +76,21 @@ def run(given: Given) -> int:
     else:
         _show(Console(), found, told)
     return 0
+
+
+def _load(rest: Mapping[str, Any], longest: int) -> Load:
+    """The load that is looked at; what was not said is no longer than the model's context of `longest` tokens."""
+    usual = Load()
+    usual = replace(usual, context=min(usual.context, longest), prompt=min(usual.prompt, longest))
+    load = replace(usual, **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
+    for name, value in asdict(load).items():
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is below 1.", param=name)
+        if name != "batch" and value > longest:
+            raise ConfigError(
+                f"--{name} {value} is more than the model's context of {longest} tokens: lower it.", param=name
+            )
+    return load
 
 
 def read_spec(model: ModelConfig) -> ModelSpec:
