@@ -92,8 +92,16 @@ def test_chat(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 0
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
     assert "is the server running?" in capsys.readouterr().err
+    for words, message in (
+        (("--url", "http://x:port"), "no address of a server"),
+        (("--url", "http://127.0.0.1:1", "--max-num-seqs", "3"), "max_num_seqs is of a server of our own"),
+        (("--url", "http://127.0.0.1:1", "MODEL"), "model is of a server of our own"),
+        (("--api-key", "secret"), "--url"),
+    ):
+        assert main(["chat", *words]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no address"):
         list(ChatClient("ftp://x").stream([], {}))
 
@@ -109,6 +117,14 @@ def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(1 <= row["choices"][0]["tokens"] <= 6 for row in rows)
     assert "tokens/s" in said.err
     assert main(["generate", str(tiny), *DUMMY, "--file", str(tmp_path / "none")]) == 2
+    file.write_bytes(b"abc\xff\n")
+    assert main(["generate", str(tiny), *DUMMY, "--file", str(file)]) == 2
+    assert "is no text in UTF-8" in capsys.readouterr().err
+    assert main(["generate", str(tiny), *DUMMY, "-p", "a", "--revision", "main"]) == 2
+    assert "is a folder: leave it out" in capsys.readouterr().err
+    (tmp_path / "options.json").write_bytes(b"\xff")
+    assert main(["generate", str(tiny), *DUMMY, "-p", "a", "--config", str(tmp_path / "options.json")]) == 2
+    assert "is no text in UTF-8" in capsys.readouterr().err
 
 
 def test_generate_says_which_prompts_cannot_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import RidgelineError
+from ridgeline.core.errors import ConfigError, RidgelineError
 
 PROMPT = "> "
 
@@ -35,19 +35,28 @@ def parser() -> Parser:
 def run(given: Given) -> int:
     console = Console(stderr=True)
     url = getattr(given.rest, "url", None)
+    if url is not None and (idle := [*given.flags, *(["config"] if given.config else [])]):
+        raise ConfigError(
+            f"{idle[0]} is of a server of our own, and --url names another: leave one of them out.", param=idle[0]
+        )
+    if url is None and hasattr(given.rest, "key"):
+        raise ConfigError("--api-key is of the server that --url names: give that too.", param="key")
     with ExitStack() as stack:
         if url is None:
             with Stages(console) as stages:
                 url = stack.enter_context(Hosted(private(read(given)), stages))
         client = ChatClient(url, getattr(given.rest, "key", None))
-        talk(client, getattr(given.rest, "system", None), read_sampling(given), console)
-    return 0
+        client.connection().close()  # an address that is none is told before anything is typed
+        answered = talk(client, getattr(given.rest, "system", None), read_sampling(given), console)
+    return 0 if answered or sys.stdin.isatty() else 1
 
 
-def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], console: Console) -> None:
-    """Answer line after line of standard input. Text goes to standard output, times to standard error."""
+def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], console: Console) -> bool:
+    """Answer line after line of standard input. Text goes to standard output, times to standard error. False if the server
+    refused one."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
+    answered = True
     for line in _lines():
         if line == "/clear":
             messages = list(opening)
@@ -57,12 +66,14 @@ def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], con
             _print_answer(client, messages, options)
         except RidgelineError as error:
             messages.pop()
+            answered = False
             console.print(error.message, style="red", highlight=False, markup=False, soft_wrap=True)
             continue
         except KeyboardInterrupt:
             console.print("[dim](stopped)[/dim]")
         messages.append({"role": "assistant", "content": client.last.text})
         console.print(times(client.last), style="dim", highlight=False, soft_wrap=True)
+    return answered
 
 
 def times(answer: Answer) -> str:

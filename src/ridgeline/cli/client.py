@@ -50,7 +50,7 @@ class ChatClient:
         """
         answer = self.last = Answer()
         body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **options}
-        connection = self._connect()
+        connection = self.connection()
         started = time.perf_counter()
         try:
             response = self._send(connection, body)
@@ -65,12 +65,14 @@ class ChatClient:
         finally:
             connection.close()
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def connection(self) -> http.client.HTTPConnection:
+        """A connection that is not open yet. Raises ConfigError for an address that is none."""
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if parts.scheme not in kinds or not parts.hostname:
-            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url")
-        return kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
+        try:
+            return kinds[parts.scheme](parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        except (KeyError, ValueError, http.client.InvalidURL):  # a scheme of others; a port that is no number
+            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url") from None
 
     def _send(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> http.client.HTTPResponse:
         path = urlsplit(self.url).path.rstrip("/").removesuffix("/v1") if "://" in self.url else ""

@@ -62,13 +62,15 @@ def run(given: Given) -> int:
 def _prompts(given: Given) -> list[str]:
     prompts = list(getattr(given.rest, "prompt", None) or [])
     file = getattr(given.rest, "file", None)
-    if file is not None:
-        try:
+    try:
+        if file is not None:
             prompts += [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise ConfigError(f"the file of prompts {file} cannot be read: {error.strerror}.", param="file") from None
-    if not prompts and not sys.stdin.isatty():
-        prompts = [sys.stdin.read().rstrip("\n")]
+        if not prompts and not sys.stdin.isatty():
+            prompts = [sys.stdin.read().rstrip("\n")]
+    except OSError as error:
+        raise ConfigError(f"the file of prompts {file} cannot be read: {error.strerror}.", param="file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file or 'standard input'} is no text in UTF-8 ({error}).", param="file") from None
     if not any(prompts):
         raise ConfigError("there is no prompt: give --prompt TEXT, --file FILE, or text on standard input.")
     return prompts

@@ -101,7 +101,7 @@ def run(given: Given) -> int:
     folder = resolve_model(resolved.model)
     if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
         resolve_model(
-            replace(resolved.model, model=reference)
+            replace(resolved.model, model=reference, revision=None)
         )  # a name that is none is an error now, not a warning later
     begun = begin(resolved.model, resolved.engine)
     try:

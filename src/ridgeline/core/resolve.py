@@ -168,6 +168,8 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}.", param="config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration file {path} is no text in UTF-8 ({error}).", param="config") from None
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
         ".json": json.loads,

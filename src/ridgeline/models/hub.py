@@ -27,14 +27,13 @@ def resolve_model(model: ModelConfig) -> Path:
     An existing folder wins over a hub name. With load_format dummy weights are not downloaded.
     """
     name = model.model
-    if not name:
-        folder = shipped_model()
-        if not (folder / "config.json").is_file():
-            raise ConfigError("the shipped model is missing from this installation: name a folder or a hub model.")
-        return folder
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser() if name else shipped_model()
     if (folder / "config.json").is_file():
+        if model.revision:
+            raise ConfigError(f"revision chooses on the hub, and {folder} is a folder: leave it out.", param="revision")
         return folder
+    if not name:
+        raise ConfigError("the shipped model is missing from this installation: name a folder or a hub model.")
     if folder.is_dir():
         raise ConfigError(f"folder {folder} has no config.json: a model folder in Hugging Face's layout is needed.")
     if folder.is_file():

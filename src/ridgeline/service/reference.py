@@ -137,7 +137,8 @@ def make_reference(config: ServiceConfig, model: ModelConfig, engine: EngineConf
             param="shadow_model",
         )
     named = config.shadow_model or model.model
-    return EngineReference(replace(model, model=named, quantization=""), engine)
+    revision = model.revision if named == model.model else None
+    return EngineReference(replace(model, model=named, revision=revision, quantization=""), engine)
 
 
 _numbers = itertools.count(1)

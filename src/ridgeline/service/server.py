@@ -168,6 +168,8 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
             raise ConfigError(
                 f"the chat template {given} cannot be read ({error.strerror}): give a Jinja file."
             ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the chat template {given} is no text in UTF-8 ({error}): give a Jinja file.") from error
     return ChatTemplates({"default": given}, tokenizer.specials)
 
 
