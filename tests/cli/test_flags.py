@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from ridgeline.cli.flags import Given, add_sampling, check_places, parser_for, read_flags, read_sampling, search_help
+from ridgeline.cli.flags import (
+    Given,
+    _actions,
+    add_sampling,
+    check_places,
+    parser_for,
+    read_flags,
+    read_sampling,
+    search_help,
+)
 from ridgeline.cli.main import COMMANDS, main
 from ridgeline.cli.serve import SHIPPED_NAME
 from ridgeline.cli.serve import read as configuration
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import CONFIGS, option_fields, resolve
+from ridgeline.core.resolve import CONFIGS, option_fields, option_types, resolve
 from ridgeline.core.sampling import SamplingParams
 
 
@@ -61,6 +71,25 @@ def test_mistakes() -> None:
         read("a", "--model", "b")
     with pytest.raises(ConfigError, match="expected one argument"):
         read("--port")
+
+
+OWN = {
+    "bench": {"model", "api_key", "seed", "slo", "host", "port"},
+    "compare": {"dtype", "quantization"},
+    "roofline": {"calibration"},
+    "compress": {"device"},
+    "ladder": {"dtype"},
+}
+"""Options of a command's own that have a configuration's name, and are read where that puts them (Given.flags)."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_has_an_option_that_is_taken_for_a_configuration(name: str) -> None:
+    """As `compress --calibration TEXTS` once was, which then nobody read."""
+    parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
+    titles = {f"{config.__name__.removesuffix('Config').lower()} options" for config in CONFIGS}
+    derived = {one.dest for group in parser._action_groups if group.title in titles for one in group._group_actions}
+    assert {one.dest for one in _actions(parser)} & set(option_types()) - derived <= set(OWN.get(name, ()))
 
 
 def test_file_and_rest() -> None:

@@ -375,7 +375,10 @@ def test_compress_writes_a_card(
         + "\n"
         + json.dumps({"task": "none", "prompt": "a", "exact": ["no such answer"], "max_tokens": 2})
     )
+    sample = tmp_path / "sample.txt"
+    sample.write_text("One text that is not the package's own. " * 80)
     words = ["--length", "64", "--calibration-tokens", "700", "--judged-tokens", "200", "--device", "cpu"]
+    words += ["--calibration", str(sample)]
     words += ["--tasks", str(tasks), "--speed-tokens", "4"]
     monkeypatch.setenv("RIDGELINE_THREADS", "1")
     monkeypatch.setenv("RIDGELINE_KV_CACHE_MEMORY", "1M")
@@ -387,6 +390,7 @@ def test_compress_writes_a_card(
     assert card["size_bytes"]["after"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert card["memory_bytes"]["after"] < card["memory_bytes"]["before"]
     assert card["quality"]["kl"]["value"] > 0 and card["calibration"]["tokens"] >= 700
+    assert card["calibration"]["texts"] == "sample.txt"
     assert card["speed"]["tok_s"]["before"] > 0 and card["speed"]["tok_s"]["after"] > 0
     assert card["tasks"]["task_accuracy"]["value"] == card["tasks"]["task_accuracy_reference"]["value"] == 0.5
     assert card["tasks"]["by_task"]["any"] == {"asked": 1, "right_reference": 1, "right": 1}
@@ -408,11 +412,27 @@ def test_compress_writes_a_card(
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--device", "gpu"), "give auto, cpu or cuda"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "8"), "fewer than 64 tokens"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tasks", "/nowhere"), "tasks /nowhere cannot be read"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "1M"), "more than the model's context"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--judged-tokens", "-5"), "--judged-tokens is -5"),
+        (("--recipe", "gptq-int4-g32", "--out", "/tmp/never", "--calibration-tokens", "0"), "give 1 or more"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tune", "x", "--tune-rows", "0"), "--tune-rows is 0"),
     ],
 )
 def test_mistakes_are_named(model: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compress", str(model), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_missing_sample_of_texts_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--calibration", "/nowhere.txt", "--length", "64")
+    assert main(["compress", *words]) == 2
+    assert "the text /nowhere.txt cannot be read" in capsys.readouterr().err
+
+
+def test_layers_that_cannot_go_are_refused_before_the_texts_are_run(model: Path, tmp_path: Path) -> None:
+    for count in (0, 99):
+        with pytest.raises(ConfigError, match="layers cannot go"):
+            Job(Checkpoint(model), read_recipe(f"layers-{count}"), [(1, 2, 3)], tmp_path / "out")
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

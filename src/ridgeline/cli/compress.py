@@ -65,7 +65,10 @@ def parser() -> Parser:
     found.add_argument("--device", metavar="NAME", help="where layers run: auto, cpu or cuda (default: auto)")
     texts = found.add_argument_group("texts")
     texts.add_argument(
-        "--calibration", metavar="FILE", help='a text, or JSON lines with "text" (default: a sample of ours)'
+        "--calibration",
+        dest="sample",
+        metavar="FILE",
+        help='a text, or JSON lines with "text" (default: a sample of ours)',
     )
     texts.add_argument(
         "--calibration-tokens", type=whole, metavar="N", help=f"tokens to calibrate with (default: {TOKENS})"
@@ -104,8 +107,8 @@ def run(given: Given) -> int:
     source = Checkpoint(resolve_model(ModelConfig(model=given.flags.get("model", ""))))
     recipe = read_recipe(rest["recipe"])
     device = _device(given.flags.get("device", "auto"))
-    if (tokens := rest.get("speed_tokens", SPEED_TOKENS)) < 0:
-        raise ConfigError(f"--speed-tokens is {tokens}: give 0 for none, or more.", param="speed_tokens")
+    _check_counts(rest, source.spec.max_len)
+    tokens = rest.get("speed_tokens", SPEED_TOKENS)
     questions = _questions(source, rest.get("tasks"))
     texts = Texts(source, recipe, rest)
     console = Console(stderr=True)
@@ -132,6 +135,27 @@ def run(given: Given) -> int:
     return 0
 
 
+def _check_counts(rest: dict[str, Any], longest: int) -> None:
+    """Raise ConfigError for a number that cannot be meant. longest: tokens of the model's context."""
+    bounds = {
+        "calibration_tokens": (1, "1 or more"),
+        "judged_tokens": (0, "0 for none, or more"),
+        "speed_tokens": (0, "0 for none, or more"),
+        "tune_steps": (1, "1 or more"),
+        "tune_rows": (1, "1 or more"),
+    }
+    for name, (least, words) in bounds.items():
+        if name in rest and rest[name] < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {rest[name]}: give {words}.", param=name)
+    length = rest.get("length", min(LENGTH, longest))
+    if length < 64:
+        raise ConfigError(f"--length is {length}: rows of fewer than 64 tokens say too little.", param="length")
+    if length > longest:
+        raise ConfigError(
+            f"--length is {length}, more than the model's context of {longest} tokens: lower it.", param="length"
+        )
+
+
 def _device(wanted: str) -> torch.device:
     """Where layers run: on a GPU if there is one and nothing else was said."""
     if wanted not in ("auto", "cpu", "cuda"):
@@ -152,12 +176,9 @@ class Texts:
     """Rows to calibrate with, and windows to judge by."""
 
     def __init__(self, source: Checkpoint, recipe: Recipe, rest: dict[str, Any]) -> None:
-        length = min(rest.get("length", LENGTH), source.spec.max_len)
-        if length < 64:
-            raise ConfigError(f"--length is {length}: rows of fewer than 64 tokens say too little.", param="length")
-        self.length = length
+        length = self.length = min(rest.get("length", LENGTH), source.spec.max_len)
         tokenizer = Tokenizer.load(source.folder)
-        path = Path(rest["calibration"]) if "calibration" in rest else default_calibration()
+        path = Path(rest["sample"]) if "sample" in rest else default_calibration()
         given, judging = split(read_texts(path))
         if "text" in rest:
             given, judging = [*given, *judging], read_texts(Path(rest["text"]))
@@ -169,7 +190,7 @@ class Texts:
         self.rows = calibration_rows(given, encode, length, tokens)
         self.windows = judging_windows(judging, encode, length, rest.get("judged_tokens", JUDGED))
         self.prompt = encode(judging[0])[:SPEED_PROMPT]
-        name = path.name if "calibration" in rest else "the sample that comes with ridgeline"
+        name = path.name if "sample" in rest else "the sample that comes with ridgeline"
         self.said = {"texts": name, "tokens": sum(map(len, self.rows)), "length": length}
 
 

@@ -23,7 +23,7 @@ from ridgeline.compress.methods import compress_layer
 from ridgeline.compress.recipes import Recipe
 from ridgeline.compress.statistics import Statistics
 from ridgeline.compress.storage import Floats, Storage, Tensors
-from ridgeline.compress.structured import influence, kept_layers, narrow, narrower, new_config
+from ridgeline.compress.structured import check_layers, influence, kept_layers, narrow, narrower, new_config
 from ridgeline.compress.walk import CPU, Streams, Walk, batches, watched
 from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
 from ridgeline.core.spec import LayerSpec
@@ -62,6 +62,8 @@ class Job:
         self._ids = batches(texts)
         self._walk = Walk(source.spec, max((len(one) for one in texts), default=1), device)
         self._layers = list(range(len(source.spec.layers)))
+        if recipe.method == "layers":
+            check_layers(int(recipe.amount), len(self._layers))
         self._target: LayerSpec | None = None
         if recipe.method in ("heads", "neurons"):
             self._target = narrower(recipe, source.spec)

@@ -104,12 +104,15 @@ def influence(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> 
     return 1 - float(turned.mean())
 
 
+def check_layers(count: int, of: int) -> None:
+    """Raise ConfigError unless `count` of so many layers can go."""
+    if not 0 < count < of:
+        raise ConfigError(f"{count} of {of} layers cannot go: give 1 to {of - 1}.", param="recipe")
+
+
 def kept_layers(influences: Sequence[float], count: int) -> list[int]:
     """Indices of the layers that stay when the `count` of least influence go."""
-    if not 0 < count < len(influences):
-        raise ConfigError(
-            f"{count} of {len(influences)} layers cannot go: give 1 to {len(influences) - 1}.", param="recipe"
-        )
+    check_layers(count, len(influences))
     gone = set(sorted(range(len(influences)), key=lambda index: influences[index])[:count])
     return [index for index in range(len(influences)) if index not in gone]
 
