@@ -75,7 +75,8 @@ def test_what_cannot_be_climbed_is_refused(tmp_path: Path, capsys: pytest.Captur
     for words, said in (
         (["--text", str(short)], "no text has 128 tokens: lower --prompt-tokens"),
         (["--answer-tokens", "1"], "--answer-tokens is 1: that leaves nothing to measure"),
-        (["--prompt-tokens", "100k"], "argument --prompt-tokens"),
+        (["--prompt-tokens", "100x"], "argument --prompt-tokens"),
+        (["--prompt-tokens", "100k"], "100000 + 128 tokens do not fit 4096"),
         (["--prompt-tokens", "100000"], "do not fit 4096 of context: lower --prompt-tokens"),
         (["--speculate", "guess"], "speculate: 'guess' is unknown"),
         (["--formats", "int5"], "quantization 'int5' is unknown"),

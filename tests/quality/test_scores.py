@@ -104,9 +104,18 @@ def test_stored_scores_come_back(scored: list[Scores], sequences: list[Window], 
         again.score(sequences, TOP + 1, quiet)
     with pytest.raises(ConfigError, match="other texts"):
         again.score(sequences[:1], TOP, quiet)
-    (tmp_path / "x").write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match="holds no scores"):
-        StoredScorer(tmp_path / "x")
+    head, row = path.read_text().splitlines()[:2]
+    for content in (
+        '{"a": 1}\n',
+        "[1]\n",
+        "",
+        head,
+        head + '\n{"ids": [1, 2]}',
+        head + "\n" + row.replace("[", "[0, ", 1),
+    ):
+        (tmp_path / "x").write_text(content)
+        with pytest.raises(ConfigError, match="holds no whole scores"):
+            StoredScorer(tmp_path / "x")
 
 
 class Provider(BaseHTTPRequestHandler):
@@ -268,6 +277,15 @@ def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.Captur
         (("{model}",), "give --text FILE"),
         (("{model}", "--text", "{model}/config.json", "--top", "99"), "from 1 to 20"),
         (("{model}", "--text", "/nowhere"), "cannot be read"),
+        (("{model}", "--text", "{model}/config.json", "--limit-tokens", "0"), "--limit-tokens is 0"),
+        (("{model}", "--text", "{model}/config.json", "--window", "1M"), "--window is 1048576: the model has room for"),
+        (("{model}", "--text", "{model}/config.json", "--overlap", "-1"), "--overlap is -1"),
+        (("{model}", "--window", "64"), "--window is about texts"),
+        (("{model}", "--text", "{model}/config.json", "--min-top1", "95"), "a share is no per cent"),
+        (("{model}", "--text", "{model}/config.json", "--reference-model", "x"), "REFERENCE is none"),
+        (("http://127.0.0.1:1", "--text", "{model}/config.json"), "does not answer"),
+        (("http://127.0.0.1:1", "--text", "t", "--candidate-key-env", "NO_SUCH"), "no variable 'NO_SUCH'"),
+        (("--save-reference", "/tmp/never", "--text", "t", "--max-kl", "1"), "name one"),
     ],
 )
 def test_mistakes_are_named(model: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

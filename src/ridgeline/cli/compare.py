@@ -27,7 +27,7 @@ from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.sampling import MAX_LOGPROBS
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.config import read_model
@@ -101,9 +101,12 @@ def run(given: Given) -> int:
     if not 1 <= top <= MAX_LOGPROBS:
         raise ConfigError(f"--top is {top}: give a whole number from 1 to {MAX_LOGPROBS}.", param="top")
     questions = read_tasks(Path(rest["tasks"])) if "tasks" in rest and candidate is not None else []
-    sides = Sides(given, rest)
     limits = {name: rest[name] for name in LIMITS if name in rest}
+    if candidate is None and limits:
+        raise ConfigError("limits are held against a CANDIDATE: name one.", param=next(iter(limits)))
+    sides = Sides(given, rest)
     check_limits(limits, texts=sides.has_texts, tasks=bool(questions), drop=not sides.is_stored)
+    sides.reach()
     with Stages(Console(stderr=True)) as stages:
         drift = None
         if not questions or sides.has_texts:
@@ -145,6 +148,37 @@ class Sides:
         named = Path(rest["reference"])
         if named.is_file():
             self._stored = StoredScorer(named)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ConfigError for an option that cannot be meant, or that nobody would read."""
+        rest = self._rest
+        for name, least in (("window", 2), ("overlap", 0), ("limit_tokens", 1)):
+            if name not in rest:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if rest[name] < least:
+                raise ConfigError(f"{flag} is {rest[name]}: give {least} or more.", param=name)
+            if "text" not in rest and self._stored is None:
+                raise ConfigError(f"{flag} is about texts: give --text FILE.", param=name)
+        for side in ("reference", "candidate"):
+            for name in (f"{side}_model", f"{side}_key_env"):
+                if name in rest and not str(rest.get(side)).startswith(_SCHEMES):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is about a server, and {side.upper()} is none.", param=name
+                    )
+            variable = rest.get(f"{side}_key_env")
+            if variable is not None and not os.environ.get(variable):
+                raise ConfigError(f"the environment has no variable {variable!r} with a key.", param=f"{side}_key_env")
+
+    def reach(self) -> None:
+        """Raise ConfigError for a server that does not answer, before a model is loaded to be compared with it."""
+        for side in ("reference", "candidate"):
+            if str(self._rest.get(side)).startswith(_SCHEMES):
+                try:
+                    self._endpoint(side).call("/v1/models")
+                except EngineFailed as error:
+                    raise ConfigError(error.message, param=side) from None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -178,12 +212,17 @@ class Sides:
         longest = rest.get("window", WINDOW)
         for side in ("reference", "candidate"):
             with suppress(_NotHere):
-                longest = min(longest, read_model(self._folder(side))[0].max_len - 1)
+                most = read_model(self._folder(side))[0].max_len - 1
+                if "window" in rest and longest > most:
+                    raise ConfigError(f"--window is {longest}: the model has room for {most}.", param="window")
+                longest = min(longest, most)
         texts = read_texts(Path(rest["text"]))
         tokenizer = self.tokenizer
         found = windows(
             texts, lambda one: tokenizer.encode(one, add_special_tokens=True), longest, rest.get("overlap", 0)
         )
+        if not found:
+            raise ConfigError(f"{rest['text']} has no token that another one follows: give more text.", param="text")
         kept, tokens = [], 0
         for one in found:
             if tokens < rest.get("limit_tokens", 1 << 60):
@@ -254,7 +293,7 @@ def show(console: Console, found: Found, checks: list[Check]) -> None:
         if (one := figures.get(name)) is None:
             continue
         interval = "" if one.low is None or one.high is None else f"{form.format(one.low)} .. {form.format(one.high)}"
-        table.add_row(words, form.format(one.value), f"[dim]{interval}[/dim]")
+        table.add_row(words, form.format(one.value + 0.0), f"[dim]{interval}[/dim]")  # nothing is not less than nothing
     console.print(table)
     if drift is not None:
         console.print(f"[dim]{drift.tokens} tokens of {drift.documents} documents; 95 % intervals over documents[/dim]")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
@@ -69,6 +71,28 @@ NUMBER_FORMATS = {
 }
 """By the name that the option `quantization` gives them; embedding, head, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+
+_STORED_AS = ("gptq", "awq", "compressed-tensors")
+"""What other engines' users say of checkpoints that hold a format of their own."""
+
+
+def settled_format(stored: str, asked: str) -> str:
+    """The number format of a model whose checkpoint holds `stored` ("": none) when `asked` is wanted. Raises ConfigError for one
+    that is unknown, or another than the checkpoint has."""
+    known = ("", *NUMBER_FORMATS, *(_STORED_AS if stored else ()))
+    if asked not in known or (not stored and asked.endswith("-ordered")):
+        raise ConfigError(
+            f"quantization {asked!r} is unknown: use {', '.join(one for one in NUMBER_FORMATS if '-' not in one)}, "
+            "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
+            param="quantization",
+        )
+    if stored and asked not in ("", stored, *_STORED_AS):
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint holds {stored!r} already: leave it out, or name the original.",
+            param="quantization",
+        )
+    return stored or asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec, settled_format
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
@@ -44,13 +44,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} cannot be served; use one of {', '.join(DTYPES)}.", param="dtype")
-    quantization = spec.quantization or model.quantization
-    if quantization not in ("", *NUMBER_FORMATS) or (not spec.quantization and quantization.endswith("-ordered")):
-        raise ConfigError(
-            f"quantization {quantization!r} is unknown: use {', '.join(one for one in NUMBER_FORMATS if '-' not in one)}, "
-            "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
-            param="quantization",
-        )
+    quantization = settled_format(spec.quantization, model.quantization)
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
         raise ConfigError(

@@ -100,16 +100,25 @@ class StoredScorer:
     """The scores of an earlier run, for the same windows."""
 
     def __init__(self, path: Path) -> None:
-        self._rows = list(_rows(path))
-        head = self._rows.pop(0) if self._rows else {}
-        if head.get("kind") != "ridgeline-scores":
-            raise ConfigError(f"{path} holds no scores: write them with `ridgeline compare ... --save-reference`.")
-        self.name, self.top = str(head["model"]), int(head["top"])
-        self._path = path
+        """Raises ConfigError for a file that `store` did not write."""
+        self._path, self._rows = path, list(_rows(path))
+        try:
+            head = self._rows.pop(0)
+            self.name, self.top = str(head["model"]), int(head["top"])
+            self._windows = [Window(tuple(row["ids"]), row["first"], row["document"]) for row in self._rows]
+            for window, row in zip(self._windows, self._rows, strict=True):
+                self._scores(window, row, self.top)
+            whole = head["kind"] == "ridgeline-scores" and bool(self._rows)
+        except (IndexError, KeyError, TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise ConfigError(
+                f"{path} holds no whole scores: write them with `ridgeline compare ... --save-reference`."
+            )
 
     def windows(self) -> list[Window]:
         """The windows it has scores of."""
-        return [Window(tuple(row["ids"]), row["first"], row["document"]) for row in self._rows]
+        return self._windows
 
     def score(self, windows: Sequence[Window], top: int, progress: Progress) -> list[Scores]:
         if list(windows) != self.windows():
@@ -124,7 +133,7 @@ class StoredScorer:
         shape = (window.tokens, self.top)
         return Scores(
             np.array(window.ids[window.first :], np.int32),
-            np.array(row["logprobs"], np.float32),
+            np.array(row["logprobs"], np.float32).reshape(window.tokens),
             ids.reshape(shape)[:, :top],
             values.reshape(shape)[:, :top],
         )

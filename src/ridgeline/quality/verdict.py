@@ -20,6 +20,13 @@ LIMITS: Mapping[str, tuple[str, Literal["most", "least"]]] = {
     "max_task_drop": ("task_drop", "most"),
 }
 """Name of a limit -> the figure it bounds, and from which side."""
+_SHARES = {
+    "min_top1": (0, 1),
+    "min_task_accuracy": (0, 1),
+    "max_task_drop": (-1, 1),
+    "max_perplexity_change": (-1, float("inf")),
+}
+"""What a share, or a change of one, can be; all other figures are 0 or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,13 @@ class Check:
 def check_limits(limits: Mapping[str, float], *, texts: bool, tasks: bool, drop: bool) -> None:
     """Raises ConfigError for a limit that nothing would be held against. texts: drift is measured; tasks: questions are
     asked; drop: of the reference too."""
-    for name in limits:
+    for name, bound in limits.items():
         figure, flag = LIMITS[name][0], f"--{name.replace('_', '-')}"
+        low, high = _SHARES.get(name, (0, float("inf")))
+        if not low <= bound <= high:
+            raise ConfigError(
+                f"{flag} {bound:g} bounds what lies between {low:g} and {high:g} (a share is no per cent).", param=name
+            )
         if not figure.startswith("task") and not texts:
             raise ConfigError(f"{flag} needs texts: give --text FILE.", param=name)
         if figure.startswith("task") and not tasks:
