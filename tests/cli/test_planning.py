@@ -116,6 +116,8 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (("fit", "--calibration", "/nowhere.json"), "is no calibration"),
         (("roofline", LLAMA, "--on", "h200", "--calibration", "/nowhere.json"), "is no calibration"),
         (("calibrate", "--repeats", "0"), "--repeats 0 is below 1"),
+        (("calibrate", "--most-tokens", "0"), "--most-tokens 0 is below 1"),
+        (("calibrate", "--calibration", "x"), "give its place as --out"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

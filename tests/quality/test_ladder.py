@@ -79,6 +79,11 @@ def test_what_cannot_be_climbed_is_refused(tmp_path: Path, capsys: pytest.Captur
         (["--prompt-tokens", "100k"], "100000 + 128 tokens do not fit 4096"),
         (["--prompt-tokens", "100000"], "do not fit 4096 of context: lower --prompt-tokens"),
         (["--speculate", "guess"], "speculate: 'guess' is unknown"),
+        (["--enforce-eager"], "leave --enforce-eager out"),
+        (
+            ["--prompt-tokens", "2", "--text", str(short), "--prompts", "5"],
+            "have 1 beginnings of 2 tokens: lower --prompts",
+        ),
         (["--formats", "int5"], "quantization 'int5' is unknown"),
     ):
         assert main(["ladder", "--device", "cpu", "--threads", "1", *words]) == 2

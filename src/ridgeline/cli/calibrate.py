@@ -58,8 +58,11 @@ def run(given: Given) -> int:
     repeats = rest.get("repeats", 3)
     out = rest.get("out", "calibration.json")
     check_places({"out": out}, "out")
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} is below 1.", param="repeats")
+    for name, value in (("repeats", repeats), ("most_tokens", rest.get("most_tokens", 1))):
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is below 1.", param=name)
+    if "calibration" in given.flags:
+        raise ConfigError("--calibration names what is made here: give its place as --out.", param="calibration")
     resolved = read(given)
     spec = read_spec(resolved.model)
     console = Console(stderr=True)

@@ -66,12 +66,17 @@ def parser() -> Parser:
 def run(given: Given) -> int:
     rest, resolved = vars(given.rest), read(given)
     check_places(rest, "out", "plot")
+    if "enforce_eager" in given.flags:
+        raise ConfigError("the rungs say what is eager: leave --enforce-eager out.", param="enforce_eager")
     counts = {name: _count(name, rest.get(name.replace("-", "_"), default)) for name, default in TOKENS.items()}
     folder = resolve_model(resolved.model)
     checkpoint = read_model(folder)[0]
     if checkpoint.quantization:
         raise ConfigError(f"{folder} holds {checkpoint.quantization} already: name the model it was made of.")
     task = _task(folder, Path(rest["text"]) if "text" in rest else None, counts, checkpoint.max_len)
+    if "prompts" in rest and len(task.prompts) < counts["prompts"]:
+        few = f"the texts have {len(task.prompts)} beginnings of {counts['prompt-tokens']} tokens"
+        raise ConfigError(f"{few}: lower --prompts, or give another --text.", param="prompts")
     longest = max(len(task.prompts[0]) + task.tokens, *(len(one.ids) for one in task.windows)) + 1
     model = replace(resolved.model, max_model_len=min(longest, checkpoint.max_len), quantization="")
     spec = served_spec(checkpoint, model)

@@ -58,7 +58,7 @@ def calibrate(guess: CostModel, steps: Sequence[Measured], device: str, date: st
     Raises ConfigError for fewer than FEWEST steps.
     """
     if len(steps) < FEWEST:
-        raise ConfigError(f"{len(steps)} measured steps are too few for a fit: measure at least {FEWEST}.")
+        raise ConfigError(f"{len(steps)} measured steps are too few for a fit of {FEWEST}: raise --most-tokens.")
     problem = _Problem(guess, steps)
     cost = problem.fit(_ROUNDS)
     fitted = Errors.of(errors(cost, steps))
