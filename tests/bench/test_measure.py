@@ -19,6 +19,8 @@ from ridgeline.bench.own import serving
 from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.report import Outcome
 from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.show import run_table
+from ridgeline.cli.bench import _end
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
 
@@ -187,6 +189,57 @@ def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
         Session(Asked(config))
     with pytest.raises(ConfigError, match="concurrency is 0"):
         Asked(load=LoadConfig(concurrency=0))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--burstiness", "2"), "give --rate too"),
+        (("--time-scale", "2"), "a trace's own times"),
+        (("--input-len", "64-99", "--prefix-len", "65"), "part of input_len 64-99"),
+        (("--url", "http://other"), "leave it out"),
+        (("--max-requests", "0"), "give 1 to 16,777,216"),
+        (("--trace", "{trace}", "--output-len", "5"), "output_len is of requests that are drawn"),
+    ],
+)
+def test_options_that_nobody_would_read_are_refused(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,8,2\n")
+    with mock() as url:
+        out = str(tmp_path / "out")
+        assert main(["bench", "run", url, "--out", out, *(word.format(trace=trace) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("mock", "--ttft-ms", "-1"), "0 or more milliseconds"),
+        (("mock", "--itl-ms", "inf"), "0 or more milliseconds"),
+        (("policies", "--policies", ""), "policies is empty"),
+        (("policies", "--url", "http://a"), "leave it out"),
+        (("trace", "x", "--slo", "ttft=1s"), "slo is of runs"),
+    ],
+)
+def test_what_an_action_cannot_follow_is_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock() as url:
+        run = measured(Asked(TargetConfig(), SMALL, LoadConfig(concurrency=1)), url)
+    silent = replace(run, rows=[replace(row, error="no end within 1 s") for row in run.rows])
+    asked = Asked(result=ResultConfig(out=str(tmp_path / "out")))
+    _end(asked, Outcome("one", [run]), run_table(run))
+    assert "not one request was answered" not in capsys.readouterr().err
+    assert _end(asked, Outcome("one", [silent]), run_table(silent)) == 1
+    assert "not one request was answered" in capsys.readouterr().err
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def check(configs: tuple[Any, ...]) -> None:
         for name, (low, high) in BOUNDS.items():
             value = getattr(config, name, None)
             if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} is {value:g}: give {low:g} to {high:g}.", param=name)
+                shown = [f"{one:,}" if isinstance(one, int) else f"{one:g}" for one in (value, low, high)]
+                raise ConfigError(f"{name} is {shown[0]}: give {shown[1]} to {shown[2]}.", param=name)
 
 
 def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
@@ -123,8 +124,14 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def source(config: WorkloadConfig, load: LoadConfig) -> Workload:
-    """The trace, or enough drawn requests for the load."""
+    """The trace, or enough drawn requests for the load. Raises ConfigError for lengths beside a trace, which has its own."""
     if config.trace:
+        usual = WorkloadConfig()
+        for name in ("input_len", "output_len", "prefix_len"):
+            if getattr(config, name) != getattr(usual, name):
+                raise ConfigError(
+                    f"{name} is of requests that are drawn, and --trace names others: leave one out.", param=name
+                )
         return read_trace(Path(config.trace))
     count = config.max_requests or DEFAULT_REQUESTS
     if load.duration is not None and config.max_requests is None:  # enough to fill the time, whatever the draw
@@ -140,6 +147,12 @@ def timed(given: Workload, context: int | None, config: WorkloadConfig, load: Lo
     no rate only its lengths count.
     """
     replayed = given.timed and load.rate is None and load.concurrency is None
+    if not replayed and load.time_scale != 1.0:
+        raise ConfigError(
+            "time_scale is for a trace's own times: give one, and neither rate nor concurrency.", param="time_scale"
+        )
+    if load.rate is None and load.burstiness is not None:
+        raise ConfigError("burstiness is of arrivals at a rate: give --rate too.", param="burstiness")
     if replayed:
         given = given.paced(load.time_scale)
     limit, within = config.max_requests or len(given.asks), context or math.inf

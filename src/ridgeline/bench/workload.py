@@ -143,15 +143,18 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 def synthetic(count: int, lengths: tuple[str, str], prefix: int, seed: int) -> Workload:
     """`count` requests with drawn lengths. lengths: (input, output), each "512" or "100-1000" (uniform).
 
-    prefix: tokens that all prompts begin with, part of the input length.
+    prefix: tokens that all prompts begin with, part of the input length. Raises ConfigError for lengths that are none.
     """
     source = random.Random(f"lengths {seed}")
     low_high = [_range(name, text) for name, text in zip(("input_len", "output_len"), lengths, strict=True)]
+    if prefix > low_high[0][0]:
+        raise ConfigError(
+            f"prefix_len is {prefix}, which is part of input_len {lengths[0]}: lower it.", param="prefix_len"
+        )
     asks = []
     for _ in range(count):
         asked, wanted = (source.randint(low, high) for low, high in low_high)
-        shared = min(prefix, asked)
-        asks.append(Ask(0.0, asked, wanted, (PREFIX_BLOCK,) if shared else (), shared or 512))
+        asks.append(Ask(0.0, asked, wanted, (PREFIX_BLOCK,) if prefix else (), prefix or 512))
     return Workload(f"random {lengths[0]}/{lengths[1]}", tuple(asks))
 
 

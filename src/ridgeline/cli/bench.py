@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -199,6 +200,10 @@ async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tup
     """The same load on servers of our own that batch in different ways."""
     (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig)
     config = PoliciesConfig(**values)
+    if not config.policies.split():
+        raise ConfigError(
+            "policies is empty: give what `serve --batching` takes, as static:8 continuous.", param="policies"
+        )
     model = [rest["target"]] if "target" in rest else []
     runs = []
     for policy in config.policies.split():
@@ -213,6 +218,8 @@ async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tup
 
 async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
     """Describe a trace."""
+    if idle := [name for name in ("slo", "out", "label") if name in rest]:
+        raise ConfigError(f"{idle[0]} is of runs, and a trace is only described: leave it out.", param=idle[0])
     figures = describe(read_trace(Path(rest["target"])))
     if asked.result.json:
         _print_json(figures)
@@ -228,6 +235,8 @@ async def run_mock(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
     """Serve at a known speed until interrupted."""
     (values,) = split_options(_mine(rest, MockConfig), MockConfig)
     config = MockConfig(**values)
+    if not (0 <= config.ttft_ms < math.inf and 0 <= config.itl_ms < math.inf):
+        raise ConfigError("ttft_ms and itl_ms must be 0 or more milliseconds.", param="ttft_ms")
     if config.per_chunk < 1 or (config.slots is not None and config.slots < 1) or not 0 <= config.failing <= 1:
         raise ConfigError("per_chunk and slots must be at least 1, failing a share from 0 to 1.", param="per_chunk")
     speed = Speed(config.ttft_ms / 1e3, config.itl_ms / 1e3, config.per_chunk, config.slots, config.failing)
@@ -300,6 +309,8 @@ def parser() -> Parser:
 def run(given: Given) -> int:
     rest = {**vars(given.rest), **given.flags}
     action = str(rest["action"])
+    if "url" in rest and ("target" in rest or action in ("compare", "policies")):
+        raise ConfigError("--url names a server beside the words that already do: leave it out.", param="url")
     asked = read_asked(rest)
     if action in ("sweep", "search", "curve") and asked.load.duration is None and asked.workload.max_requests is None:
         asked = replace(asked, load=replace(asked.load, duration=SECONDS_PER_RUN))
@@ -329,6 +340,8 @@ def _end(asked: Asked, outcome: Outcome, table: RenderableType) -> int:
         Console().print(table, highlight=False)
     print(f"\nwritten: {folder / REPORT_FILE}", file=sys.stderr)
     invalid = [why for one in outcome.runs if (why := trouble(one))]
+    if not any(one.completed for one in outcome.runs):
+        invalid.append("not one request was answered")
     for why in invalid:
         print(f"ridgeline: not valid: {why}.", file=sys.stderr)
     return 1 if invalid else 0
