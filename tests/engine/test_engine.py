@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -323,3 +324,33 @@ def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:
 def test_deltas_carry_every_field_of_an_update() -> None:
     """The border's Delta and the scheduler's Update are one record; nothing is dropped between them."""
     assert [field.name for field in dataclasses.fields(Update)] == list(Delta.__struct_fields__)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupt_in_a_step_ends_the_requests_and_the_engine_goes_on(depth: int) -> None:
+    engine = make(depth=depth)
+    local = LocalEngine(engine)
+    plain, steps = engine.loop.runner.collect, 0
+
+    def collect() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            signal.raise_signal(signal.SIGINT)  # between taking a result and committing it, say
+        return plain()
+
+    engine.loop.runner.collect = collect  # type: ignore[method-assign]
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(local.run([submit("a", list(range(20)), max_tokens=50), submit("b", [1, 2], max_tokens=50)]))
+    assert steps >= 3 and engine.idle and signal.getsignal(signal.SIGINT) is before
+    assert sum(len(one.tokens) for one in local.run([submit("c", [1, 2, 3], max_tokens=7, ignore_eos=True)])) == 7
+
+
+def test_an_interrupt_between_steps_comes_at_once() -> None:
+    local = LocalEngine(make())
+    with pytest.raises(KeyboardInterrupt):
+        for _ in local.run([submit("a", [1, 2], max_tokens=50)]):
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the interrupt waited")
+    assert local.engine.idle

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.interrupt import Whole
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
 from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepStats, Submit
@@ -49,26 +50,28 @@ class LocalEngine:
         self._ended(request_id)
 
     def news(self) -> Iterator[Delta]:
-        """News of all open requests until the last has ended. Closing the iterator cancels what is left."""
-        try:
-            while self._open or self._refused:
-                deltas, self._refused = self._refused, []
-                if not deltas:
-                    frame = self.engine.turn()
-                    if frame is None:
-                        time.sleep(self.engine.loop.rest())
-                        continue
-                    deltas = self._deltas(frame)
-                for delta in deltas:
-                    if delta.finish:
-                        self._ended(delta.id)
-                    yield delta
-        finally:
-            for request_id in list(self._open):
-                self.engine.handle(Cancel(request_id))
-            self._open.clear()
-            while not self.engine.idle:
-                self.engine.turn()
+        """News of all open requests until the last has ended. Closing the iterator cancels what is left, as does Ctrl-C, which
+        comes between two steps: the engine can go on with other requests."""
+        with Whole() as whole:
+            try:
+                while self._open or self._refused:
+                    deltas, self._refused = self._refused, []
+                    if not deltas:
+                        frame = whole(self.engine.turn)
+                        if frame is None:
+                            time.sleep(self.engine.loop.rest())
+                            continue
+                        deltas = self._deltas(frame)
+                    for delta in deltas:
+                        if delta.finish:
+                            self._ended(delta.id)
+                        yield delta
+            finally:
+                for request_id in list(self._open):
+                    self.engine.handle(Cancel(request_id))
+                self._open.clear()
+                while not self.engine.idle:
+                    whole(self.engine.turn)
 
     def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
         """Submit all and yield their news."""
