@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import DTYPE_BYTES, kv_layout
@@ -90,6 +91,22 @@ def test_cut_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ConfigError, match="model.safetensors is not a whole"):
         load(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors says FileNotFoundError of rights that are missing, too."""
+    save("llama-gqa", tmp_path)
+
+    def refuse(path: Path, **_: object) -> None:
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    for room in ("models.weights", "compress.checkpoint"):
+        monkeypatch.setattr(f"ridgeline.{room}.safe_open", refuse)
+    for read in (load, Checkpoint):
+        with pytest.raises(
+            ConfigError, match=r"model.safetensors is not a whole safetensors file to be read \(No such file"
+        ):
+            read(tmp_path)
 
 
 def test_no_weights_and_other_formats(tmp_path):

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cli.flags import Given, Parser, finite, parser_for, whole
+from ridgeline.cli.flags import Given, Parser, check_places, finite, parser_for, whole
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.show import Stages, bytes_text
 from ridgeline.compress.card import Served, card, write_card
@@ -103,6 +103,7 @@ def run(given: Given) -> int:
         return _recipes(asked="recipe" in rest)
     if "out" not in rest:
         raise ConfigError("there is no place for the result: give --out FOLDER.", param="out")
+    check_places(rest, "out", folder=True)
     out = Path(rest["out"])
     source = Checkpoint(resolve_model(ModelConfig(model=given.flags.get("model", ""))))
     recipe = read_recipe(rest["recipe"])

@@ -42,8 +42,10 @@ class Checkpoint:
                     for name in shard.offset_keys():
                         if not UNUSED.search(name):
                             self._where[short_name(name)] = path, name
-            except SafetensorError as error:
-                raise ConfigError(f"{path} is not a whole safetensors file ({error}): download it again.") from None
+            except (SafetensorError, FileNotFoundError, PermissionError) as error:
+                raise ConfigError(
+                    f"{path} is not a whole safetensors file to be read ({error}): download it again."
+                ) from None
 
     @property
     def product(self) -> Product:

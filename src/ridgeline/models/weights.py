@@ -165,8 +165,10 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                     done += tensor.nbytes
                     if progress is not None:
                         progress("weights", min(done, total), total)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a whole safetensors file ({error}): download it again.") from None
+        except (SafetensorError, FileNotFoundError, PermissionError) as error:
+            raise ConfigError(
+                f"{path} is not a whole safetensors file to be read ({error}): download it again."
+            ) from None
     if wanted or unknown:
         parts = [("lacks", sorted(wanted)), ("has, beyond what the decoder knows,", sorted(unknown))]
         said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
