@@ -162,6 +162,13 @@ def test_a_union_that_no_tag_tells_apart_is_refused(other: Any, compiler: Gramma
         compiler.check(Grammar("json_schema", json.dumps(schema)))
 
 
+def test_a_model_without_an_end_token_in_its_vocabulary_takes_no_grammar(byte_level: Tokenizer) -> None:
+    grammar = Grammar("choice", '["a"]')
+    GrammarCompiler(byte_level, vocab_size=VOCAB, end_ids=[END, VOCAB]).check(grammar)
+    with pytest.raises(UnsupportedField, match="needs an end token"):
+        GrammarCompiler(byte_level, vocab_size=VOCAB, end_ids=[VOCAB]).check(grammar)
+
+
 def test_references_under_another_base_are_not_followed(compiler: GrammarCompiler) -> None:
     inner = {"$id": "http://example.org/i", "$defs": {"A": _A, "B": _A}, "oneOf": _PAIR}
     outer = {"$defs": {"A": _A, "B": _tagged("k", {"const": "b"}, ("k",))}, "properties": {"i": inner}}

@@ -158,7 +158,7 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
         raise _bad(name, raw, origin, "one of " + ", ".join(word or "(empty)" for word in allowed))
     low, high = BOUNDS.get(name, (value, value))
     if name in BOUNDS and not low <= value <= high:
-        raise _bad(name, raw, origin, f"{low:g} to {high:g}")
+        raise _bad(name, raw, origin, f"{low:.15g} to {high:.15g}")
     return value
 
 

@@ -105,7 +105,7 @@ class GrammarCompiler:
         """vocab_size: the model's, padding included. end_ids: tokens that end an output (at least one)."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._end_ids = list(end_ids)
+        self._end_ids = [index for index in end_ids if index < vocab_size]  # others are never drawn
         self._vocabulary = lru_cache(1)(self._read_vocabulary)
         self._compiled = lru_cache(_COMPILED)(self._compile)
 
@@ -128,6 +128,8 @@ class GrammarCompiler:
             raise UnsupportedField(
                 "Structured output needs llguidance on the server: pip install 'ridgeline[structured]'."
             )
+        if not self._end_ids:
+            raise UnsupportedField("Structured output needs an end token, and this model's vocabulary has none.")
         content = self._tokenizer.backend.to_str()
         return llguidance.LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._end_ids)
 
