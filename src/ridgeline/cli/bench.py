@@ -135,6 +135,8 @@ async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
     """Raise the rate until the server is saturated."""
     (config,) = split_options(_mine(rest, SweepConfig), SweepConfig)
     told_rates = SweepConfig(**config).rates
+    if told_rates and asked.load.rate is not None:
+        raise ConfigError("--rates says all rates, and --rate where doubling begins: leave one out.", param="rate")
     rates = _numbers("rates", told_rates) if told_rates else doubling(asked.load.rate or 1.0)
     async with Session(asked, rest.get("target"), told) as session:
         runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, told.told)

@@ -26,6 +26,9 @@ async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
     names = CurveConfig.__dataclass_fields__
     (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig)
     config = CurveConfig(**values)
+    for name in ("rate", "concurrency"):
+        if getattr(asked.load, name) is not None:
+            raise ConfigError(f"--levels says how many are at once: leave --{name} out.", param=name)
     limits = _limits(config)
     runs, points = [], []
     async with Session(asked, rest.get("target"), told) as session:
