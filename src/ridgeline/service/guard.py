@@ -39,6 +39,8 @@ _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key: the pages are the same for everybody, what they show is asked for with it."""
 _BODY_S = 300.0
 """Seconds in which a body must arrive: who sends half of one would hold a connection, and up a drain, for ever."""
+_UNDONE = ("identity", "gzip", "deflate")
+"""Encodings of a body that are undone wherever we run; others only where aiohttp finds a library for them."""
 _LARGE = 1 << 18
 """Bytes of a body that is decoded and checked in a thread, so that no stream waits for it."""
 
@@ -63,6 +65,11 @@ async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
             return await asyncio.to_thread(lambda: read(msgspec.json.decode(data)))
         return read(msgspec.json.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        coded = request.headers.get("content-encoding", "identity").lower()
+        if coded not in _UNDONE:
+            raise RequestError(
+                f"The body's content-encoding {coded[:40]!r} is not known: send one of {', '.join(_UNDONE)}."
+            ) from error
         raise RequestError(f"The body is not valid JSON: {error}.") from error
 
 
