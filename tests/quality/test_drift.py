@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +124,13 @@ def test_limits() -> None:
     assert [(one.passed, one.certain) for one in judge(drift.figures, {"max_kl": near})] == [(True, False)]
     with pytest.raises(ConfigError, match="max_kll"):
         judge(drift.figures, {"max_kll": 1.0})
+
+
+def test_a_broken_model_keeps_no_limit_and_its_report_is_json() -> None:
+    drift = measure(parts(30, 0.02))
+    broken = replace(drift, figures={name: replace(one, value=float("nan")) for name, one in drift.figures.items()})
+    limits = {"max_kl": 9.0, "min_top1": 0.0, "max_perplexity_change": 9.0}
+    told = report(Found("a", "b", 20, broken, None), judge(broken.figures, limits))
+    assert not any(one["passed"] for one in told["checks"])
+    text = json.dumps(told, allow_nan=False)
+    assert json.loads(text)["figures"]["kl"]["value"] is None

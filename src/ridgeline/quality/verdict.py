@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -109,10 +110,16 @@ def report(found: Found, checks: Sequence[Check]) -> dict[str, Any]:
     if tasks is not None:
         told |= {"questions": tasks.asked, "tasks": told_tasks(tasks)}
     return told | {
-        "figures": {name: asdict(one) for name, one in found.figures.items()},
-        "checks": [asdict(one) for one in checks],
+        "figures": {name: _plain(one) for name, one in found.figures.items()},
+        "checks": [_plain(one) for one in checks],
         "passed": all(one.passed for one in checks),
     }
+
+
+def _plain(one: Estimate | Check) -> dict[str, Any]:
+    """As JSON has it, which knows no NaN: what a broken model says is null."""
+    values = asdict(one).items()
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 
 
 def told_tasks(tasks: Tally) -> dict[str, Any]:
