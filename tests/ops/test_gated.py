@@ -69,6 +69,21 @@ def test_the_text_says_the_same_numbers() -> None:
     assert gated.SHARED + 2 * gated.STAGES * 8 <= MOST_SHARED
 
 
+def test_what_lies_where_it_lay_has_the_same_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked once for an address, a shape, a pitch and a box, and again if any of them differs."""
+    asked = []
+    monkeypatch.setattr(cuda, "_call", lambda *given: asked.append(given))
+    cuda._tensor_map.cache_clear()
+    x = torch.zeros(64, 128, dtype=torch.bfloat16)
+    kept = cuda.tensor_map(x, (8, 64))
+    assert cuda.tensor_map(x.view(64, 128), (8, 64)) is kept and len(asked) == 1
+    for matrix, box in ((x, (16, 64)), (x, (8, 32)), (x[1:], (8, 64)), (x[:32], (8, 64)), (x[:, :64], (8, 64))):
+        assert cuda.tensor_map(matrix, box) is not kept
+    # The same address and shape, another pitch.
+    assert cuda.tensor_map(x.view(128, 64)[::2], (8, 64)) is not cuda.tensor_map(x.view(128, 64)[:64], (8, 64))
+    cuda._tensor_map.cache_clear()
+
+
 @pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
 def test_it_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without a card; then it lies on disk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ OPTIONS = (b"--gpu-architecture=sm_90a", b"-default-device")
 # CUfunction_attribute, CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
 MOST_SHARED, BFLOAT16, PLAIN, SWIZZLED, WHOLE_LINES = 8, 9, 0, 3, 3
 SWIZZLED_BYTES = 128
+MAPS = 1024
+"""Tensor maps that are kept, of some 200 bytes: a model's weights and where its activations come to lie."""
 
 
 class TensorMap(ctypes.Structure):
@@ -88,17 +90,22 @@ def _compile(text: str) -> bytes:
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> TensorMap:
     """Of a bfloat16 matrix with contiguous rows of whole 16 bytes. box: rows and columns of one copy; in shared memory rows of
-    128 bytes are swizzled, so that eight of them below each other lie in different banks."""
+    128 bytes are swizzled, so that eight of them below each other lie in different banks. Only to be read: the same memory has
+    the same map each time."""
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *box)
+
+
+@lru_cache(MAPS)
+def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, width: int) -> TensorMap:
     # The driver wants it at a multiple of 64.
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
     at = ctypes.addressof(room) + 63 & ~63
-    rows, columns = matrix.shape
-    shape, pitch = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(2 * matrix.stride(0))
-    boxes, each = (c_uint32 * 2)(*reversed(box)), (c_uint32 * 2)(1, 1)
-    swizzle = SWIZZLED if 2 * box[1] == SWIZZLED_BYTES else PLAIN
-    numbers = c_int(BFLOAT16), c_uint32(2), c_void_p(matrix.data_ptr())
+    shape, stride = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(2 * pitch)
+    boxes, each = (c_uint32 * 2)(width, height), (c_uint32 * 2)(1, 1)
+    swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else PLAIN
     how = c_int(0), c_int(swizzle), c_int(WHOLE_LINES), c_int(0)
-    _call("cuTensorMapEncodeTiled", c_void_p(at), *numbers, shape, pitch, boxes, each, *how)
+    numbers = c_int(BFLOAT16), c_uint32(2), c_void_p(pointer)
+    _call("cuTensorMapEncodeTiled", c_void_p(at), *numbers, shape, stride, boxes, each, *how)
     return TensorMap.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(TensorMap)))
 
 
