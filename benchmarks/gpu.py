@@ -90,11 +90,12 @@ class Card:
         return seconds
 
     def attention_share(self, rows: int, context: int) -> float:
-        """Share of the card's read bandwidth at which decode attention takes in keys and values."""
+        """Share of the card's read bandwidth at which decode attention takes in keys and values: of several readings the median,
+        as the first of a process is often 8 % low, and so are some that follow the release of much memory."""
         kernels.check()
-        microseconds, read = kernels.time_decode(rows, context, "page")()
+        readings = [kernels.time_decode(rows, context, "page")() for _ in range(5)]
         torch.cuda.empty_cache()
-        return read / microseconds * 1e-6 / kernels.READ_TB_S
+        return statistics.median(read / microseconds for microseconds, read in readings) * 1e-6 / kernels.READ_TB_S
 
 
 def _import_s(folder: str) -> float:
