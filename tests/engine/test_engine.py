@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -326,6 +326,15 @@ def test_deltas_carry_every_field_of_an_update() -> None:
     assert [field.name for field in dataclasses.fields(Update)] == list(Delta.__struct_fields__)
 
 
+@pytest.fixture()
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, as in a shell; a process that is started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_interrupt_in_a_step_ends_the_requests_and_the_engine_goes_on(depth: int) -> None:
     engine = make(depth=depth)
@@ -347,6 +356,7 @@ def test_an_interrupt_in_a_step_ends_the_requests_and_the_engine_goes_on(depth: 
     assert sum(len(one.tokens) for one in local.run([submit("c", [1, 2, 3], max_tokens=7, ignore_eos=True)])) == 7
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_between_steps_comes_at_once() -> None:
     local = LocalEngine(make())
     with pytest.raises(KeyboardInterrupt):
