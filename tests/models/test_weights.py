@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ridgeline.compress.checkpoint import Checkpoint
+from ridgeline.compress.decoder import load_decoder
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import DTYPE_BYTES, kv_layout
@@ -93,20 +94,48 @@ def test_cut_file_is_named(tmp_path):
         load(tmp_path)
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("there", "remedy"), [(True, "give this user the right to read it"), (False, "download it again")]
+)
+def test_a_file_that_may_not_be_read_is_named(
+    there: bool, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """safetensors says FileNotFoundError of rights that are missing, too."""
     save("llama-gqa", tmp_path)
 
     def refuse(path: Path, **_: object) -> None:
+        if not there:
+            path.unlink(missing_ok=True)
         raise FileNotFoundError(f"No such file or directory: {path}")
 
-    for room in ("models.weights", "compress.checkpoint"):
-        monkeypatch.setattr(f"ridgeline.{room}.safe_open", refuse)
-    for read in (load, Checkpoint):
-        with pytest.raises(
-            ConfigError, match=r"model.safetensors is not a whole safetensors file to be read \(No such file"
-        ):
+    monkeypatch.setattr("ridgeline.models.weights.safe_open", refuse)
+    for read in (load, Checkpoint, load_decoder) if there else (load,):
+        with pytest.raises(ConfigError, match=rf"model.safetensors cannot be opened \(No such .*\): {remedy}"):
             read(tmp_path)
+
+
+ODD = {
+    "float32": (torch.nan, torch.inf, -torch.inf),
+    "float16": (torch.nan, 1e5, -1e5),
+    "bfloat16": (-torch.inf, 3.4e38),
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(ODD))
+def test_values_that_are_no_numbers_are_named(dtype: str, tmp_path: Path) -> None:
+    """One in a norm, a bias, an embedding or a matrix, anywhere in it; the largest that the dtype holds is served."""
+    save("qwen2", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    for name in ("model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"):
+        for value in ODD[dtype]:
+            changed = {**whole, name: whole[name].clone()}
+            changed[name].view(-1)[-1] = value
+            save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+            with pytest.raises(UnsupportedModel, match=f"NaN, infinite or beyond {dtype} in {name}: download it again"):
+                load(tmp_path, dtype=dtype)
+    whole["model.norm.weight"].fill_(-torch.finfo(getattr(torch, dtype)).max)
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    load(tmp_path, dtype=dtype)
 
 
 def test_no_weights_and_other_formats(tmp_path):

@@ -258,6 +258,23 @@ def test_faults_are_named(tmp_path: Path) -> None:
         load(tmp_path, quantization="fp8")
 
 
+@pytest.mark.parametrize(
+    ("suffix", "said"),
+    [("", "NaN, infinite or beyond float32 in NAME:"), ("_scale", "tensor NAME cannot be held in fp8")],
+)
+def test_published_codes_and_scales_that_are_no_numbers_are_named(suffix: str, said: str, tmp_path: Path) -> None:
+    """e4m3 has two codes for NaN, one with each sign."""
+    save("llama-gqa", tmp_path)
+    publish(tmp_path, compressed_tensors(), per_channel)
+    whole, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight" + suffix
+    for sign in (1.0, -1.0):
+        changed = {**whole, name: whole[name].clone()}
+        changed[name][3, 0] = torch.tensor(float("nan")).copysign(torch.tensor(sign)).to(changed[name].dtype)
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UnsupportedModel, match=said.replace("NAME", name)):
+            load(tmp_path)
+
+
 def test_a_checkpoint_unlike_its_config_is_named(tmp_path: Path) -> None:
     """Scales that are missing, floats where e4m3 is stated, e4m3 where floats are."""
     save("llama-gqa", tmp_path)

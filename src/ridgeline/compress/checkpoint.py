@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ridgeline.compress.inputs import Product
 from ridgeline.compress.storage import Storage, Tensors, read_storage
@@ -16,7 +15,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.build import DTYPES
 from ridgeline.models.config import read_spec
 from ridgeline.models.stored import KEY
-from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, LINEARS, UNUSED, checkpoint_files, short_name
+from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, LINEARS, UNUSED, checkpoint_files, opened, short_name
 
 LAYER = "layers"
 LINEAR_NAMES = tuple(name for names in LINEARS.values() for name in names)
@@ -37,15 +36,10 @@ class Checkpoint:
         self.files = checkpoint_files(folder)
         self._where: dict[str, tuple[Path, str]] = {}
         for path in self.files:
-            try:
-                with safe_open(path, framework="pt") as shard:
-                    for name in shard.offset_keys():
-                        if not UNUSED.search(name):
-                            self._where[short_name(name)] = path, name
-            except (SafetensorError, FileNotFoundError, PermissionError) as error:
-                raise ConfigError(
-                    f"{path} is not a whole safetensors file to be read ({error}): download it again."
-                ) from None
+            with opened(path) as shard:
+                for name in shard.offset_keys():
+                    if not UNUSED.search(name):
+                        self._where[short_name(name)] = path, name
 
     @property
     def product(self) -> Product:
@@ -70,7 +64,7 @@ class Checkpoint:
 
     def tensor(self, short: str) -> torch.Tensor:
         name = self.full_name(short)
-        with safe_open(self._where[short][0], framework="pt") as shard:
+        with opened(self._where[short][0]) as shard:
             return shard.get_tensor(name)
 
     def outside(self) -> Iterator[tuple[str, torch.Tensor]]:

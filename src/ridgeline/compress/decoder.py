@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.models.config import read_model
 from ridgeline.models.rope import rope_table
-from ridgeline.models.weights import HEAD, UNUSED, checkpoint_files, short_name
+from ridgeline.models.weights import HEAD, UNUSED, checkpoint_files, opened, short_name
 
 PREFIX = "model."
 """Before every name but the head's in the checkpoint of a causal model."""
@@ -247,7 +246,7 @@ def load_decoder(folder: Path, context: int = 4096) -> TrainableDecoder:
     decoder = TrainableDecoder(spec, context)
     wanted, unknown = dict(decoder.state_dict()), []
     for path in checkpoint_files(folder):
-        with safe_open(path, framework="pt") as shard:
+        with opened(path) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 key = short_name(name)
                 if key in wanted:

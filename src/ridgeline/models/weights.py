@@ -12,6 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer, Linear
 from ridgeline.models.upload import Upload
 from ridgeline.quant.bitmask import whole
-from ridgeline.quant.format import Expected
+from ridgeline.quant.format import Expected, largest
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total) in bytes or elements of one stage."""
@@ -141,38 +142,51 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[safe_open]:
+    """A safetensors file, read where it lies. Raises ConfigError with the remedy for one that cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is not a whole safetensors file ({error}): download it again.") from None
+    except (FileNotFoundError, PermissionError) as error:  # safetensors says the former of missing rights, too
+        remedy = "give this user the right to read it" if path.is_file() else "download it again"
+        raise ConfigError(f"{path} cannot be opened ({error}): {remedy}.") from None
+
+
 def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = None) -> None:
     """Fill the decoder from `folder`. Missing, unknown or misshapen tensors raise UnsupportedModel by name."""
     files = checkpoint_files(folder)
     device = decoder.embedding.device
     bring = Upload(device) if device.type == "cuda" else _as_it_is
     wanted, unknown = targets(decoder), []
+    sizes: dict[str, torch.Tensor] = {}
     total, done = sum(path.stat().st_size for path in files), 0
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for name, get in whole(shard.offset_keys(), shard.get_tensor):
-                    key = short_name(name)
-                    target = wanted.pop(key, None)
-                    if target is None:
-                        tied = key == HEAD and decoder.spec.tied
-                        if not UNUSED.search(name) and not tied and not _no_bias(key, get()):
-                            unknown.append(name)
-                        continue
-                    tensor = get()
-                    _check(name, tensor, target.expected)
-                    _take(name, bring(tensor), target)
-                    done += tensor.nbytes
-                    if progress is not None:
-                        progress("weights", min(done, total), total)
-        except (SafetensorError, FileNotFoundError, PermissionError) as error:
-            raise ConfigError(
-                f"{path} is not a whole safetensors file to be read ({error}): download it again."
-            ) from None
+        with opened(path) as shard:
+            for name, get in whole(shard.offset_keys(), shard.get_tensor):
+                key = short_name(name)
+                target = wanted.pop(key, None)
+                if target is None:
+                    tied = key == HEAD and decoder.spec.tied
+                    if not UNUSED.search(name) and not tied and not _no_bias(key, get()):
+                        unknown.append(name)
+                    continue
+                tensor = get()
+                _check(name, tensor, target.expected)
+                arrived = bring(tensor)
+                if arrived.is_floating_point():
+                    sizes[name] = largest(arrived)
+                _take(name, arrived, target)
+                done += tensor.nbytes
+                if progress is not None:
+                    progress("weights", min(done, total), total)
     if wanted or unknown:
         parts = [("lacks", sorted(wanted)), ("has, beyond what the decoder knows,", sorted(unknown))]
         said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
         raise UnsupportedModel(f"{folder}: the checkpoint {said}.")
+    _refuse_odd(sizes, decoder.embedding.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
     if progress is not None:
@@ -197,6 +211,17 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
     if tensor.dtype not in dtypes:
         raise UnsupportedModel(
             f"tensor {name} holds {tensor.dtype}; config.json asks for {' or '.join(map(str, dtypes))}."
+        )
+
+
+def _refuse_odd(sizes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Refuse values that are no numbers, or none in `dtype`: read back once, when all tensors have come."""
+    found = torch.stack(list(sizes.values())).tolist()
+    odd = [name for name, size in zip(sizes, found, strict=True) if not size <= torch.finfo(dtype).max]
+    if odd:
+        raise UnsupportedModel(
+            f"the checkpoint holds values that are NaN, infinite or beyond {str(dtype).removeprefix('torch.')} in "
+            f"{_listed(odd)}: download it again, or, if they were saved so, take another (beyond float16: --dtype bfloat16)."
         )
 
 

