@@ -268,7 +268,8 @@ def test_run_writes_its_files_and_a_page_that_needs_nothing_else(
         ]
         main(["bench", "run", *words])
     assert "12 offered, 12 completed" in " ".join(capsys.readouterr().out.split())
-    assert len(read_run(out).rows) == 12
+    assert main(["bench", "run", "http://127.0.0.1:1", "--out", str(out)]) == 2
+    assert f"--out {out} holds files already" in capsys.readouterr().err and len(read_run(out).rows) == 12
     page = (out / "report.html").read_text()
     assert page.count("<svg") >= 4 and "limit 10 s" in page
     assert not any(word in page for word in ("src=", "href=", "@import", "url("))

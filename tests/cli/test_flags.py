@@ -158,6 +158,10 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path: Path)
         with pytest.raises(ConfigError, match="--save-as ") as error:
             check_places({"save_as": str(given)}, "save_as", folder=folder)
         assert str(given) in error.value.message
+    (tmp_path / "empty").mkdir()
+    check_places({"out": str(tmp_path / "empty")}, "out", folder=True)
+    with pytest.raises(ConfigError, match=f"--out {tmp_path} holds files already: name a folder"):
+        check_places({"out": str(tmp_path)}, "out", folder=True)
 
 
 @pytest.mark.parametrize("command", ["calibrate", "ladder", "compare", "roofline", "bench run"])

@@ -18,9 +18,14 @@ REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 
 
+def unnamed() -> str:
+    """The folder for results that were given none."""
+    return f"bench-{datetime.now():%Y%m%d-%H%M%S}"
+
+
 def save(outcome: Outcome, given: str) -> Path:
     """Write an outcome into the folder `given`, or into one named by the time. Raises ConfigError where that fails."""
-    folder = Path(given or f"bench-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = Path(given or unnamed())
     try:
         if len(outcome.runs) == 1:
             write_run(outcome.runs[0], folder, _with_whys(run_json(outcome.runs[0]), outcome))

@@ -24,7 +24,7 @@ from rich.table import Table
 from ridgeline.bench import show
 from ridgeline.bench.compare import compare, paired
 from ridgeline.bench.figures import brief, run_json, trouble
-from ridgeline.bench.folder import REPORT_FILE, save, summary
+from ridgeline.bench.folder import REPORT_FILE, save, summary, unnamed
 from ridgeline.bench.mock import Speed, serve_mock
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.own import serving
@@ -319,7 +319,7 @@ def run(given: Given) -> int:
     with Show() as told:
         if action in ("trace", "mock"):
             return uvloop.run((run_mock if action == "mock" else run_trace)(asked, told, rest))
-        check_places({"out": asked.result.out or "."}, "out", folder=True)
+        check_places({"out": asked.result.out or unnamed()}, "out", folder=True)
         # By name, because a model's formulas bring torch, and a load generator should be light.
         act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
         outcome, table = uvloop.run(act(asked, told, rest))

@@ -129,7 +129,8 @@ def search_help(parser: Parser, word: str) -> str:
 
 
 def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> None:
-    """Raise ConfigError for an option whose file (or folder) cannot be written, before the work whose result it takes."""
+    """Raise ConfigError for an option whose file (or folder) cannot be written, before the work whose result it takes. A file is
+    replaced; a folder that holds anything is not touched."""
     for name in names:
         if not (given := rest.get(name)):
             continue
@@ -140,6 +141,8 @@ def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> 
         flag = f"--{name.replace('_', '-')} {given}"
         if not folder and place.is_dir():
             raise ConfigError(f"{flag} is a folder: name a file.", param=name)
+        if folder and place.is_dir() and os.access(place, os.R_OK) and any(place.iterdir()):
+            raise ConfigError(f"{flag} holds files already: name a folder that does not exist yet.", param=name)
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise ConfigError(f"{flag} cannot be written: {above} is no folder that may be written to.", param=name)
 
