@@ -13,6 +13,7 @@ from ridgeline.bench.steps import FIT, JUDGE, OUTPUTS, Bounds, Recorder, Shape, 
 from ridgeline.cli.main import main
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
+from ridgeline.hardware.probe import Device, Machine
 
 LLAMA = str(Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "llama-3.1-8b")
 
@@ -39,6 +40,21 @@ def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     decode = facts["phases"]["decode"]
     assert decode["floor_s"] <= decode["serial_floor_s"] < decode["predicted_s"]
     assert sum(one["flops"] for one in decode["operations"]) == decode["flops"]
+
+
+def test_roofline_of_what_lies_in_a_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This processor by its name, and what its last cache may do to the floors."""
+    features = ("avx512_bf16",)
+    machine = Machine("x", 2, features, Device("cpu", "x", 1 << 40, 1 << 40, features), ())
+    for room in ("hardware.probe", "cli.roofline"):
+        monkeypatch.setattr(f"ridgeline.{room}.probe", lambda: machine)
+    said = (
+        "All weights may stay in its L3 of 32.00 MiB, which is read at 150 GB/s: steps may be shorter than these floors"
+    )
+    for words in ((), ("--on", "cpu")):
+        out = run(capsys, "roofline", *words)
+        assert said in out and "'CPU, 2 cores, AVX-512 with bf16' is the row of the table that stands for this" in out
+    assert said not in run(capsys, "roofline", LLAMA, "--on", "cpu") + run(capsys, "roofline", "--on", "epyc")
 
 
 def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
-from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, probe, process_age_s, visible
+from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, meant, probe, process_age_s, visible
 
 GPUS = tuple(Device("cuda", f"gpu {index}", 1, 1) for index in range(4))
 
@@ -19,6 +19,14 @@ def test_this_machine() -> None:
     assert machine.host.memory_bytes >= machine.host.free_bytes > 0
     assert machine.device("cpu") == machine.host
     assert machine.host.accelerator is not None
+
+
+def test_the_processor_that_is_meant_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, words in (((), "desktop"), (("avx512_bf16",), "with bf16"), (("avx512_bf16", "amx_bf16"), "AMX")):
+        machine = Machine("x", 2, features, Device("cpu", "x", 1, 1, features), GPUS)
+        monkeypatch.setattr("ridgeline.hardware.probe.probe", lambda found=machine: found)
+        assert words in meant("cpu").name and words in meant("CPU").name
+        assert meant("h200").name == "NVIDIA H200 SXM" and "EPYC" in meant("epyc").name
 
 
 def test_the_first_gpu_unless_told_otherwise() -> None:

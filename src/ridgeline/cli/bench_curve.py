@@ -17,8 +17,7 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
-from ridgeline.hardware.probe import probe
-from ridgeline.hardware.table import lookup
+from ridgeline.hardware.probe import meant, probe
 
 
 async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
@@ -56,7 +55,7 @@ def _limits(config: CurveConfig) -> Limits | None:
         return None
     if not config.model_folder:
         raise ConfigError("--on names the device, but not the model: give --model-folder too.", param="model_folder")
-    device = lookup(config.on) if config.on else probe().device().accelerator
+    device = meant(config.on) if config.on else probe().device().accelerator
     if device is None:
         raise ConfigError("this machine's device is not in the table: name one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder

@@ -21,7 +21,7 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec
-from ridgeline.hardware.table import lookup
+from ridgeline.hardware.probe import meant
 from ridgeline.planner.breakeven import BreakEven
 from ridgeline.planner.cost import Owned, Service
 from ridgeline.planner.energy import Energy, yearly_kwh
@@ -97,7 +97,7 @@ def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
         Line("times_less", "times less than that rule", need.saving, f"{need.saving:.2f}"),
     ]
     if "on" in rest:
-        one = lookup(rest["on"])
+        one = meant(rest["on"])
         fit = sequences(spec, need.tokens, one.memory_bytes, dtype)
         what = "beside the weights" if spec.vocab_size else "without weights"
         lines.append(Line("sequences_that_fit", f"such sequences on {one.name}, {what}", fit, f"{fit:,}"))
@@ -199,7 +199,7 @@ def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
 
 
 def _owned(rest: Mapping[str, Any]) -> Owned:
-    one = lookup(rest["on"]) if "on" in rest else None
+    one = meant(rest["on"]) if "on" in rest else None
     price = rest.get("price", one.buy.usd if one is not None and one.buy is not None else None)
     if price is None:
         raise ConfigError("nothing says what the device costs: give --price.", param="price")
@@ -212,14 +212,14 @@ def _owned(rest: Mapping[str, Any]) -> Owned:
 def _rent(rest: Mapping[str, Any]) -> float:
     if "usd_hour" in rest:
         return _number(rest, "usd_hour", None)
-    one = lookup(rest["on"]) if "on" in rest else None
+    one = meant(rest["on"]) if "on" in rest else None
     if one is None or one.rent is None:
         raise ConfigError("nothing says what an hour costs: give --usd-hour.", param="usd_hour")
     return one.rent.usd
 
 
 def _watts(rest: Mapping[str, Any]) -> float:
-    one = lookup(rest["on"]) if "on" in rest else None
+    one = meant(rest["on"]) if "on" in rest else None
     return _number(rest, "watts", one.watts or None if one is not None else None)
 
 

@@ -25,8 +25,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.core.speculate import refusal
 from ridgeline.engine.drafting import LOGIT_ROWS, wanted_by, weigh
 from ridgeline.engine.policy import admission
-from ridgeline.hardware.probe import Device, probe
-from ridgeline.hardware.table import lookup
+from ridgeline.hardware.probe import Device, meant, probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -119,7 +118,7 @@ def _device(given: Given, wanted: str) -> Device:
             "device is cuda, but there is no GPU here: name one with --on, as in --on h100.", param="device"
         )
     if name is not None:
-        row = lookup(name)
+        row = meant(name)
         kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
         if wanted not in ("auto", kind):
             raise ConfigError(f"--on names {row.name}, but device is {wanted}: leave one of them out.", param="device")

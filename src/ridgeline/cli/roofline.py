@@ -25,8 +25,8 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.probe import probe
-from ridgeline.hardware.table import Accelerator, lookup
+from ridgeline.hardware.probe import meant, probe
+from ridgeline.hardware.table import Accelerator
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -106,10 +106,10 @@ def shares(phase: str, load: Load) -> list[tuple[int, int]]:
 
 def _accelerator(name: str | None) -> tuple[Accelerator, tuple[str, ...]]:
     """A row of the table, and what to say of it where it only stands for this machine."""
-    if name is not None:
-        return lookup(name), ()
+    if name is not None and name.lower() != "cpu":
+        return meant(name), ()
     machine = probe()
-    device = machine.device()
+    device = machine.device(name or "auto")
     row = device.accelerator
     if row is None:
         raise ConfigError(f"{device.name} is not in the table: name an accelerator with --on.", param="on")
@@ -140,6 +140,12 @@ def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[st
         free = capacity.memory_bytes - capacity.weight_bytes - capacity.kv_bytes
         lines.append(f"Weights {bytes_text(capacity.weight_bytes)} and cache {bytes_text(capacity.kv_bytes)} fit: "
                      f"{bytes_text(free)} are left.")  # fmt: skip
+        near = found.accelerator.on_chip
+        if near is not None and capacity.weight_bytes <= near.bytes:
+            lines.append(
+                f"All weights may stay in its {near.kind} of {bytes_text(near.bytes)}, which is read at "
+                f"{si(near.bandwidth, 'B/s')}: steps may be shorter than these floors, which are of its memory."
+            )
     else:
         lines.append(f"Does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would lie in the host's memory. "
                      + _spilled(found))  # fmt: skip

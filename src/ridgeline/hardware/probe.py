@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find
+from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find, lookup
 
 _NAME_BYTES = 96
 
@@ -58,6 +58,12 @@ def probe() -> Machine:
     host = Device("cpu", processor, *host_memory(), features)
     cores = len(os.sched_getaffinity(0))
     return Machine(processor, cores, features, host, visible(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def meant(name: str) -> Accelerator:
+    """The row of the table that a user means, "cpu" the one that stands for this machine's processor. Raises ConfigError."""
+    own = probe().host.accelerator if name.lower() == "cpu" else None
+    return own or lookup(name)
 
 
 def host_memory() -> tuple[int, int]:

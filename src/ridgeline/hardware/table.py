@@ -152,7 +152,7 @@ def find(name: str) -> Accelerator | None:
 
 
 def lookup(name: str) -> Accelerator:
-    """The accelerator a user means: by its driver's name, or by words of its name here ("4090", "epyc", "cpu").
+    """The accelerator a user means: by its driver's name, or by words of its name here ("4090", "epyc").
 
     Raises ConfigError with all names of the table.
     """
