@@ -194,7 +194,7 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
             inner, _ = drafting._open_device(asked, target, dummy)
         return None, Controlled(inner, share, script)
 
-    assemble.wanted_by = lambda *_: wanted  # type: ignore[assignment]
+    drafting.wanted_by = lambda *_: wanted
     assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
         ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"),

@@ -11,14 +11,14 @@ import torch
 from controlled import NODES, PLACES, Script, dictated, start
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine import assemble
+from ridgeline.engine import assemble, drafting
 from ridgeline.ops.rows import Int, RowState
 from tests.benchmarks.test_ledger import LLAMA
 
 
 def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wanted_by", "open_drafters"):
-        monkeypatch.setattr(assemble, name, getattr(assemble, name))  # what `start` puts there goes with the test
+    for room, name in ((drafting, "wanted_by"), (assemble, "open_drafters")):
+        monkeypatch.setattr(room, name, getattr(room, name))  # what `start` puts there goes with the test
     monkeypatch.setattr(controlled, "OUTPUT", 24)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": PLACES}))
     config = EngineConfig(device="cpu", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory=1 << 24)

@@ -128,19 +128,31 @@ def test_refusals(speculate: str, options: dict[str, object], words: str) -> Non
     assert caught.value.param == "speculate"
 
 
+def drafts(folder: Path) -> EngineConfig:
+    return EngineConfig(speculate=f"draft:{folder}", max_num_seqs=8)
+
+
+@pytest.mark.parametrize("text", ["medusa:{}", "recurrent:{}", "reference:{}/file"])
+def test_what_cannot_be_opened_is_refused_before_weights_are_read(text: str, tmp_path: Path) -> None:
+    spec = served_spec(read_model(shipped_model())[0], ModelConfig())
+    with pytest.raises(ConfigError, match=f"speculate: {tmp_path}.*(has no config.json|is no file that can be quoted)"):
+        weigh(EngineConfig(speculate=text.format(tmp_path)), spec, ASSETS, "cpu")
+
+
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     config = json.loads((shipped_model() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
     with pytest.raises(ConfigError, match="5000 tokens, the served model 8192"):
-        weigh(wanted(f"draft:{tmp_path}"), spec, 8, 0)  # type: ignore[arg-type]
+        weigh(drafts(tmp_path), spec, ASSETS, "cpu")
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     with pytest.raises(ConfigError, match="shorter than the served 4096"):
-        weigh(wanted(f"draft:{tmp_path}"), spec, 8, 0)  # type: ignore[arg-type]
+        weigh(drafts(tmp_path), spec, ASSETS, "cpu")
 
 
 def test_memory_is_planned_for_the_draft() -> None:
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
-    beside = weigh(wanted(f"draft:{shipped_model()}"), spec, 8, 100)  # type: ignore[arg-type]
+    asked, beside = weigh(drafts(shipped_model()), spec, ASSETS, "cpu", 100)
+    assert asked == wanted(f"draft:{shipped_model()}")
     draft = read_model(shipped_model())[0]
     assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40

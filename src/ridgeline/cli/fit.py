@@ -20,10 +20,9 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.resolve import parse
-from ridgeline.core.sizing import Beside, Memory, MemoryPlan, command, size
+from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import refusal
-from ridgeline.engine.drafting import LOGIT_ROWS, wanted_by, weigh
+from ridgeline.engine.drafting import weigh
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.probe import Device, meant, probe
 from ridgeline.models.build import served_spec
@@ -52,7 +51,7 @@ def run(given: Given) -> int:
     console = Console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     _describe(table, spec, device)
-    beside = _beside(engine, spec, folder, memory)
+    _, beside = weigh(engine, spec, folder, memory.kind, memory.taken)
     try:
         plan = size(spec, engine, total, device.kind, model=model, beside=beside)
     except DoesNotFit as error:
@@ -84,16 +83,6 @@ def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | 
         return load_calibration(Path(engine.calibration), spec).cost
     row = device.accelerator
     return None if row is None else CostModel(spec, row.peak(spec.dtype), row.bandwidth)
-
-
-def _beside(engine: EngineConfig, spec: ModelSpec, folder: Path, memory: Memory) -> Beside:
-    """What drafters take beside the model. Raises ConfigError for those that `serve` could not open."""
-    wanted = wanted_by(engine, spec, folder, memory.kind)
-    if wanted.folder is not None:
-        resolve_model(ModelConfig(model=str(wanted.folder), load_format="dummy"))
-    if wanted.documents is not None and not wanted.documents.is_file():
-        raise refusal(f"{wanted.documents} is no file that can be quoted")
-    return weigh(wanted, spec, engine.max_num_seqs or LOGIT_ROWS, memory.taken)
 
 
 def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:

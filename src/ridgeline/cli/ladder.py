@@ -26,7 +26,7 @@ from ridgeline.compress.texts import default_calibration, judging_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import MAX_LOGPROBS
-from ridgeline.engine.drafting import wanted_by, weigh
+from ridgeline.engine.drafting import weigh
 from ridgeline.hardware.probe import probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -88,7 +88,7 @@ def run(given: Given) -> int:
         served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
     ladder = rungs(model, engine, formats, "graphs" if place == "cuda" else "compiled")
     last = served_spec(checkpoint, ladder[-1].model)
-    drafters = weigh(wanted_by(ladder[-1].engine, last, folder, place), last, 1, 0).bytes
+    drafters = weigh(ladder[-1].engine, last, folder, place)[1].bytes
     climbed: list[Climbed] = []
     with Stages(Console(stderr=True)) as stages:
         for rung in ladder:

@@ -18,7 +18,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.account import open_account
-from ridgeline.engine.drafting import LOGIT_ROWS, open_drafters, wanted_by, weigh
+from ridgeline.engine.drafting import open_drafters, weigh
 from ridgeline.engine.engine import Engine, Grammars, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -71,8 +71,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    wanted = wanted_by(config, spec, folder, device.type)
-    beside = weigh(wanted, spec, config.max_num_seqs or LOGIT_ROWS, taken)
+    wanted, beside = weigh(config, spec, folder, device.type, taken)
     plan = size(spec, config, total, device.type, model=model, beside=beside)
     ops = _operations(config, spec, device)
     stages.ends("config")

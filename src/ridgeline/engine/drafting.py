@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -40,27 +39,31 @@ def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -
     return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
 
-def _draft_config(wanted: Wanted, spec: ModelSpec) -> tuple[Path, ModelConfig]:
+def _draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path, ModelConfig]:
     """A draft model's folder, and how it is read: in the target's number type and context."""
-    folder = resolve_model(ModelConfig(model=str(wanted.folder)))
-    return folder, ModelConfig(model=str(folder), dtype=spec.dtype)
+    config = ModelConfig(model=str(wanted.folder), dtype=spec.dtype, load_format=load_format)
+    return resolve_model(config), config
 
 
-def weigh(wanted: Wanted, spec: ModelSpec, rows: int, taken: int) -> Beside:
-    """What the drafters take beside the model `spec` as served in up to `rows` rows; taken: bytes that others hold. Raises
-    ConfigError for a draft that does not fit the model."""
+def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken: int = 0) -> tuple[Wanted, Beside]:
+    """What wanted_by says, and what that takes beside the model `spec` as served; taken: bytes that others hold. Raises
+    ConfigError, before any weight is read, for drafters that could not be opened and a draft that does not fit the model."""
+    wanted = wanted_by(config, spec, folder, place)
     if not wanted.most:
-        return Beside(bytes=taken)
-    logits = min(LOGIT_ROWS, rows * (1 + wanted.most))
+        return wanted, Beside(bytes=taken)
+    if wanted.documents is not None and not wanted.documents.is_file():
+        raise refusal(f"{wanted.documents} is no file that can be quoted")
+    logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
-        folder, config = _draft_config(wanted, spec)
-        draft = served_spec(read_model(folder)[0], config)
+        small, how = _draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
+        draft = served_spec(read_model(small)[0], how)
         check_draft(draft, spec)
-        return Beside(draft.layers, taken + draft.weight_bytes, logits)
-    if wanted.device in ("medusa", "recurrent") and wanted.folder is not None:
-        held = 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
-        return Beside((), taken + held, logits)
-    return Beside((), taken, logits)
+        return wanted, Beside(draft.layers, taken + draft.weight_bytes, logits)
+    if wanted.folder is not None:
+        if not (wanted.folder / "config.json").is_file():
+            raise refusal(f"{wanted.folder} does not exist or has no config.json")
+        taken += 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
+    return wanted, Beside((), taken, logits)
 
 
 def open_drafters(
@@ -93,8 +96,7 @@ def _open_host(name: str, wanted: Wanted, target: LoadedModel, folder: Path) -> 
 def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, OnDevice | None]:
     spec, place = target.spec, target.decoder.embedding.device
     if wanted.device == "draft":
-        folder, config = _draft_config(wanted, spec)
-        config = replace(config, load_format="dummy" if dummy else "auto")
+        folder, config = _draft_model(wanted, spec, "dummy" if dummy else "auto")
         model = build(folder, model=config, ops=target.ops, device=place)
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
     if wanted.device == "recurrent" and wanted.folder is not None:
