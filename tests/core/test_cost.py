@@ -31,7 +31,7 @@ def test_single_decode_is_bound_by_the_weights(spec: ModelSpec, model: CostModel
 def test_long_prompts_are_bound_by_arithmetic(spec: ModelSpec, model: CostModel) -> None:
     work = step_work(spec, [(0, 8192)])
     assert model.bound(work) == "compute"
-    assert work.flops == spec.linear_flops(8192, 1) + spec.attention_flops(0, 8192)
+    assert work.flops == spec.linear_flops(8192, 1) + spec.attention([(0, 8192)], 1)[0]
     assert model.step_s(work) == pytest.approx(work.flops / 989e12)
 
 
@@ -56,4 +56,5 @@ def test_a_meter_counts_every_step_as_step_work_does(spec: ModelSpec, windows: t
     meter = WorkMeter(model)
     for shares in ([(128, 1)] * 3, [(0, 100), (40, 1), (700, 33)], [(63, 1), (64, 1), (511, 1)], [(0, 1)], []):
         ends = [start + count for start, count in shares]
-        assert meter.work(ends, [count for _, count in shares], len(shares)) == step_work(model, shares)
+        for logits in (len(shares), 0, *((2, 9) if shares else ())):
+            assert meter.work(ends, [count for _, count in shares], logits) == step_work(model, shares, logits)

@@ -44,14 +44,17 @@ def pairs(layer: LayerSpec, start: int, tokens: int) -> list[tuple[int, int]]:
 def test_attention_is_what_the_mask_lets_through(name, start, tokens, tmp_path):
     save(name, tmp_path)
     spec: ModelSpec = build(tmp_path, model=ModelConfig(), ops=REFERENCE, device=torch.device("meta")).spec
-    flops = read = 0
-    for layer in spec.layers:
-        seen = pairs(layer, start, tokens)
-        flops += 4 * len(seen) * layer.n_heads * layer.head_dim
-        read += 2 * len({key for _, key in seen}) * layer.n_kv_heads * layer.head_dim
-    assert spec.attention_flops(start, tokens) == flops
+    for wanted in (0, 1, tokens):
+        flops = read = 0
+        for index, layer in enumerate(spec.layers):
+            seen = pairs(layer, start, tokens)
+            if index == len(spec.layers) - 1 and 16 * wanted <= tokens:
+                seen = [(query, key) for query, key in seen if query >= start + tokens - wanted]
+            flops += 4 * len(seen) * layer.n_heads * layer.head_dim
+            read += 2 * len({key for _, key in seen}) * layer.n_kv_heads * layer.head_dim
+        work = step_work(spec, [(start, tokens)], wanted)
+        assert work.attention_flops == flops and work.flops == flops + spec.linear_flops(tokens, wanted)
+        assert work.kv_bytes == read * DTYPE_BYTES[spec.dtype] + tokens * spec.kv_bytes_per_token()
+        found = operations(spec, [(start, tokens)], wanted)
+        assert (sum(one.flops for one in found), sum(one.bytes for one in found)) == (work.flops, work.bytes)
     assert spec.kv_read_bytes(start, tokens) == read * DTYPE_BYTES[spec.dtype]
-    work = step_work(spec, [(start, tokens)])
-    assert work.attention_flops == flops and work.flops == flops + spec.linear_flops(tokens, 1)
-    assert work.kv_bytes == spec.kv_read_bytes(start, tokens) + tokens * spec.kv_bytes_per_token()
-    assert sum(one.flops for one in operations(spec, [(start, tokens)])) == work.flops

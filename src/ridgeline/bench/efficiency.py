@@ -79,10 +79,12 @@ def _request(row: Row, spec: ModelSpec) -> StepWork:
     """One request's work without the weights' bytes: its prompt in one piece, then token by token."""
     prompt, after = row.input_tokens, max(0, row.output_tokens - 1)
     cached = min(row.cached_tokens, max(0, prompt - 1))
-    found = step_work(spec, [(cached, prompt - cached), (prompt, after)], logits=1 + after)
+    parts = step_work(spec, [(cached, prompt - cached)]), step_work(spec, [(prompt, after)], after)
+    weights = sum(spec.step_weight_bytes for one in parts if one.tokens)
     # As one piece the answer would read the cache once; token by token it is read each time, half full on average.
     once, each = spec.kv_read_bytes(prompt, after), spec.kv_read_bytes(prompt + after // 2, 1)
-    return StepWork(found.tokens, found.flops, found.bytes - spec.step_weight_bytes - once + after * each)
+    tokens, flops, moved = (sum(column) for column in zip(*(one[:3] for one in parts), strict=True))
+    return StepWork(tokens, flops, moved - weights - once + after * each)
 
 
 def metric(text: bytes, name: str) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, causal_pairs
+from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, causal_pairs, few
 
 
 class StepWork(NamedTuple):
@@ -38,15 +38,11 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
 
     logits: query tokens that need logits; None: one per row.
     """
-    tokens = rows = attention = kv = longest = 0
-    for start, count in shares:
-        rows += 1
-        tokens += count
-        longest = max(longest, count)
-        attention += spec.attention_flops(start, count)
-        kv += spec.kv_read_bytes(start, count)
+    rows = tuple(shares)
+    tokens, longest = sum(count for _, count in rows), max((count for _, count in rows), default=0)
+    wanted = len(rows) if logits is None else logits
+    attention, kv = spec.attention(rows, wanted)
     kv += tokens * spec.kv_bytes_per_token()
-    wanted = rows if logits is None else logits
     linear = spec.linear_flops(tokens, wanted)
     weights = spec.step_weight_bytes if tokens else 0
     return StepWork(tokens, linear + attention, weights + kv, attention, kv, wanted, longest > 1)
@@ -55,17 +51,19 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
 class WorkMeter:
     """`step_work` for every step of a running engine: what layers have in common is added up once."""
 
-    __slots__ = ("_head", "_kinds", "_linear", "_written", "_weights")
+    __slots__ = ("_before", "_head", "_kinds", "_last", "_linear", "_written", "_weights")
 
     def __init__(self, spec: ModelSpec) -> None:
         self._linear, self._head = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
         self._weights, self._written = spec.step_weight_bytes, spec.kv_bytes_per_token()
         kinds: dict[int | None, tuple[int, int]] = {}
         for layer in spec.layers:
+            self._before = list(kinds.items())
             flops, read = kinds.get(layer.window, (0, 0))
             pair, key = layer.attention_flops(0, 1), layer.kv_seen(0, 1) * DTYPE_BYTES[spec.dtype]
             kinds[layer.window] = flops + pair, read + key
-        self._kinds = [(window, flops, read) for window, (flops, read) in kinds.items()]
+            self._last = layer.window, pair, key
+        self._kinds = list(kinds.items())
 
     def work(self, ends: Sequence[int], counts: Sequence[int], logits: int) -> StepWork:
         """Of a step after which rows hold `ends` tokens, `counts` of them new; logits: query tokens that need logits."""
@@ -79,7 +77,8 @@ class WorkMeter:
             chunks = [(end, count) for end, count in zip(ends, counts, strict=True) if count != 1]
             ones -= sum(end for end, _ in chunks)
         attention = kv = 0
-        for window, flops, read in self._kinds:
+        alone = few(logits, tokens)
+        for window, (flops, read) in self._before if alone else self._kinds:
             seen = ones
             if window is not None:
                 seen = sum(min(end, window) for end, count in zip(ends, counts, strict=True) if count == 1)
@@ -88,6 +87,10 @@ class WorkMeter:
             for end, count in chunks:
                 attention += flops * causal_pairs(end - count, count, window)
                 kv += read * (end if window is None else min(end, window - 1 + count))
+        if alone:
+            window, flops, read = self._last
+            seen = logits * (sum(ends) if window is None else sum(min(end, window) for end in ends)) // rows
+            attention, kv = attention + flops * seen, kv + read * seen
         kv += tokens * self._written
         linear = tokens * self._linear + logits * self._head
         return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != rows)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, Matrix, ModelSpec
+from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, Matrix, ModelSpec, few
 
 ID_BYTES = 4
 SCALE_BYTES = 4
@@ -91,7 +91,11 @@ def operations(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int |
     for layer, times in Counter(spec.layers[:-1]).items():
         for part in (*_attends(step, layer), *_goes_on(step, layer)):
             _add(total, part, times)
-    for part in (*_attends(step, spec.layers[-1]), *_goes_on(replace(step, tokens=step.logits), spec.layers[-1])):
+    alone = step.logits if few(step.logits, tokens) else None
+    for part in (
+        *_attends(step, spec.layers[-1], alone),
+        *_goes_on(replace(step, tokens=step.logits), spec.layers[-1]),
+    ):
         _add(total, part, 1)
     return tuple(Operation(name, *total[name]) for name in NAMES)
 
@@ -112,8 +116,9 @@ def _ends(step: _Step) -> Iterator[Operation]:
     yield Operation("sampling", 1, 0, 0, scores + step.logits * ID_BYTES)
 
 
-def _attends(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
-    """One layer up to its attention. A norm reads the stream and writes what a matrix takes."""
+def _attends(step: _Step, layer: LayerSpec, alone: int | None = None) -> Iterator[Operation]:
+    """One layer up to its attention, which is that of all tokens or of `alone` of them. A norm reads the stream and writes what a
+    matrix takes."""
     spec, d_model, width = step.spec, step.spec.d_model, step.width
     heads = layer.n_heads * layer.head_dim
     merged = heads + 2 * layer.n_kv_heads * layer.head_dim
@@ -122,9 +127,9 @@ def _attends(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
     written = step.tokens * layer.kv_elements * width
     rotated = step.plain(merged) + step.plain(heads)
     yield Operation("rope+kv write", 1, 0, spec.head_norm_params(layer) * width + written, rotated)
-    flops = sum(layer.attention_flops(start, count) for start, count in step.shares)
-    read = sum(layer.kv_seen(start, count) for start, count in step.shares) * width
-    yield Operation("attention", 1, flops, read, 2 * step.plain(heads))
+    flops, read = layer.attention(step.shares, alone)
+    attending = step.tokens if alone is None else alone
+    yield Operation("attention", 1, flops, read * width, 2 * attending * heads * width)
 
 
 def _goes_on(step: _Step, layer: LayerSpec) -> Iterator[Operation]:

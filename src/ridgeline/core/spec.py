@@ -6,10 +6,14 @@ them equal to the tensors that `models.build` really makes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ridgeline.core.errors import ConfigError
+
+Shares = Sequence[tuple[int, int]]
+"""(positions before them, query tokens) of each row of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,17 @@ class LayerSpec:
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, the window respected."""
         return 4 * causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
+
+    def attention(self, shares: Shares, alone: int | None = None) -> tuple[int, int]:
+        """(FLOPs of QK^T and PV, elements of keys and values that are read) for rows that run `n` queries after `start`
+        positions, for (start, n) in shares. alone: as many of these queries attend, each by itself, and see as much as a row's
+        last one does on average: which rows they are of is not told."""
+        if alone is None:
+            flops = sum(self.attention_flops(start, count) for start, count in shares)
+            return flops, sum(self.kv_seen(start, count) for start, count in shares)
+        ends = (start + count for start, count in shares)
+        seen = alone * sum(min(end, self.window or end) for end in ends) // max(1, len(shares))
+        return 4 * seen * self.n_heads * self.head_dim, 2 * seen * self.n_kv_heads * self.head_dim
 
     def kv_seen(self, start: int, tokens: int) -> int:
         """Elements of keys and values that `tokens` queries after `start` positions see, each once."""
@@ -272,10 +287,13 @@ class ModelSpec:
         last = sum(one.elements for one in self.matrices(self.layers[-1]) if one.name != "qkv")
         return 2 * (tokens * (every - last) + logits * (last + self.embedding_params))
 
-    def attention_flops(self, start: int, tokens: int) -> int:
-        """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, windows respected. Of every layer, though
-        of a long chunk the last one attends for wanted tokens alone (see StepInputs.alone)."""
-        return sum(one.attention_flops(start, tokens) for one in self.layers)
+    def attention(self, shares: Shares, wanted: int) -> tuple[int, int]:
+        """(FLOPs, bytes of cache that are read) of attention in all layers, as LayerSpec.attention; for `wanted` of these query
+        tokens there is a use behind the last layer, which attends for them alone where they are few."""
+        tokens = sum(count for _, count in shares)
+        parts = [one.attention(shares) for one in self.layers[:-1]]
+        parts.append(self.layers[-1].attention(shares, wanted if few(wanted, tokens) else None))
+        return sum(flops for flops, _ in parts), sum(read for _, read in parts) * DTYPE_BYTES[self.dtype]
 
     # --- KV cache ---------------------------------------------------------------------------------------------------
 
@@ -291,6 +309,11 @@ class ModelSpec:
     def kv_read_bytes(self, start: int, tokens: int, dtype: str | None = None) -> int:
         """Bytes of cache one step must read for a sequence at `start` that runs `tokens` queries (each key once)."""
         return sum(one.kv_seen(start, tokens) for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
+
+
+def few(wanted: int, tokens: int) -> bool:
+    """Whether so few of a step's query tokens are wanted that the last layer attends for them alone (ops.step.StepInputs.alone)."""
+    return 16 * wanted <= tokens
 
 
 def causal_pairs(start: int, tokens: int, window: int | None) -> int:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from ridgeline.core.spec import few
+
 SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
 for both."""
-
-FEW = 16
-"""Tokens of a step, at least, for each one that is taken alone: see StepInputs.alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class StepInputs:
         may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
         it saves."""
         narrowed = self.ancestors is not None or self.key_positions is not None
-        if narrowed or FEW * len(tokens) > len(self.position):
+        if narrowed or not few(len(tokens), len(self.position)):
             return None
         row = self.row_of.index_select(0, tokens)
         behind = self.q_start.index_select(0, row + 1) - 1 - tokens
