@@ -1,4 +1,4 @@
-"""The cache's memory: every layer has its own bytes in every page, in both orders."""
+"""The cache's memory: every layer has its own bytes in every page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
-from ridgeline.kv.store import KvStore, Order
+from ridgeline.kv.store import KvStore
 
 BLOCKS, PAGE = 5, 4
 CPU = torch.device("cpu")
@@ -24,20 +24,19 @@ MODELS = {
 }
 
 
-def store(name: str, order: Order) -> KvStore:
+def store(name: str) -> KvStore:
     spec = ModelSpec("Tiny", 32, 32, tuple(MODELS[name]), 64, dtype="float32")
-    return KvStore(kv_layout(spec, PAGE), spec.layers, BLOCKS, CPU, order)
+    return KvStore(kv_layout(spec, PAGE), spec.layers, BLOCKS, CPU)
 
 
 def own(name: str) -> list[int]:
     return [index for index, one in enumerate(MODELS[name]) if one.share_from is None]
 
 
-@pytest.mark.parametrize("order", ["page", "layer"])
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_of_a_page_never_overlap(name: str, order: Order) -> None:
+def test_layers_of_a_page_never_overlap(name: str) -> None:
     """Groups share pages (a page belongs to one group at a time); layers of one group never share bytes."""
-    cache = store(name, order)
+    cache = store(name)
     for group in cache.layout.groups:
         cache.flat.zero_()
         for index in group.layers:
@@ -50,8 +49,8 @@ def test_layers_of_a_page_never_overlap(name: str, order: Order) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_page_is_one_run_of_bytes(name: str) -> None:
-    """In page order the pages of different groups are interchangeable: same base, same size."""
-    cache = store(name, "page")
+    """The pages of different groups are interchangeable: same base, same size."""
+    cache = store(name)
     elements = cache.layout.page_bytes // 4
     assert cache.flat.numel() == (BLOCKS + 1) * elements
     for index in own(name):
@@ -61,10 +60,9 @@ def test_a_page_is_one_run_of_bytes(name: str) -> None:
         assert 3 * elements <= int(touched.min()) and int(touched.max()) < 4 * elements
 
 
-@pytest.mark.parametrize("order", ["page", "layer"])
 @pytest.mark.parametrize("name", MODELS)
-def test_copies_follow_each_other(name: str, order: Order) -> None:
-    cache = store(name, order)
+def test_copies_follow_each_other(name: str) -> None:
+    cache = store(name)
     for index in own(name):
         for page in range(BLOCKS + 1):
             cache.kv[index][page].fill_(page)
@@ -74,18 +72,18 @@ def test_copies_follow_each_other(name: str, order: Order) -> None:
 
 
 def test_shared_layers_read_their_source() -> None:
-    cache = store("shared", "page")
+    cache = store("shared")
     assert cache.kv[2].data_ptr() == cache.kv[1].data_ptr()
     assert cache.groups[2] == cache.groups[1]
 
 
 def test_groups_cover_all_layers() -> None:
-    cache = store("windows", "page")
+    cache = store("windows")
     assert all(index in cache.layout.groups[group].layers for index, group in enumerate(cache.groups))
     assert len(set(cache.groups)) > 1
 
 
 def test_starts_clean() -> None:
     """Masked keys are multiplied by zero; garbage could be NaN."""
-    assert not store("plain", "page").flat.any()
-    assert store("plain", "page").nbytes == (BLOCKS + 1) * store("plain", "page").layout.page_bytes
+    assert not store("plain").flat.any()
+    assert store("plain").flat.nbytes == (BLOCKS + 1) * store("plain").layout.page_bytes

@@ -348,10 +348,6 @@ class KvLayout:
     dtype: str
 
     @property
-    def max_width(self) -> int:
-        return max(len(one.layers) for one in self.groups)
-
-    @property
     def padding(self) -> float:
         """Share of the cache's bytes that no layer uses, because groups of unequal depth share one page size."""
         used = sum(group.kv_elements for group in self.groups) * self.page_tokens * DTYPE_BYTES[self.dtype]

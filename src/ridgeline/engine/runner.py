@@ -28,7 +28,7 @@ from ridgeline.engine.rehearsal import Extent, chunked, rehearse, rehearse_all, 
 from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.rows import Rows
-from ridgeline.kv.store import KvStore, Order
+from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ its row after it does."""
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What the runner makes room for. rows: requests at once; step_tokens: query tokens of a step; max_len: tokens of a
-    request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU); order: how pages lie in memory. drafts:
+    request; blocks: pages of KV cache; graphs: CUDA graphs for decode (on a GPU). drafts:
     numbers of nodes per row that the device drafts; host_drafts: most nodes of what the host drafts, 0 if it does not."""
 
     rows: int
@@ -49,7 +49,6 @@ class Sizes:
     max_len: int
     blocks: int
     graphs: bool = True
-    order: Order = "page"
     drafts: tuple[int, ...] = ()
     host_drafts: int = 0
 
@@ -106,7 +105,7 @@ class Runner:
                 f"{sizes.rows} rows of {sizes.max_len} tokens are more than 2^31: lower max_num_seqs or max_model_len.",
                 param="max_num_seqs",
             )
-        self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device, sizes.order)
+        self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = Late()
         """What is compiled and captured from now on, once prepared."""
