@@ -28,7 +28,6 @@ import torch
 from common import HERE, cpu_name, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.spec import LayerSpec
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter, Views
 from ridgeline.engine import assemble, device, drafting
 from ridgeline.engine.local import LocalEngine
@@ -68,15 +67,12 @@ class Script:
         return cls(said.int().flatten().to(device), luck.int().flatten().to(device), places)
 
 
-class Controlled:
-    """See decoding.drafters.DeviceDrafter. share: thousandths of nodes that are right; inner: what is paid for."""
-
-    parents: tuple[int, ...] = ()
+class Controlled(DeviceDrafter):
+    """share: thousandths of nodes that are right; inner: what is paid for."""
 
     def __init__(self, inner: DeviceDrafter, share: torch.Tensor, script: Script) -> None:
         self._inner, self._share, self._script = inner, share, script
-        self.layers: tuple[LayerSpec, ...] = inner.layers
-        self.attended = inner.attended
+        self.layers, self.attended = inner.layers, inner.attended
 
     def learns(self) -> bool:
         return self._inner.learns()

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from ridgeline.core.spec import LayerSpec
-from ridgeline.decoding.drafters import Behind, Views, draw_among
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
 from ridgeline.models.build import LoadedModel
-from ridgeline.ops.rows import Int, RowState, Spread
+from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
 
@@ -23,19 +22,16 @@ _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""
 
 
-class DraftModel:
-    """A loaded decoder that drafts chains; see decoding.drafters.DeviceDrafter.
+class DraftModel(DeviceDrafter):
+    """A loaded decoder that drafts chains.
 
     vocabulary: the only tokens that it says, ascending; empty: all. A head is most of a small draft's work, and the most
     frequent tokens are nearly all that it is right about (FR-Spec, Zhao et al. 2025). It takes the decoder's head over.
     """
 
-    attended: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
     def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:
         self._decoder, self._ops = model.decoder, model.ops
-        self.layers: tuple[LayerSpec, ...] = model.spec.layers
+        self.layers = model.spec.layers
         self._ids: torch.Tensor | None = None
         if vocabulary:
             self._ids = torch.tensor(vocabulary, dtype=torch.int32, device=model.decoder.embedding.device)
@@ -44,15 +40,9 @@ class DraftModel:
         """By rows: what is read."""
         self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
 
-    def learns(self) -> bool:
-        return False
-
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""
         self._decoder.forward(tokens, views(slots), replace(step), tokens[:0])
-
-    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
-        """It learns nothing."""
 
     def draft(self, behind: Behind, count: int, views: Views) -> None:
         """Read the last two tokens, then say one after the other; each is read as the next one is said. A row that has said its end

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -72,23 +71,20 @@ def draw_among(
     return ops.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
 
 
-class DeviceDrafter(Protocol):
-    """Functions of device buffers that never wait for the device, as DeviceStep is."""
+class DeviceDrafter:
+    """Functions of device buffers that never wait for the device, as DeviceStep is. A drafter states what it does; by itself this
+    has no layers, reads and learns nothing, and drafts chains of no nodes."""
 
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """Its own layers, whose keys and values lie in the target's pages."""
-
-    @property
-    def attended(self) -> tuple[int, ...]:
-        """Layers of the target whose keys and values it reads."""
+    layers: tuple[LayerSpec, ...] = ()
+    """Its own layers, whose keys and values lie in the target's pages."""
+    attended: tuple[int, ...] = ()
+    """Layers of the target whose keys and values it reads."""
+    parents: tuple[int, ...] = ()
+    """Of its largest draft; those of a smaller one are their first. Empty: chains."""
 
     def learns(self) -> bool:
         """Asked once for each step that no graph runs: whether `see` has a use for its logits."""
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Of its largest draft; those of a smaller one are their first. Empty: chains."""
+        return False
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Query tokens int32 [T]: of a step that holds a part of a prompt, or said while nothing was drafted."""
@@ -100,23 +96,8 @@ class DeviceDrafter(Protocol):
     def draft(self, behind: Behind, count: int, views: Views) -> torch.Tensor | None:
         """Write `count` nodes behind what each row knows, all of which but the last two tokens it has read. -> int32 [S] on the
         host, how many of the first ones are worth verifying; None: all."""
+        return None
 
 
-class NoDrafter:
+class NoDrafter(DeviceDrafter):
     """Drafts nothing."""
-
-    layers: tuple[LayerSpec, ...] = ()
-    attended: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-    def learns(self) -> bool:
-        return False
-
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        """Nothing to read."""
-
-    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
-        """Nothing to see."""
-
-    def draft(self, behind: Behind, count: int, views: Views) -> None:
-        """Nothing to draft."""

@@ -6,36 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from ridgeline.core.spec import LayerSpec
-from ridgeline.decoding.drafters import Behind, Views
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views
 from ridgeline.decoding.heads import MedusaHeads, tree
-from ridgeline.ops.rows import RowState
-from ridgeline.ops.step import StepInputs
 
 UNMEASURED = ((0.6, 0.12, 0.06, 0.03), (0.4, 0.1, 0.05), (0.25, 0.08, 0.04), (0.15, 0.05))
 """How often candidates are right, by head and rank, where a folder of heads does not say (the order of magnitude that Cai et
 al. report in figure 8); it shapes the tree and nothing else."""
 
 
-class Medusa:
-    """See decoding.drafters.DeviceDrafter. logits_of: the target's head. nodes: of the largest draft."""
-
-    layers: tuple[LayerSpec, ...] = ()
-    attended: tuple[int, ...] = ()
+class Medusa(DeviceDrafter):
+    """logits_of: the target's head. nodes: of the largest draft."""
 
     def __init__(self, heads: MedusaHeads, logits_of: Callable[[torch.Tensor], torch.Tensor], nodes: int) -> None:
         self._heads, self._logits_of = heads, logits_of
         self._tree = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
         self.parents = tuple(node.parent for node in self._tree)
-
-    def learns(self) -> bool:
-        return False
-
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        """Heads have no memory."""
-
-    def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
-        """Heads learn nothing."""
 
     def draft(self, behind: Behind, count: int, views: Views) -> None:
         """All heads at once, then each node its candidate."""

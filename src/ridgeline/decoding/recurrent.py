@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import LayerSpec, ModelSpec
-from ridgeline.decoding.drafters import Behind, Views, draw_among
+from ridgeline.core.spec import ModelSpec
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
 from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.reference import int_plain, int_unpack, rotate
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
 
@@ -124,11 +124,8 @@ def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, 
     }
 
 
-class Recurrent:
-    """See decoding.drafters.DeviceDrafter. spec: of the target, whose norms and activation the draft has. nodes: Candidates of its
-    largest draft."""
-
-    layers: tuple[LayerSpec, ...] = ()
+class Recurrent(DeviceDrafter):
+    """spec: of the target, whose norms and activation the draft has. nodes: Candidates of its largest draft."""
 
     def __init__(
         self,
@@ -171,15 +168,6 @@ class Recurrent:
             spec.norm_offset,
         )
         return ops.recurrent(parts)
-
-    def learns(self) -> bool:
-        return False
-
-    def read(self, tokens: Tensor, views: Views, slots: Tensor, step: StepInputs) -> None:
-        """It has no memory."""
-
-    def see(self, state: RowState, rows: Tensor, place: Tensor, logits: Tensor) -> None:
-        """It learns nothing."""
 
     def draft(self, behind: Behind, count: int, views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""

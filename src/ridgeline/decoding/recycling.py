@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.core.spec import LayerSpec
-from ridgeline.decoding.drafters import Behind, Views
+from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views
 from ridgeline.ops.rows import RowState
-from ridgeline.ops.step import StepInputs
 
 WIDTH = 8
 """Successors kept of each token."""
@@ -24,12 +22,9 @@ _QUIET, _SELDOM = 1, 256
 (Ops.again), and a small model's takes up to twice as long."""
 
 
-class Recycling:
-    """The table of one engine, shared by its requests; see decoding.drafters.DeviceDrafter. It is written by every step and
-    decides nothing but how fast a request is."""
-
-    layers: tuple[LayerSpec, ...] = ()
-    attended: tuple[int, ...] = ()
+class Recycling(DeviceDrafter):
+    """The table of one engine, shared by its requests. It is written by every step (prompts teach nothing: their logits are not
+    computed) and decides nothing but how fast a request is."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._table = torch.arange(WIDTH, dtype=torch.int32, device=device).repeat(vocab, 1)
@@ -41,9 +36,6 @@ class Recycling:
     def learns(self) -> bool:
         self._unused += 1
         return not self._may_rest or self._unused <= _QUIET or self._unused % _SELDOM == 0
-
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        """Prompts teach nothing: their logits are not computed."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Of tokens that come more than once in a step, some one's successors are kept."""

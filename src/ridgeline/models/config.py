@@ -70,7 +70,6 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
