@@ -24,7 +24,7 @@ import torch
 from common import cpu_name, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.engine.account import Accounted, NoAccount
+from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.local import LocalEngine
 from ridgeline.metrics.metrics import Metrics
 from ridgeline.wire.messages import StepStats
@@ -63,7 +63,7 @@ class Sides:
 
     def off(self) -> float:
         """Output tokens per second with nothing accounted and nobody to read the steps' records."""
-        self._engine.setup = replace(self._setup, account=NoAccount())
+        self._engine.setup = replace(self._setup, account=Account())
         return self._rate(None)
 
     def direct(self) -> dict[str, float]:

@@ -97,5 +97,5 @@ def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "SCORE_BYTES", 4 * VOCAB * 4)
     pieces = score(logits_of, hidden, token, 3, VOCAB)
     assert seen == [10, 4, 4, 2]
-    for name in Ranked.__slots__:
+    for name in Ranked._fields:
         assert torch.equal(getattr(whole, name), getattr(pieces, name))

@@ -17,7 +17,7 @@ from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Limits, Scheduler
-from ridgeline.engine.speculation import NoDrafts, Speculation
+from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 
 VOCAB = 97
@@ -123,7 +123,7 @@ class Bench:
         assert self.leases.pool.used == 0
 
 
-class Guesser(NoDrafts):
+class Guesser(Speculation):
     """Drafts chains, or trees, whose nodes are right with a given chance if those above them are."""
 
     def waits(self, request: Request) -> bool:

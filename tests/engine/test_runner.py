@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.core.draft import Draft
 from ridgeline.engine.request import Request
-from ridgeline.engine.speculation import NoDrafts
+from ridgeline.engine.speculation import Speculation
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -165,7 +165,7 @@ def test_seeds() -> None:
 # --- drafts ---------------------------------------------------------------------------------------------------------
 
 
-class Guesser(NoDrafts):
+class Guesser(Speculation):
     """Drafts of random length, each token right with probability `skill`; in a tree, wrong ones beside it."""
 
     most = 12

@@ -95,11 +95,6 @@ class MedusaHeads:
         own = f"0.{self.layers}.weight" in tensors
         self._unembed = stacked(f"{self.layers}.weight") if own else None
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every weight it holds."""
-        own = () if self._unembed is None else (self._unembed,)
-        return (self._first, *self._weight[1:], *self._bias, *own)
-
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
         """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
         rows = hidden.shape[0]

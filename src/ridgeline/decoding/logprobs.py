@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ SCORE_BYTES = 256 << 20
 """Most bytes of logits that `score` holds at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(NamedTuple):
     """For N places. token: int32 [N]; stats: float32 [N, 3], logprob of the token, its rank (exact up to 2^24), the
     log-sum-exp of the logits; top_ids: int32 [N, n], top_logprobs: float32 [N, n]."""
 
@@ -54,26 +53,12 @@ def score(
     parts = [
         rank(logits_of(hidden[at : at + piece]), token[at : at + piece], top) for at in range(0, hidden.shape[0], piece)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return Ranked(
-        token,
-        torch.cat([one.stats for one in parts]),
-        torch.cat([one.top_ids for one in parts]),
-        torch.cat([one.top_logprobs for one in parts]),
-    )
+    return parts[0] if len(parts) == 1 else Ranked(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def to_records(ranked: Ranked, tops: list[int]) -> list[TokenLogprobs]:
     """Plain records of a Ranked on the host, one per place; tops[i]: how many alternatives place i asked for."""
-    columns = zip(
-        ranked.token.tolist(),
-        ranked.stats.tolist(),
-        ranked.top_ids.tolist(),
-        ranked.top_logprobs.tolist(),
-        tops,
-        strict=True,
-    )
+    columns = zip(*(column.tolist() for column in ranked), tops, strict=True)
     return [
         TokenLogprobs(token, stats[0], int(stats[1]), tuple(ids[:top]), tuple(values[:top]), stats[2])
         for token, stats, ids, values, top in columns

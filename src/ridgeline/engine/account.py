@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,19 +34,15 @@ class Accounted(NamedTuple):
     joules: float = 0.0
 
 
-class Account(Protocol):
+class Account:
+    """By itself it counts nothing."""
+
     def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
         """A step after which rows hold `ends` tokens, `counts` of them new, with logits for `logits` tokens."""
-
-
-class NoAccount:
-    """Counts nothing."""
-
-    def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
         return Accounted()
 
 
-class DeviceAccount:
+class DeviceAccount(Account):
     """Counts by the spec's formulas and the device's own energy counter. cost: what predicts, for whoever else must."""
 
     def __init__(self, cost: CostModel, power: Meter) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -29,12 +28,11 @@ from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, quantized_ops, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
+from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
-
-Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger(__name__)
 

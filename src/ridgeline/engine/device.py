@@ -271,6 +271,4 @@ def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ra
     wide, places = batch.shape.wide, list(batch.wishes.places)
     first = torch.arange(len(places), device=path.device).unsqueeze(1) * wide
     order = (path[places] + first).flatten()
-    return Ranked(
-        *(one.index_select(0, order) for one in (ranked.token, ranked.stats, ranked.top_ids, ranked.top_logprobs))
-    )
+    return Ranked(*(column.index_select(0, order) for column in ranked))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import News, Update
 from ridgeline.core.sampling import MAX_STOP_IDS, Grammar
-from ridgeline.engine.account import Account, Accounted, NoAccount
+from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.late import Late
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Constraint, Request
@@ -43,7 +43,7 @@ class Setup:
     seed: int
     facts: dict[str, Any]
     grammars: Grammars | None = None
-    account: Account = field(default_factory=NoAccount)
+    account: Account = field(default_factory=Account)
     late: Late = field(default_factory=Late)
 
 

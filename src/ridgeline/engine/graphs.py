@@ -22,9 +22,8 @@ from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
+from ridgeline.models.weights import Progress
 from ridgeline.ops.step import SHORT
-
-Progress = Callable[[str, int, int], None]
 
 MIXED_ROWS = 32
 """Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""

@@ -17,7 +17,8 @@ from ridgeline.decoding.masks import mask_words
 from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
-from ridgeline.engine.graphs import Graphs, Progress
+from ridgeline.engine.graphs import Graphs
+from ridgeline.models.weights import Progress
 from ridgeline.ops.step import SHORT
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)

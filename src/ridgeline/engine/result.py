@@ -141,12 +141,4 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ranked_to_host(ranked: Ranked | None) -> Ranked | None:
-    if ranked is None:
-        return None
-    return replace(
-        ranked,
-        token=_to_host(ranked.token),
-        stats=_to_host(ranked.stats),
-        top_ids=_to_host(ranked.top_ids),
-        top_logprobs=_to_host(ranked.top_logprobs),
-    )
+    return None if ranked is None else Ranked(*map(_to_host, ranked))

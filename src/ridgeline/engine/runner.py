@@ -21,7 +21,7 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room, mixed_step, unpack, unread
 from ridgeline.engine.device import DeviceStep, Outcome
-from ridgeline.engine.graphs import CudaRecorder, Graphs, Progress
+from ridgeline.engine.graphs import CudaRecorder, Graphs
 from ridgeline.engine.late import Late
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, chunked, rehearse, rehearse_all, rehearse_pinned
@@ -30,6 +30,7 @@ from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.rows import Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
+from ridgeline.models.weights import Progress
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter, repeats
 from ridgeline.core.plan import StepResult
@@ -19,22 +18,24 @@ from ridgeline.engine.pace import Pace
 from ridgeline.engine.request import Request
 
 
-class Speculation(Protocol):
+class Speculation:
     """most: nodes of the largest draft. reach: slots behind all tokens that may be gained which drafting on the device writes.
-    resting: steps are those of plain decoding, and nobody need be asked about any request."""
+    resting: steps are those of plain decoding, and nobody need be asked about any request. By itself it proposes nothing."""
 
-    most: int
-    reach: int
-    resting: bool
+    most = reach = 0
+    resting = False
 
     def waits(self, request: Request) -> bool:
         """Whether the request can be planned only when its last token is committed."""
+        return False
 
     def plain(self, request: Request) -> bool:
         """Whether the request's next step is one of plain decoding: nothing is proposed for it."""
+        return not self.waits(request)
 
     def propose(self, request: Request, most: int) -> Draft:
         """A draft of at most `most` nodes for the request's next step."""
+        return NOTHING
 
     def ahead(self, step: FlyingStep) -> None:
         """State in the planned step what the device drafts for the next ones."""
@@ -44,38 +45,16 @@ class Speculation(Protocol):
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         """A step was committed. Returns the seconds that its drafts saved."""
-
-
-class NoDrafts:
-    """Every request verifies nothing."""
-
-    most = reach = 0
-    resting = False  # who builds on this class may let requests wait
-
-    def waits(self, request: Request) -> bool:
-        return False
-
-    def plain(self, request: Request) -> bool:
-        return not self.waits(request)
-
-    def propose(self, request: Request, most: int) -> Draft:
-        return NOTHING
-
-    def ahead(self, step: FlyingStep) -> None:
-        """Nothing is drafted."""
-
-    def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
-        """Nothing was drafted."""
-
-    def measure(self, step: FlyingStep, result: StepResult) -> float:
         return 0.0
 
 
-class _Never(NoDrafts):
+class NoDrafts(Speculation):
+    """Every request verifies nothing."""
+
     resting = True
 
 
-NO_DRAFTS = _Never()
+NO_DRAFTS = NoDrafts()
 
 _HEAT = attrgetter("sampling.temperature")
 _MEMORY = 0.2
@@ -103,7 +82,7 @@ class OnDevice:
         return Draft((DEVICE,) * nodes, self.parents[:nodes])
 
 
-class Drafts:
+class Drafts(Speculation):
     """Drafts of a host drafter (whatever it proposes goes first), of the device's, or of both. pace: how many nodes pay.
     logit_rows: most tokens of a step that logits may be wanted for, where it has drafts."""
 

@@ -118,7 +118,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         max_len=max_len,
         norm_eps=float(values["rms_norm_eps"]),
         activation=_activation(values),
-        tied=_tied(values, outer),
+        tied=bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"])),
         embed_scale=values["hidden_size"] ** 0.5 if family.traits.get("norm_offset") else 1.0,
         query_scale=None if scalar is None else float(scalar) ** -0.5,
         final_softcap=values.get("final_logit_softcapping"),
@@ -219,10 +219,6 @@ def _activation(values: Mapping[str, Any]) -> Any:
     if name not in ACTIVATIONS:
         raise UnsupportedModel(f"config.json: activation {name!r} is not supported; supported are {list(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
-
-
-def _tied(values: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
-    return bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"]))
 
 
 def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:

@@ -82,13 +82,13 @@ def _compressed_tensors(said: Mapping[str, Any]) -> StoredAs:
     return readers[form](weights, inputs)
 
 
-def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any], kind: str) -> None:
-    """Both sides in 8 bits of one kind, inputs quantized per token as they come."""
+def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str) -> None:
+    """Both sides in 8 bits of one kind, inputs quantized per token as they come; None: as they are."""
     for side, values in (("weights", weights), ("input_activations", inputs)):
         for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
-            if values.get(key) != wanted:
+            if values is not None and values.get(key) != wanted:
                 raise _refused(f"{side}.{key}", values.get(key), f"; supported is {wanted}")
-    if not inputs.get("dynamic") or inputs.get("strategy") != "token":
+    if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
         raise _refused("input_activations", inputs, "; supported are dynamic ones per token")
 
 
@@ -100,12 +100,7 @@ def _w8a8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
 
 
 def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
-    for side, values in (("weights", weights), ("input_activations", inputs)):
-        for key, wanted in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
-            if values.get(key) != wanted and (values or side == "weights"):
-                raise _refused(f"{side}.{key}", values.get(key), f"; supported is {wanted}")
-    if inputs and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
-        raise _refused("input_activations", inputs, "; supported are dynamic ones per token, or none")
+    _eight_bits(weights, inputs or None, "float")
     name, strategy = "fp8" if inputs else "fp8-weight", weights.get("strategy")
     if strategy == "channel":
         return StoredAs(name, "channel")
