@@ -55,6 +55,20 @@ def test_what_the_engine_cannot_serve_is_a_mistake_of_the_users(tiny: Path, monk
     assert "ridgeline: device is cuda, but torch sees no GPU here: use --device cpu." in ended.stderr
 
 
+def test_a_full_disk_and_a_terminal_of_few_letters() -> None:
+    """One line, or another letter; not a traceback."""
+    command = [sys.executable, "-m", "ridgeline", "roofline", "--on", "h200"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "ridgeline: the output cannot be written: No space left on device.\n",
+    )
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=plain)
+    assert ended.returncode == 0 and " ?s" in ended.stdout and not ended.stderr
+
+
 def test_serve_answers_and_says_how_it_is_configured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIDGELINE_MAX_NUM_SEQS", "3")
     with server(str(tiny), *DUMMY, "--served-model-name", "tiny") as (url, lines):

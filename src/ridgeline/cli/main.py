@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,9 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (2 for a mistake of the user's, 1 for one of ours)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a letter gets another one
+            stream.reconfigure(errors="replace")
     try:
         return _run(words)
     except (ConfigError, RequestError) as error:
@@ -51,13 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone; nothing may be written any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            print(f"ridgeline: {error.filename}: {error.strerror}.", file=sys.stderr)
+            return 2
+        if error.errno != errno.ENOSPC:
             raise
-        print(f"ridgeline: {error.filename}: {error.strerror}.", file=sys.stderr)
-        return 2
+        _drop_output()
+        print(f"ridgeline: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What is still to be written to standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:
