@@ -17,6 +17,7 @@ from ridgeline.cli.flags import (
     read_sampling,
     search_help,
 )
+from ridgeline.cli.foreign import FOREIGN
 from ridgeline.cli.main import COMMANDS, main
 from ridgeline.cli.serve import SHIPPED_NAME
 from ridgeline.cli.serve import read as configuration
@@ -97,6 +98,44 @@ def test_file_and_rest() -> None:
     parser.add_argument("--on")
     given = read_flags(parser, ["--config", "a.toml", "--on", "H100"])
     assert given.config == Path("a.toml") and given.rest.on == "H100" and given.flags == {}
+
+
+def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """What they ask for is so anyway, and is said; or it is not, and is refused."""
+    words = [
+        "--tensor-parallel-size",
+        "1",
+        "--trust_remote_code",
+        "-tp=1",
+        "--kv-cache-dtype=auto",
+        "--swap-space",
+        "4",
+    ]
+    words += ["--enable-chunked-prefill", "--tool-call-parser", "hermes", "some/model", "--max-model-len", "5"]
+    given = read_flags(parser_for("serve", "", CONFIGS), words)
+    assert given.flags == {"model": "some/model", "max_model_len": "5"}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 7 and all(line.startswith("ridgeline: -") for line in said)
+    assert "ridgeline: --trust-remote-code is not needed: no code of a model's folder is ever run" in said[1]
+    for name, one in FOREIGN.items():
+        asks = [name] if one.values == () else [name, "8" if one.values is None else one.values[0]]
+        if one.asked:
+            assert not read_flags(parser_for("serve", "", CONFIGS), asks).flags
+        others = [[name, "17"]] if one.values else [] if one.asked else [asks]
+        for words in others:
+            with pytest.raises(ConfigError, match=f"^{name}.*: {one.said}"):
+                read_flags(parser_for("serve", "", CONFIGS), words)
+    parser = parser_for("bench", "", ())
+    parser.add_argument("--dp")
+    assert read_flags(parser, ["--dp", "3"]).rest.dp == "3"
+    with pytest.raises(ConfigError, match="there is no '--swap-space'"):
+        read_flags(parser, ["--swap-space", "3"])
+
+
+def test_no_option_here_is_foreign() -> None:
+    for name in COMMANDS:
+        parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
+        assert not set(FOREIGN) & {word for one in _actions(parser) for word in one.option_strings}
 
 
 def test_the_shipped_model_has_a_name() -> None:

@@ -6,11 +6,13 @@ import argparse
 import difflib
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from ridgeline.cli.foreign import without_foreign
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import CHOICES, ENVIRONMENT, WHOLE, option_types, read_integer
@@ -98,7 +100,13 @@ def add_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> Non
 
 def read_flags(parser: Parser, argv: Sequence[str]) -> Given:
     """Read a command's arguments. Raises ConfigError with the nearest flag for one that does not exist."""
-    space, unknown = parser.parse_known_args([_dashed(word) for word in argv])
+    words, own = [_dashed(word) for word in argv], _names(parser)
+    if "--enforce-eager" in own:  # it runs an engine
+        notes: list[str] = []
+        words = list(without_foreign(words, own, notes))
+        for note in notes:
+            print(f"ridgeline: {note}", file=sys.stderr)
+    space, unknown = parser.parse_known_args(words)
     if unknown:
         raise _unknown(parser, unknown[0])
     known = option_types()

@@ -105,7 +105,7 @@ def build(
     decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)
-    elif model.load_format in ("auto", "safetensors"):
+    elif model.load_format == "auto":
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"load_format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
