@@ -28,6 +28,7 @@ from drafters import cases, lines
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import device
+from ridgeline.engine.batch import Ragged
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops.rows import Int, RowState, Spread
@@ -75,6 +76,7 @@ class Text:
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
         self._held: dict[torch.Size, torch.Tensor] = {}
+        self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def say(self, tokens: Sequence[int]) -> None:
         """From now on; nothing: what is drawn."""
@@ -97,6 +99,15 @@ class Text:
             self._write(self._held[shape])
         return replace(rows, tokens=self._held[shape])
 
+    def _nodes(self, ragged: Ragged, wide: int) -> Spread:
+        """`wide` nodes of each row, whether it has as many or not."""
+        key = len(ragged.n_draft), wide
+        if key not in self._grids:  # the first time, so that a step that is recorded makes none
+            cells = torch.arange(key[0] * wide, dtype=torch.int32)
+            self._grids[key] = cells // wide, cells % wide
+        row_of, node = self._grids[key]
+        return Spread(ragged.n_query, row_of, node if ragged.tree is None else ragged.tree.depth)
+
     @contextmanager
     def dictate(self) -> Iterator[None]:
         """Draws are made as ever, and then replaced, by the operation that gathers query tokens: an engine can record it as it
@@ -107,13 +118,11 @@ class Text:
             drawn, logprobs = plain(step, batch, hidden, bound, learn)
             if self.tokens is None:
                 return drawn, logprobs
-            ragged = batch.ragged
+            ragged, wide = batch.ragged, batch.shape.wide
             if ragged is None or batch.even:
-                place = None if ragged is None else ragged.place if ragged.tree is None else ragged.tree.depth
-                spread = None if place is None else Spread(ragged.n_query, ragged.row_of, place)
+                spread = None if ragged is None else self._nodes(ragged, wide)
                 return step.ops.gather(self._behind(step.rows.state), batch.sampled, spread).tokens, logprobs
             # Rows that read a prompt beside rows that verify: nothing that is recorded.
-            wide = batch.shape.wide
             node = torch.arange(wide) if ragged.tree is None else ragged.tree.depth.view(-1, wide)
             place = (step.rows.ints[batch.sampled, Int.KNOWN].unsqueeze(1) + node).flatten()
             return self.tokens[place.clamp(max=len(self.tokens) - 1)], logprobs

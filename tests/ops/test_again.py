@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,39 @@ def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, L
         assert said[0] == said[1]
         if not engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
             assert (set(known) != before) is new
+
+
+def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
+    """Some quote more of their text than others, or nothing: such steps are done again as they were recorded, and say what plain
+    decoding says."""
+    said: list[dict[str, list[int]]] = []
+    uneven: list[bool] = []
+    for speculate in ("", "reference"):
+        config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8)
+        engine = LocalEngine.start(ModelConfig(dtype="float32"), config)
+        runner = engine.engine.loop.runner
+        for pace in getattr(engine.engine.loop.scheduler._speculation, "_paces", ()):
+            pace.fixed = True
+        run = runner._run  # type: ignore[attr-defined]
+
+        def noted(built: Any, bound: int, run: Callable[[Any, int], Any] = run) -> Any:
+            if built.batch.source is not None:
+                uneven.append(built.run._again is not None)
+                assert len(built.batch.source) > built.batch.shape.n_tokens
+            return run(built, bound)
+
+        runner._run = noted  # type: ignore[attr-defined]
+        texts: dict[str, list[int]] = {}
+        for at in range(12):
+            tokens = [300 + number for number in range(4 + at % 3)] * 6
+            sampling = SamplingParams(temperature=0.3 * (at % 2), max_tokens=90, ignore_eos=True, seed=at)
+            engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
+        for delta in engine.news():
+            texts.setdefault(delta.id, []).extend(delta.tokens)
+        said.append(texts)
+        engine.close()
+    assert said[0] == said[1]
+    assert sum(uneven) >= 5, "done again"
 
 
 def test_a_drafter_learns_from_steps_of_its_own() -> None:

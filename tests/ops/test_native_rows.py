@@ -111,7 +111,11 @@ def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide
     path = torch.randint(0, wide, (count, wide), generator=chance) if tree else None
     for dtype in (torch.float32, torch.bfloat16):
         hidden = torch.randn(count * wide, 48, generator=chance).to(dtype)
-        same(native.last(packed, path, hidden), rows.last(packed, path, hidden))
+        same(native.last(packed, path, hidden, None), rows.last(packed, path, hidden, None))
+        few = torch.randn(3, 48, generator=chance).to(dtype)
+        source = torch.randint(0, 3, (count * wide,), generator=chance, dtype=torch.int32)
+        for one in (native.last, rows.last):
+            same(one(packed, path, few, source), rows.last(packed, path, few[source], None))
 
 
 @often
@@ -216,5 +220,12 @@ def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -
     assert native.draw is not None
     for depth in (None, torch.tensor([0, 1, 1] * 4, dtype=torch.int32)[: 4 * wide]):
         place = known + (torch.arange(wide, dtype=torch.int32).repeat(4) if depth is None else depth)
-        got = native.draw(state, knobs[:, 1], chosen_rows, logits, depth)
+        got = native.draw(state, knobs[:, 1], chosen_rows, logits, depth, None)
         same(got, sample(logits, knobs[:, 1][each], key, place))
+        # Rows with one, two and three nodes: what stands for those that they lack is anything.
+        nodes = torch.tensor([wide, 1, min(wide, 2), wide])
+        last = nodes.cumsum(0) - 1
+        source = torch.minimum((last + 1 - nodes).unsqueeze(1) + torch.arange(wide), last.unsqueeze(1)).flatten().int()
+        own = torch.arange(wide).repeat(4) < nodes.repeat_interleave(wide)
+        got = native.draw(state, knobs[:, 1], chosen_rows, logits[: last[-1] + 1], depth, source)
+        same(got[own], sample(logits[source], knobs[:, 1][each], key, place)[own])

@@ -263,7 +263,11 @@ def test_draw_finds_what_sample_is_given(wide: int, deep: bool) -> None:
     place = ints[each, Int.KNOWN] + (node if depth is None else depth)
     want = TRITON.sample(logits, heat[each], ints[each, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
     assert TRITON.draw is not None
-    assert torch.equal(TRITON.draw(RowState(tokens, ints, tables, 16), heat, rows, logits, depth), want)
+    state = RowState(tokens, ints, tables, 16)
+    assert torch.equal(TRITON.draw(state, heat, rows, logits, depth, None), want)
+    order = torch.randperm(7 * wide, device=DEVICE)
+    shuffled = logits.index_select(0, order)
+    assert torch.equal(TRITON.draw(state, heat, rows, shuffled, depth, order.argsort().int()), want)
 
 
 def row_state(rows: int = 9, width: int = 90) -> RowState:

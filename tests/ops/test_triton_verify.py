@@ -83,8 +83,12 @@ def test_the_state_that_drew_last(tree: bool, rows: int, width: int) -> None:
     packed = torch.randint(0, wide + 1, (rows, 2 + wide), generator=chance, dtype=torch.int32)
     path = torch.randint(0, wide, (rows, wide), generator=chance) if tree else None
     hidden = torch.randn(rows * wide, width, generator=chance)
-    got = last(packed.to(DEVICE), None if path is None else path.to(DEVICE), hidden.to(DEVICE))
-    assert torch.equal(got.cpu(), plainly_last(packed, path, hidden))
+    given = packed.to(DEVICE), None if path is None else path.to(DEVICE)
+    got = last(*given, hidden.to(DEVICE), None)
+    assert torch.equal(got.cpu(), plainly_last(packed, path, hidden, None))
+    order = torch.randperm(len(hidden))
+    shuffled = last(*given, hidden[order].to(DEVICE), order.argsort().int().to(DEVICE))
+    assert torch.equal(shuffled, got)
     for row, count in enumerate(packed[:, 0].tolist()):
         node = max(0, count - 1)
         assert torch.equal(got[row].cpu(), hidden[row * wide + (node if path is None else int(path[row, node]))])

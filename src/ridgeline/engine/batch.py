@@ -121,7 +121,8 @@ class Ragged:
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
     all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead: as in StepPlan. even: the
-    logits of every query token are wanted, in order."""
+    logits of every query token are wanted, in order; source int32 [S * wide]: but for rows with fewer drafts than others, whose
+    last one stands for the rest: which of them each wanted one is."""
 
     shape: Shape
     rows: torch.Tensor
@@ -132,6 +133,7 @@ class Batch:
     packed: torch.Tensor | None = None
     ahead: int = 0
     even: bool = False
+    source: torch.Tensor | None = None
 
 
 _ALIGN = 16
@@ -415,8 +417,11 @@ class BatchBuilder:
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
         shape, room = self.shape, self._room
-        drawn = shape.n_tokens == room.tokens == room.draws * room.wide and not shape.chunked and shape.sampling is None
-        return replace(batch, wishes=wishes, scores=scores, ahead=self._plan.ahead, even=drawn and scores is None)
+        drawn = shape.n_tokens == room.tokens and not shape.chunked and shape.sampling is None and scores is None
+        full, ragged = room.tokens == room.draws * room.wide, batch.ragged
+        source = ragged.at if drawn and not full and ragged is not None and not ragged.at.is_cuda else None
+        even = drawn and (full or source is not None)
+        return replace(batch, wishes=wishes, scores=scores, ahead=self._plan.ahead, even=even, source=source)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(

@@ -154,7 +154,7 @@ class DeviceStep:
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
         packed, path = self._advance(batch, drawn)
         if batch.shape.wide > 1 and (batch.ahead or hidden.is_cuda):
-            hidden = self.ops.last(packed, path, hidden)
+            hidden = self.ops.last(packed, path, hidden, batch.source)
         return Outcome(packed, _along(logprobs, batch, path), scores), hidden
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
@@ -171,7 +171,7 @@ class DeviceStep:
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """hidden: of the query tokens that want logits."""
         wide, rows, ragged = batch.shape.wide, batch.sampled, batch.ragged
-        logits = self.decoder.logits(hidden)
+        logits = self.decoder.logits(hidden if batch.source is None else hidden.index_select(0, batch.source))
         if wide > 1:
             rows = rows.unsqueeze(1).expand(-1, wide).reshape(-1)
         ints = self.rows.ints.index_select(0, rows)
@@ -185,12 +185,12 @@ class DeviceStep:
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None) -> tuple[Tensor, Ranked | None]:
         """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
-        ragged, fused = batch.ragged, self.ops.draw
+        ragged, fused, rows = batch.ragged, self.ops.draw, self.rows
         learn = self.drafter.learns() if learn is None else learn
         if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
-        return fused(self.rows.state, self.rows.heat, batch.sampled, self.decoder.logits(hidden), depth), None
+        return fused(rows.state, rows.heat, batch.sampled, self.decoder.logits(hidden), depth, batch.source), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""

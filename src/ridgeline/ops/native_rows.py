@@ -14,9 +14,9 @@ from ridgeline.ops.rows import Gathered, RowState, Spread
 
 STATE = 9
 """Numbers that state_of gives."""
-_DRAW = Struct(f"{STATE + 9}q")
+_DRAW = Struct(f"{STATE + 10}q")
 _GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
-_KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("8q")
+_KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("9q")
 
 
 class NativeRows:
@@ -49,16 +49,22 @@ class NativeRows:
         return Gathered(tokens, position, slots, length)
 
     def draw(
-        self, state: RowState, heat: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, depth: torch.Tensor | None
+        self,
+        state: RowState,
+        heat: torch.Tensor,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        depth: torch.Tensor | None,
+        source: torch.Tensor | None,
     ) -> torch.Tensor:
         """See Ops.draw."""
         kernels = self._kernels.get(logits.dtype)
         logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
-        each, vocab = logits.shape
+        each, vocab = logits.shape[0] if source is None else source.shape[0], logits.shape[1]
         count = rows.shape[0]
         drawn = torch.empty(each, dtype=torch.int32)
-        given = (heat.data_ptr(), heat.stride(0), at(rows), 0 if depth is None else at(depth), at(logits))
-        sizes = (count, each // max(1, count), vocab)
+        own = (0 if one is None else at(one) for one in (depth, source, logits))
+        given, sizes = (heat.data_ptr(), heat.stride(0), at(rows), *own), (count, each // max(1, count), vocab)
         (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, *sizes, at(drawn)))
         return drawn
 
@@ -102,12 +108,15 @@ class NativeRows:
         given = (at(rows), at(packed), packed.stride(0), at(path), count, wide, group, run.data_ptr())
         self._keep(_KEEP.pack(*state_of(state), *given, *sizes))
 
-    def last(self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
         """See ops.rows.last."""
         count, size = len(packed), hidden.shape[1] * hidden.element_size()
         out = hidden.new_empty((count, hidden.shape[1]))
-        sizes = (count, len(hidden) // max(1, count), packed.stride(0), size)
-        self._last(_LAST.pack(at(packed), 0 if path is None else at(path), at(hidden), at(out), *sizes))
+        sizes = (count, len(hidden if source is None else source) // max(1, count), packed.stride(0), size)
+        given = (0 if one is None else at(one) for one in (path, source))
+        self._last(_LAST.pack(at(packed), *given, at(hidden), at(out), *sizes))
         return out
 
 

@@ -114,11 +114,15 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
     return torch.stack((live, flag, drawn), dim=1)
 
 
-def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    """Of hidden states [S * wide, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
-    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains."""
+def last(
+    packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
+) -> torch.Tensor:
+    """Of hidden states [T, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
+    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains. source int32 [S * wide]: where the
+    states of each row's nodes stand among the T; None: in order."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
         node = path.gather(1, node.unsqueeze(1)).squeeze(1)
-    wide = len(hidden) // max(1, len(packed))
-    return hidden.index_select(0, node + torch.arange(0, len(hidden), wide, device=node.device))
+    nodes = len(hidden if source is None else source)
+    node += torch.arange(0, nodes, nodes // max(1, len(packed)), device=node.device)
+    return hidden.index_select(0, node if source is None else source.index_select(0, node))

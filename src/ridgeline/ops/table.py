@@ -278,7 +278,9 @@ Verify = Callable[
 KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
 
-DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+DrawRows = Callable[
+    [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +307,10 @@ class Ops:
     gather, advance, last: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
-    draw(state, heat float32 [R], rows int32 [S], logits [S * wide, V], depth int32 [S * wide] or None) -> tokens int32 [S * wide]:
-        what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None: 0, 1, .., as in chains)
-        with the rows' noise, as `sample`; None: nothing here does it in one call.
+    draw(state, heat float32 [R], rows int32 [S], logits [T, V], depth int32 [S * wide] or None, source int32 [S * wide] or None) ->
+        tokens int32 [S * wide]: what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None:
+        0, 1, .., as in chains) with the rows' noise, as `sample`, from logits `source` (None: in order); where a row's repeats the
+        one before it, any token. None: nothing here does it in one call.
     chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
     recurrent(parts) -> what drafts with them in one call, or None: these numbers are not known here. None: nothing here does.
     layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
@@ -340,7 +343,7 @@ class Ops:
     again: Callable[[Run], Run] = every_time
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
-    last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = rows.last
+    last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor] = rows.last
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     verify: Verify | None = None
     keep: KeepPath | None = None

@@ -144,10 +144,11 @@ void keep(const Keep& k) {
 }
 
 // The hidden state that drew each row's last token; packed: of each row the tokens gained, the rest of its `stride` is not read.
-// path null: chains. hidden [n, wide], out [n], of `bytes` each.
+// path null: chains. hidden of `bytes` each, node `node` of row n at at[n, node], null: at [n, node]; out [n].
 struct Last {
     const std::int32_t* packed;
     const std::int64_t* path;  // [n, wide]
+    const std::int32_t* at;    // [n, wide]
     const char* hidden;
     char* out;
     index n, wide, stride, bytes;
@@ -156,7 +157,8 @@ struct Last {
 void last(const Last& l) {
     for (index n = 0; n < l.n; ++n) {
         const index depth = std::max(0, l.packed[n * l.stride] - 1), node = l.path ? l.path[n * l.wide + depth] : depth;
-        std::memcpy(l.out + n * l.bytes, l.hidden + (n * l.wide + node) * l.bytes, l.bytes);
+        const index from = n * l.wide + node;
+        std::memcpy(l.out + n * l.bytes, l.hidden + (l.at ? l.at[from] : from) * l.bytes, l.bytes);
     }
 }
 

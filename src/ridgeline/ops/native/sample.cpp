@@ -11,10 +11,11 @@ constexpr index LOGITS_PER_THREAD = 1 << 13;
 
 namespace {
 
-// Row `row` of n: its logits and what it is drawn with.
+// Row `row` of n: its logits and what it is drawn with. again: whatever the row before drew does.
 template <class T> struct Wanted {
     const T* logits;
     Draw draw;
+    bool again = false;
 };
 
 // wanted(row) -> Wanted; ids: as in draw.h.
@@ -27,8 +28,8 @@ template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids,
         const Range own = share(blocks, who, of);
         for (index row = 0; row < n; ++row) {
             const auto one = wanted(row);
-            const index end = std::min(vocab, own.end * LANES);
-            found[who * n + row] = best_of(one.logits, ids, one.draw, own.begin * LANES, end);
+            const index end = std::min(vocab, own.end * LANES), at = who * n + row;
+            found[at] = one.again ? found[at - 1] : best_of(one.logits, ids, one.draw, own.begin * LANES, end);
         }
     }
     for (index row = 0; row < n; ++row) {
@@ -46,17 +47,20 @@ template <class T> struct Draws {
     index stride;
     const std::int32_t* rows;   // [n]
     const std::int32_t* depth;  // [n, wide], null: chains
-    const T* logits;            // [n, wide, vocab]
+    const std::int32_t* at;     // [n, wide], whose logits each is drawn from, null: in order
+    const T* logits;            // [tokens, vocab]
     index n, wide, vocab;
     token* drawn;  // [n, wide]
 };
 
 template <class T> void draw_rows(const Draws<T>& d) {
     draw_all(d.n * d.wide, d.vocab, nullptr, d.drawn, [&](index at) {
-        const index row = d.rows[at / d.wide];
+        const index row = d.rows[at / d.wide], from = d.at ? d.at[at] : at;
         const std::int32_t* ints = d.state.of(row);
         const std::int32_t place = ints[KNOWN] + (d.depth ? d.depth[at] : std::int32_t(at % d.wide));
-        return Wanted<T>{d.logits + at * d.vocab, draw_of(ints + KEY, place, 0, d.temperature[row * d.stride])};
+        // A row with fewer drafts than others repeats its last token, and nobody reads what is drawn there.
+        const bool again = at % d.wide && d.at && d.at[at - 1] == from;
+        return Wanted<T>{d.logits + from * d.vocab, draw_of(ints + KEY, place, 0, d.temperature[row * d.stride]), again};
     });
 }
 

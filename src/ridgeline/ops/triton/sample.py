@@ -186,8 +186,15 @@ def sample(
 
 
 def draw(
-    state: RowState, heat: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, depth: torch.Tensor | None
+    state: RowState,
+    heat: torch.Tensor,
+    rows: torch.Tensor,
+    logits: torch.Tensor,
+    depth: torch.Tensor | None,
+    source: torch.Tensor | None,
 ) -> torch.Tensor:
     """See Ops.draw: the rows' columns are read where they are, without a kernel that gathers them."""
+    if source is not None:
+        logits = logits.index_select(0, source)
     key, known = state.ints[:, Int.KEY : Int.KEY + 2], state.ints[:, Int.KNOWN]
     return _Draws(heat, key, known, rows, depth).tokens(logits, Purpose.TOKEN)

@@ -146,8 +146,12 @@ def _last_kernel(
     tl.store(out_ptr + row * width + at, value, mask=at < width)
 
 
-def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+def last(
+    packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
+) -> torch.Tensor:
     """See ops.rows.last."""
+    if source is not None:
+        hidden = hidden.index_select(0, source)
     count, width = len(packed), hidden.shape[1]
     out = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
     if count:
