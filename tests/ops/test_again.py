@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
 from ridgeline.ops.native import again
-from ridgeline.ops.native.again import Again
+from ridgeline.ops.native.again import Again, Recorder
 from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
 from ridgeline.ops.table import Normed, Ops, every_time
 from ridgeline.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def recorded(work: Callable[[], object]) -> bool:
     assert isinstance(work, Again)
     for _ in range(2):
         work()
-    return work._again is not None
+    return work.recording.again is not None
 
 
 def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
@@ -130,6 +131,31 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
         assert torch.equal(found, work()) and found.isfinite().all()
 
 
+def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
+    """Each is about its own memory, whoever was recorded, and may be done as it stands in between; other forms know nothing of it."""
+    table, places = torch.randn(32, 48), [torch.tensor([3 * at, 2 * at, at], dtype=torch.int32) for at in range(4)]
+    calls: list[int] = []
+
+    def work(at: int) -> torch.Tensor:
+        calls.append(at)
+        return native.embed(table, places[at], 1.0)
+
+    each = [native.again(partial(work, at), places[at], "one form") for at in range(4)]
+    for at in (2, 0, 1, 0, 3, 2, 3):
+        assert torch.equal(each[at](), table[places[at].long()])
+        assert torch.equal(work(0), table[[0, 0, 0]]), "whose memory the recording is about"
+    assert [at for at in calls if at] == [2] and len(calls) == 9
+    longer = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    for named, form in ((longer, "one form"), (places[2], "another")):
+        calls.clear()
+        other = native.again(lambda: calls.append(1), named, form)
+        other()
+        assert calls, "as it stands"
+    del each, other
+    fresh = native.again(partial(work, 1), places[1], "one form")
+    assert isinstance(fresh, Again) and fresh.recording.again is None, "nobody is left"
+
+
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
     monkeypatch.setattr(again, "MOST_BYTES", 3 * 48 * 4 - 1)
@@ -140,7 +166,7 @@ def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
     def fails() -> None:
         raise ValueError("at the second time")
 
-    one = Again(library, fails)
+    one = Recorder(library)(fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="second"):
             one()
@@ -233,7 +259,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
 
         def noted(built: Any, bound: int, run: Callable[[Any, int], Any] = run) -> Any:
             if built.batch.source is not None:
-                uneven.append(built.run._again is not None)
+                uneven.append(built.run.recording.again is not None)
                 assert len(built.batch.source) > built.batch.shape.n_tokens
             return run(built, bound)
 

@@ -248,7 +248,7 @@ class Runner:
         form = None if self._graphs is not None or built.batch.shape.chunked else built.plan.form(self._residents.kinds)
         if form is not None:
             if len(self._known) == BATCHES:
-                self._known.clear()
+                del self._known[next(iter(self._known))]
             self._known[form] = built
 
     def _forget(self) -> None:
@@ -287,7 +287,10 @@ class Runner:
         batch = builder.build(got)
         if graph is not None and self._graphs is not None:
             self._graphs.load(batch, graph)
-        return _Built(plan, batch, graph, self._step.ops.again(partial(self._eager, plan, batch, learn=False)))
+        shape, work = batch.shape, partial(self._eager, plan, batch, learn=False)
+        alike = shape.plain and not (shape.chunked or plan.unread) and shape.sampling is None and batch.scores is None
+        form = (shape, batch.ahead) if alike else None
+        return _Built(plan, batch, graph, self._step.ops.again(work, batch.packed, form))
 
     def _eager_room(self, builder: BatchBuilder) -> Room:
         """No padding, but for rows that draw if a finish graph will take them."""

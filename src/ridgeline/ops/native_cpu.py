@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.ops import cpu, cpu_alone
-from ridgeline.ops.native.again import Again
+from ridgeline.ops.native.again import Recorder
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
 from ridgeline.ops.native_chain import NativeChain
@@ -349,7 +349,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         gather=rows.gather,
         advance=rows.advance,
         last=rows.last,
-        again=partial(Again, library),
+        again=Recorder(library),
         layers=ops.layers,
         verify=rows.verify,
         keep=rows.keep,

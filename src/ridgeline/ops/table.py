@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,7 @@ def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tens
     return found if scale == 1.0 else found * scale
 
 
-def every_time(work: Run) -> Run:
+def every_time(work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run:
     """Nothing is remembered."""
     return work
 
@@ -283,6 +283,10 @@ DrawRows = Callable[
 ]
 
 
+class Again(Protocol):
+    def __call__(self, work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Every operation with one signature for all devices. T query tokens; D = d_model; dtype of x is the model's.
@@ -302,8 +306,9 @@ class Ops:
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
-    again(work) -> the same, for work to be done again and again on tensors that stay where they are, with results that hold until
-        the next time: it may be recorded, so it must depend on nothing else.
+    again(work, named, form) -> the same, for work to be done again and again on tensors that stay where they are, with results
+        that hold until the next time: it may be recorded, so it must depend on nothing else. Work of equal forms, where there is
+        one, differs in what the tensor `named` holds and in nothing else, so that one recording serves it.
     gather, advance, last: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
@@ -340,7 +345,7 @@ class Ops:
     apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
-    again: Callable[[Run], Run] = every_time
+    again: Again = every_time
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor] = rows.last

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -47,22 +48,59 @@ class _Witness(TorchFunctionMode):
         return found
 
 
+class Recording:
+    """What work of one form did the second time, once that is recorded; done: how often without. named: the memory that the work
+    is about, and what it held."""
+
+    __slots__ = ("again", "done", "found", "held", "kept", "named", "__weakref__")
+
+    def __init__(self) -> None:
+        self.again: Callable[[], None] | None = None
+        self.found: Any = None
+        self.done, self.named, self.held, self.kept = 0, 0, b"", ()
+
+
+class Recorder:
+    """See Ops.again. A form's recording lives as long as some work of that form."""
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._forms = library, WeakValueDictionary[Hashable, Recording]()
+
+    def __call__(
+        self, work: Callable[..., Any], named: torch.Tensor | None = None, form: Hashable | None = None
+    ) -> Again:
+        if named is None or form is None:
+            return Again(self._library, work, None, Recording())
+        key = form, named.nbytes
+        if (found := self._forms.get(key)) is None:
+            self._forms[key] = found = Recording()
+        return Again(self._library, work, named, found)
+
+
 class Again:
-    """See Ops.again. The first time the work is done as it stands, so that whatever it remembers is there; the second time it is
+    """Work that is recorded. The first time it is done as it stands, so that whatever it remembers is there; the second time it is
     recorded. From then on all of its calls are one."""
 
-    __slots__ = ("_again", "_found", "_kept", "_library", "_times", "_work")
+    __slots__ = ("recording", "_library", "_named", "_work")
 
-    def __init__(self, library: Library, work: Callable[..., Any]) -> None:
-        self._library, self._work, self._times = library, work, 0
-        self._again: Callable[[], None] | None = None
+    def __init__(
+        self, library: Library, work: Callable[..., Any], named: torch.Tensor | None, recording: Recording
+    ) -> None:
+        self._library, self._work, self._named, self.recording = library, work, named, recording
 
     def __call__(self, *given: Any) -> Any:
-        if self._again is not None:
-            self._again()
-            return self._found
-        self._times += 1
-        return self._record(*given) if self._times == 2 else self._work(*given)
+        known = self.recording
+        if known.again is None:
+            known.done += 1
+            return self._record(*given) if known.done == 2 else self._work(*given)
+        if self._named is None or (own := self._named.data_ptr()) == known.named:
+            known.again()
+        else:
+            # The memory is that of work which may yet be done as it stands.
+            ctypes.memmove(known.named, own, len(known.held))
+            known.again()
+            ctypes.memmove(known.named, known.held, len(known.held))
+        return known.found
 
     def _record(self, *given: Any) -> Any:
         calls: list[tuple[Any, tuple[Any, ...]]] = []
@@ -83,8 +121,11 @@ class Again:
         if calls and witness.alone and sum(one.nbytes for one in witness.kept) <= MOST_BYTES:
             each = [word for function, arguments in calls for word in self._words(function, arguments)]
             words = (ctypes.c_int64 * len(each))(*each)
-            self._again = partial(self._library.again, ctypes.addressof(words), len(calls))
-            self._found, self._kept = found, (words, calls, witness.kept)
+            known, named = self.recording, self._named
+            known.again = partial(self._library.again, ctypes.addressof(words), len(calls))
+            known.found, known.kept = found, (words, calls, witness.kept, named)
+            if named is not None:
+                known.named, known.held = named.data_ptr(), ctypes.string_at(named.data_ptr(), named.nbytes)
         return found
 
     def _words(self, function: Any, arguments: tuple[Any, ...]) -> list[int]:
