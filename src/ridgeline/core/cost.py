@@ -74,8 +74,10 @@ class WorkMeter:
         ones = sum(ends)
         chunks: list[tuple[int, int]] = []
         if tokens != rows:
-            chunks = [(end, count) for end, count in zip(ends, counts, strict=True) if count != 1]
-            ones -= sum(end for end, _ in chunks)
+            for end, count in zip(ends, counts, strict=True):
+                if count != 1:
+                    chunks.append((end, count))
+                    ones -= end
         attention = kv = 0
         alone = few(logits, tokens)
         for window, (flops, read) in self._before if alone else self._kinds:

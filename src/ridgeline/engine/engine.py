@@ -182,7 +182,7 @@ class Engine:
         news = self.loop.turn()
         steps = int(scheduler.last_step != before)
         # With nothing on the device no step will tell who came or went.
-        moved = scheduler.steps_in_flight == 0 and self._told != (len(scheduler.running), scheduler.queued)
+        moved = not (steps or scheduler.steps_in_flight) and self._told != (len(scheduler.running), scheduler.queued)
         if not (news or steps or moved):
             return None
         started = time.perf_counter()

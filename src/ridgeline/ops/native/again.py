@@ -81,23 +81,24 @@ class Again:
     """Work that is recorded. The first time it is done as it stands, so that whatever it remembers is there; the second time it is
     recorded. From then on all of its calls are one."""
 
-    __slots__ = ("recording", "_library", "_named", "_work")
+    __slots__ = ("recording", "_at", "_library", "_named", "_work")
 
     def __init__(
         self, library: Library, work: Callable[..., Any], named: torch.Tensor | None, recording: Recording
     ) -> None:
         self._library, self._work, self._named, self.recording = library, work, named, recording
+        self._at = 0 if named is None else named.data_ptr()
 
     def __call__(self, *given: Any) -> Any:
         known = self.recording
         if known.again is None:
             known.done += 1
             return self._record(*given) if known.done == 2 else self._work(*given)
-        if self._named is None or (own := self._named.data_ptr()) == known.named:
+        if self._at == known.named:
             known.again()
         else:
             # The memory is that of work which may yet be done as it stands.
-            ctypes.memmove(known.named, own, len(known.held))
+            ctypes.memmove(known.named, self._at, len(known.held))
             known.again()
             ctypes.memmove(known.named, known.held, len(known.held))
         return known.found
@@ -125,7 +126,7 @@ class Again:
             known.again = partial(self._library.again, ctypes.addressof(words), len(calls))
             known.found, known.kept = found, (words, calls, witness.kept, named)
             if named is not None:
-                known.named, known.held = named.data_ptr(), ctypes.string_at(named.data_ptr(), named.nbytes)
+                known.named, known.held = self._at, ctypes.string_at(self._at, named.nbytes)
         return found
 
     def _words(self, function: Any, arguments: tuple[Any, ...]) -> list[int]:
