@@ -27,7 +27,7 @@ namespace {
 constexpr float NODE = 0.08f, GROWS = 0.15f;
 // Nodes that may be worth verifying, beside all: the batch of a step is built anew for every number of them that a request comes
 // to, which takes a third of a plain step.
-constexpr index SIZES[] = {2, 5};
+constexpr index SIZES[] = {2, 3, 5};
 
 // Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
 // half]; ids [outputs]. Of each node of the largest tree, parents before children: parents, -1 for the last known token, and
