@@ -212,13 +212,13 @@ class Pace:
 
     # --- what is learned of time --------------------------------------------------------------------------------------
 
-    def rested(self, rows: int, seconds: float) -> None:
-        """A plain step."""
+    def rested(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """So many plain steps, the last of which took `seconds`."""
         batch = self._of(rows)
-        batch.count += 1
+        batch.count += steps
         batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first of a process may take seconds
         batch.plain += max(_MEMORY, 1 / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
-        batch.book(1.0, 1.0 + _SHARE)
+        batch.book(steps, steps * (1.0 + _SHARE))
 
     def drafted(self, rows: int, size: int, gained: float, seconds: float, *, steady: bool, idle: bool) -> float:
         """A step that drafts on the device or verifies gave `rows` rows `gained` tokens each; steady: it verified `size` nodes

@@ -287,9 +287,9 @@ class Runner:
         batch = builder.build(got)
         if graph is not None and self._graphs is not None:
             self._graphs.load(batch, graph)
-        shape, work = batch.shape, partial(self._eager, plan, batch, learn=False)
-        alike = shape.plain and not (shape.chunked or plan.unread) and shape.sampling is None and batch.scores is None
-        form = (shape, batch.ahead) if alike else None
+        # Of batches of one shape, all that is not in `packed` is the same.
+        form = (batch.shape, batch.ahead) if batch.even and batch.shape.plain and not plan.unread else None
+        work = partial(self._eager, plan, batch, learn=False)
         return _Built(plan, batch, graph, self._step.ops.again(work, batch.packed, form))
 
     def _eager_room(self, builder: BatchBuilder) -> Room:

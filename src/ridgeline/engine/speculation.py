@@ -61,6 +61,8 @@ _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
 _PRICE = 0.15
 """Plain steps that a question takes, where the device drafts as well and nobody can tell."""
+_BOOKED = 4
+"""While drafting rests, one in so many steps stands for all."""
 _BETWEEN = 32
 """Tokens of a request after which it is asked again whether its text can be quoted."""
 _GLANCE, _HOPE = 4, 0.5
@@ -224,17 +226,18 @@ class Drafts(Speculation):
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
+        if self.resting and not step.drafting and self._rest % _BOOKED:
+            return 0.0
         for place, worth in result.worth.items():
             request = step.requests[place]
             if worth < request.offered and not request.in_flight:  # else what is offered is a later step's
                 self._pace.learn(range(worth, request.offered), [])
                 request.offered = worth
-        more = [one for one in step.shares.values() if not one.samples or one.n_query != 1 + len(one.draft.tokens)]
-        if result.error is not None or more:
+        if result.error is not None or 0 in plan.samples or sum(plan.n_query) != rows + len(plan.drafts):
             return 0.0
         seconds = result.device_s + result.gap_s
         if not step.drafting:
-            self._pace.rested(rows, seconds)
+            self._pace.rested(rows, seconds, _BOOKED if self.resting else 1)
             return 0.0
         gained = len(result.tokens) / rows
         if step.asked and not (plan.ahead or step.size):
