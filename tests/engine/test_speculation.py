@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from ridgeline.core.draft import NOTHING, Draft, repeats
-from ridgeline.core.plan import StepPlan
+from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.engine import speculation
+from ridgeline.engine.flight import FlyingStep
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice
 from tests.engine.helpers import VOCAB, Bench, oracle
@@ -169,3 +170,32 @@ def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float
     greedy, drawn = (pace.gained(3) for pace in speculation._paces)
     learned, other = (drawn, greedy) if temperature else (greedy, drawn)
     assert learned < 1.2 < other == hoped
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While drafting rests one stands for several."""
+    booked: list[int] = []
+    plain: list[bool] = []
+    rested, measure = Pace.rested, Drafts.measure
+
+    def book(self: Pace, rows: int, seconds: float, steps: int = 1) -> None:
+        booked.append(steps)
+        rested(self, rows, seconds, steps)
+
+    def measured(self: Drafts, step: FlyingStep, result: StepResult) -> float:
+        plain.append(not step.drafting)
+        return measure(self, step, result)
+
+    monkeypatch.setattr(Pace, "rested", book)
+    monkeypatch.setattr(Drafts, "measure", measured)
+    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
+    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 13)
+    bench = Bench(depth=depth, speculation=Drafts(None, OnDevice(2), Pace((0, 2))), luck=0.5)
+    for number in range(4):
+        bench.submit(f"{number}", list(range(20)), max_tokens=60)
+        bench.run()
+        assert bench.tokens[f"{number}", 0] == oracle(list(range(20)), 60)
+    assert sum(plain) < len(plain), "some draft"
+    assert set(booked) == {1, 4} and len(booked) < 0.6 * sum(plain)
+    assert 0.8 * sum(plain) < sum(booked) < 1.1 * sum(plain)

@@ -132,7 +132,7 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
 
 
 def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
-    """Each is about its own memory, whoever was recorded, and may be done as it stands in between; other forms know nothing of it."""
+    """Each is about its own memory, whoever was recorded, and may be done as it stands in between; other forms have their own."""
     table, places = torch.randn(32, 48), [torch.tensor([3 * at, 2 * at, at], dtype=torch.int32) for at in range(4)]
     calls: list[int] = []
 

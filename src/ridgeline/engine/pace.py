@@ -159,22 +159,20 @@ class Pace:
         """Tokens that a row is expected to gain by a step with so many nodes."""
         return 1 + sum(self._kept[:nodes])
 
-    def learn(self, nodes: range, kept: list[int]) -> None:
-        """Of these nodes of a draft those in `kept` were kept; what is not worth verifying is not."""
+    def learn(self, nodes: int, kept: list[int]) -> None:
+        """Of the first nodes of a draft those in `kept` were kept; what is not worth verifying is not."""
         self._drafts += 1
-        weight = max(_MEMORY, 1 / (self._drafts + 4))
-        for node in nodes:
-            self._kept[node] += weight * ((node in kept) - self._kept[node])
-        last = nodes.stop - 1
-        shares = [1.0, *self._kept]
-        rate = shares[last + 1] / max(shares[last], 0.01) if last + 1 in self.sizes else 0.0
-        for node in range(max(1, nodes.stop), len(self._kept)):
+        weight, every = max(_MEMORY, 1 / (self._drafts + 4)), self._kept
+        for node in range(nodes):
+            every[node] += weight * ((node in kept) - every[node])
+        rate = every[nodes - 1] / max(every[nodes - 2] if nodes > 1 else 1.0, 0.01) if nodes in self.sizes else 0.0
+        for node in range(nodes, len(every)):
             # Nobody has seen it. A later node is no likelier; bad luck is forgotten, until it is kept as the last one seen is where
             # the one before it was. Else a size that had some would not be chosen again, and nothing would be learned of it.
-            above, own = self._kept[node - 1], self._kept[node]
+            above, own = every[node - 1], every[node]
             if own < above * rate:
                 own += _FORGETS * (above * rate - own)
-            self._kept[node] = own if own < above else above
+            every[node] = own if own < above else above
 
     # --- what the host drafts -----------------------------------------------------------------------------------------
 

@@ -101,6 +101,8 @@ class Request:
     """What the host drafter has just proposed for its next step."""
     offered: int = 0
     """Nodes that the device drafts for it at the end of its last planned step."""
+    cut: int = 0
+    """Nodes behind these that were not worth verifying."""
     unread: int = 0
     """Tokens that a draft model has not read (an upper bound)."""
     kept: float = 0.7

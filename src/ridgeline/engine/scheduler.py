@@ -429,8 +429,8 @@ class Scheduler:
         draws = sum(step.plan.samples) + len(step.plan.drafts)
         self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
-        news.ids = [request.id for request in gained]
-        news.choices = [request.choice for request in gained]
+        if gained:
+            news.ids, news.choices = [one.id for one in gained], [one.choice for one in gained]
         news.updates += self.take_updates()
         return news
 

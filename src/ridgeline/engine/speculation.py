@@ -188,7 +188,7 @@ class Drafts(Speculation):
         step.asked, self._asked = self._asked, []
         waiting, self._waiting = self._waiting, 0
         # Where a text is quoted at length, what the device drafts beside it is seldom verified.
-        quoted = min(plan.drafts, default=DEVICE) >= 0 and min(one.quoted for one in step.requests) > 1
+        quoted = plan.drafts and min(plan.drafts) >= 0 and min(one.quoted for one in step.requests) > 1
         if device is not None and rows and not quoted:
             self._size = self._pace.choose(rows, min(device.most, max(0, self._logit_rows // rows - 1)))
         plan.ahead = self._size
@@ -215,7 +215,8 @@ class Drafts(Speculation):
     def learn(self, request: Request, draft: Draft, tokens: Sequence[int], result: StepResult, place: int) -> None:
         kept = result.kept.get(place, [])
         if draft.tokens and draft.tokens[0] == DEVICE:
-            self._pace.learn(range(len(draft.tokens)), kept)
+            self._pace.learn(len(draft.tokens) + request.cut, kept)
+            request.cut = 0
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
@@ -231,8 +232,9 @@ class Drafts(Speculation):
         for place, worth in result.worth.items():
             request = step.requests[place]
             if worth < request.offered and not request.in_flight:  # else what is offered is a later step's
-                self._pace.learn(range(worth, request.offered), [])
-                request.offered = worth
+                if not worth:
+                    self._pace.learn(request.offered, [])
+                request.cut, request.offered = worth and request.offered - worth, worth
         if result.error is not None or 0 in plan.samples or sum(plan.n_query) != rows + len(plan.drafts):
             return 0.0
         seconds = result.device_s + result.gap_s

@@ -57,7 +57,8 @@ class Recording:
     def __init__(self) -> None:
         self.again: Callable[[], None] | None = None
         self.found: Any = None
-        self.done, self.named, self.held, self.kept = 0, 0, b"", ()
+        self.kept: Any = None
+        self.done, self.named, self.held = 0, 0, b""
 
 
 class Recorder:
