@@ -7,6 +7,8 @@ and is named: a decoder that is nearly right is worse than none.
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +47,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+_SWITCH = (bool, type(None))
 _KINDS: Mapping[str, Any] = {
     "rms_norm_eps": float,
     "rope_theta": (int, float),
@@ -58,6 +61,7 @@ _KINDS: Mapping[str, Any] = {
     "sliding_window_pattern": int,
     "max_window_layers": int,
     "layer_types": list,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _SWITCH),
 }
 
 
@@ -91,6 +95,13 @@ def stored_as(folder: Path) -> StoredAs:
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """ModelSpec of a parsed config.json. Raises UnsupportedModel or ConfigError naming the key."""
+    try:
+        return _read_spec(config, generation or {})
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"config.json holds a value of the wrong kind: {error}.") from None
+
+
+def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
     stored = read_stored(config)
     family, text, outer = _text_part({key: value for key, value in config.items() if key != QUANTIZATION})
     values = _values(family, text)
@@ -125,7 +136,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         dtype=_dtype(text, outer),
         quantization=stored.quantization,
         bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
-        eos_ids=_eos(generation or {}, outer, text),
+        eos_ids=_eos(generation, outer, text),
         **traits,
     )
 
@@ -166,8 +177,13 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: {key} is {value!r}; a positive integer is needed.")
     for key, kind in _KINDS.items():
         value = values.get(key)
-        if not isinstance(value, kind) and not (value is None and family.fields.get(key) is None):
+        if value is None and family.fields.get(key) is None:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
+        least = 0 if key == "max_window_layers" else sys.float_info.min
+        if kind is not _SWITCH and isinstance(value, int | float) and not least <= value < math.inf:
+            raise ConfigError(f"config.json: {key} is {value!r}; a number above 0 is needed.")
     return values
 
 

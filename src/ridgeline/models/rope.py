@@ -46,10 +46,16 @@ def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int
     else:
         whole = windowed = {"rope_theta": theta, **given}
     original = values["original_max_position_embeddings"] or longest
-    rope = _one(whole, head_dim, original, longest)
+    rope, local_rope = _one(whole, head_dim, original, longest), _one(windowed, head_dim, original, longest)
+    for one in (rope, local_rope):
+        turns = inverse_frequencies(one) * one.attention_factor
+        if not bool(((turns > 0) & (turns < math.inf)).all()):
+            raise ConfigError(
+                "config.json: the numbers of its rotary embedding (rope_theta, rope_scaling) turn nothing."
+            )
     if rope.scaling == "yarn":
         longest = max(longest, int(rope.original_max_len * rope.factor))
-    return rope, _one(windowed, head_dim, original, longest), longest
+    return rope, local_rope, longest
 
 
 def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rope:

@@ -114,11 +114,12 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
         raise _refused("input_activations", inputs, "; supported are none beside packed weights")
     if weights.get("type") != "int":
         raise _refused("weights.type", weights.get("type"), "; supported is int")
-    strategy, group = weights.get("strategy"), weights.get("group_size") or 0
-    if strategy == "channel":
-        group = 0
-    elif strategy != "group":
+    strategy = weights.get("strategy")
+    if strategy not in ("channel", "group"):
         raise _refused("weights.strategy", strategy, "; supported are channel and group")
+    group = 0 if strategy == "channel" else _group(weights)
+    if strategy == "group" and not group:
+        raise _refused("weights.group_size", weights.get("group_size"))
     zeros, order = not weights.get("symmetric", True), weights.get("actorder")
     # "weight" and "static" order while quantizing only: the groups come out as they lie.
     ordered = order in (True, "group", "dynamic")
@@ -162,7 +163,9 @@ def _awq(said: Mapping[str, Any]) -> StoredAs:
 
 def _group(said: Mapping[str, Any]) -> int:
     group = said.get("group_size", -1)
-    return group if isinstance(group, int) and group > 0 else 0
+    if not isinstance(group, int):
+        raise _refused("group_size", group)
+    return max(group, 0)
 
 
 def _integers(form: Published, key: str) -> StoredAs:
