@@ -225,6 +225,20 @@ def test_generation_config(tmp_path: Path):
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.7, 20, 0.8, None)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [{"temperature": -1}, {"top_p": 5}, {"min_p": -0.5}, {"repetition_penalty": 0.0}, {"top_k": -7}, {"top_k": 1e400}],
+)
+def test_defaults_that_no_request_could_have(odd: dict[str, float], tmp_path: Path):
+    """Each would be laid to the requests that name none."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0, "top_p": 0, "top_k": 5.0}))
+    assert read_model(tmp_path)[1].top_p == 0
+    (tmp_path / "generation_config.json").write_text(json.dumps(odd))
+    with pytest.raises(ConfigError, match="generation_config.json: "):
+        read_model(tmp_path)
+
+
 def test_folder_without_or_with_broken_config(tmp_path: Path):
     with pytest.raises(ConfigError, match="no config.json"):
         read_model(tmp_path)

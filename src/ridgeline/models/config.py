@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.errors import ConfigError, RequestError, UnsupportedModel
+from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from ridgeline.models.families import (
     FAMILIES,
@@ -85,6 +86,10 @@ def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
     for name, value in defaults.items():
         if not isinstance(value, int | float):
             raise ConfigError(f"generation_config.json: {name} is {value!r}; a number is needed.")
+    try:  # else every request that says nothing would be refused for it; 0 as top_p is the service's to read
+        SamplingParams(**{**defaults, "top_k": int(defaults.get("top_k", 0)), "top_p": defaults.get("top_p") or 1.0})
+    except (RequestError, ValueError, OverflowError) as error:
+        raise ConfigError(f"generation_config.json: {error}") from None
     return spec, GenerationDefaults(**defaults)
 
 
