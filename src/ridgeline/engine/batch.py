@@ -183,6 +183,12 @@ def mixed_step(room: Room) -> Shape:
     return Shape(room.tokens, room.rows, room.draws, room.tokens, 1, False, False, True, None, chunked=True)
 
 
+def verify_step(room: Room, tree: bool) -> Shape:
+    """A step in which each row verifies as many drafts as there is room for; all draws are plain."""
+    wide = room.wide
+    return Shape(room.tokens, room.rows, room.draws, wide, wide, False, False, True, None, deep=wide - 1 if tree else 0)
+
+
 def unread(plan: StepPlan, room: Room | None) -> Iterator[tuple[np.ndarray, Room]]:
     """Packed steps of what the plan's rows have not read but for the last two tokens, each row's in order, with their room: `room`,
     or one without padding if rows are too many for it."""

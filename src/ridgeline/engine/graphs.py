@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
-from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, unpack
+from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, unpack, verify_step
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.models.weights import Progress
@@ -293,9 +293,7 @@ class Graphs:
         self._packed[: len(rows)].copy_(found)
 
     def _verify_graph(self, tree: bool, room: Room) -> Replay:
-        wide, rows = room.wide, room.rows
-        deep = wide - 1 if tree else 0
-        shape = Shape(room.tokens, rows, rows, wide, wide, False, False, True, None, deep)
+        shape, rows = verify_step(room, tree), room.rows
         # ahead: the hidden states that drew last are wanted. Only a row alone is sure to have no padding.
         batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1, even=rows == 1)
 

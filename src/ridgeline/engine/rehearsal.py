@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from ridgeline.decoding.masks import mask_words
-from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack
+from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack, verify_step
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.engine.graphs import Graphs
@@ -156,11 +156,10 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
 
 def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
-    tokens = rows * wide
-    shape = Shape(tokens, rows, rows, wide, wide, False, False, True, None, deep=wide - 1 if tree else 0)
-    room = Room(rows, rows, tokens, wide)
+    room = Room(rows, rows, rows * wide, wide)
     packed = torch.zeros(packed_size(room, tree), dtype=torch.int32, device=step.rows.ints.device)
-    step.finish(unpack(packed, shape, room), step.decoder.embedding.new_zeros(tokens, step.spec.d_model), KNOWN)
+    batch = unpack(packed, verify_step(room, tree), room)
+    step.finish(batch, step.decoder.embedding.new_zeros(room.tokens, step.spec.d_model), KNOWN)
 
 
 def rehearse_pinned() -> None:

@@ -141,4 +141,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ranked_to_host(ranked: Ranked | None) -> Ranked | None:
-    return None if ranked is None else Ranked(*map(_to_host, ranked))
+    if ranked is None:
+        return None
+    return Ranked(*(_to_host(one) for one in (ranked.token, ranked.stats, ranked.top_ids, ranked.top_logprobs)))
