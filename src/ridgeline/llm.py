@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -72,6 +72,10 @@ class LLM:
         A prompt that cannot run (too long for the context, say) does not keep the others from it: its choices finish
         "refused". Raises RequestError for what is no prompt, and for sampling that names tokens the model has not.
         """
+        if not isinstance(prompts, Iterable):
+            raise RequestError(
+                f"prompts is {reprlib.repr(prompts)}: give a text, or a list of prompts.", param="prompt"
+            )
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         work = [_Work(self, self._ids(prompt), sampling or SamplingParams()) for prompt in given]
         for _ in self._run(work):
@@ -124,6 +128,8 @@ class LLM:
 
     def _check(self, sampling: SamplingParams) -> None:
         """Raises RequestError for a token id outside the vocabulary, where it would silently be of no effect."""
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling is {reprlib.repr(sampling)}: give one SamplingParams(...) for all prompts.")
         biased = [token for token, _ in sampling.logit_bias]
         for name, ids in (("allowed_token_ids", sampling.allowed_token_ids or ()), ("logit_bias", biased)):
             most = self._engine.engine.setup.vocab_size - 1
@@ -137,7 +143,10 @@ class LLM:
     def _run(self, work: Sequence[_Work]) -> Iterator[tuple[int, str]]:
         """Submit, and yield (choice, new text) of each piece of news."""
         if self._answering:
-            raise RequestError("A stream of this LLM is still open: read it to its end or close it first.")
+            raise RequestError(
+                "This LLM is answering: a stream of it is still open (read it to its end or close it first), or another thread "
+                "uses it (a server takes requests from many)."
+            )
         self._answering = True
         by_id = {one.id: one for one in work}
         try:

@@ -164,6 +164,14 @@ def test_what_is_refused(llm: LLM):
         assert error.value.param == "prompt"
         with pytest.raises(RequestError):
             next(llm.stream(prompt))
+    for prompts, sampling, said in (
+        (None, None, "prompts is None: give a text"),
+        (7, None, "prompts is 7"),
+        ("Hi", {"max_tokens": 3}, "sampling is .*max_tokens.*: give one SamplingParams"),
+        (["Hi"], [SamplingParams()], "give one SamplingParams"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            llm.generate(prompts, sampling)
     with pytest.raises(RequestError) as error:
         SamplingParams(top_p=0)
     assert error.value.param == "top_p"
