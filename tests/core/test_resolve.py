@@ -155,7 +155,8 @@ def test_wrong_values_name_option_and_origin(name: str, raw: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("a.ini", "x"), ("a.json", "{"), ("a.toml", "="), ("a.yaml", "a: ["), ("a.json", "[1]")]
+    ("name", "text"),
+    [("a.ini", "x"), ("a.json", "{"), ("a.toml", "="), ("a.yaml", "a: ["), ("a.json", "[1]"), ("a.yaml", "5: 6")],
 )
 def test_unreadable_files(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
@@ -164,6 +165,16 @@ def test_unreadable_files(tmp_path: Path, name: str, text: str) -> None:
         resolve({}, file=file)
     with pytest.raises(ConfigError, match="cannot be read"):
         resolve({}, file=tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "port: 1\nhost: x\nport: 2"), ("a.json", '{"port": 1, "port": 2}'), ("a.toml", "port = 1\nport = 2")],
+)
+def test_a_name_that_comes_twice(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="'port' is there twice: keep one|Cannot overwrite a value"):
+        resolve({}, file=tmp_path / name)
 
 
 def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -172,7 +172,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {path} is no text in UTF-8 ({error}).", param="config") from None
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
-        ".json": json.loads,
+        ".json": lambda text: json.loads(text, object_pairs_hook=_once),
         ".yaml": _yaml,
         ".yml": _yaml,
     }
@@ -182,7 +182,7 @@ def read_file(path: Path) -> dict[str, Any]:
         found = readers[path.suffix](text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", param="config") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ConfigError(f"{path} must hold options as `name: value`.", param="config")
     return found
 
@@ -194,9 +194,21 @@ def _yaml(text: str) -> Any:
         remedy = "install it (pip install pyyaml), or write the file as TOML or JSON."
         raise ConfigError(f"reading YAML needs PyYAML, which is not installed: {remedy}", param="config") from None
     try:
-        return yaml.safe_load(text) or {}
+        found, named = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    if isinstance(found, dict) and named is not None:
+        _once([(key.value, None) for key, _ in named.value])
+    return found
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs by name. Raises ValueError for a name that comes twice, as TOML's reader does by itself."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
+    return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
