@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
+from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
 from ridgeline.decoding.draft_model import DraftModel
 from ridgeline.decoding.drafters import Behind, DeviceDrafter
@@ -18,6 +19,7 @@ from ridgeline.decoding.medusa import Medusa
 from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.decoding.recycling import Recycling
 from ridgeline.engine.pace import Pace
+from ridgeline.engine.request import Request
 from ridgeline.engine.speculation import Drafts, OnDevice
 from tests.engine.runners import PROMPT, DeviceBench, alone, pair
 
@@ -134,3 +136,30 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
     assert seen == ({worth} if worth else set()), "fewer only where an answer ends"
     assert set(learned) == {4}, "those that were cut among them"
+
+
+def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is cut and never verified, as a host drafter has more to say, leaves the next one whole."""
+    bench, learned = speculating("llama-gqa", "recurrent"), list[int]()
+    draft, propose, learn = Recurrent.draft, Drafts.propose, Pace.learn
+    steps = iter(range(1000))
+
+    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
+        draft(self, behind, *facts)
+        return torch.full((len(behind.rows),), (2, 4, 3)[next(steps) % 3], dtype=torch.int32)
+
+    def proposes(self: Drafts, request: Request, most: int) -> Draft:
+        found = propose(self, request, most)
+        return NOTHING if len(found.tokens) == 2 else found
+
+    def learns(self: Pace, nodes: int, kept: list[int]) -> None:
+        learned.append(nodes)
+        learn(self, nodes, kept)
+
+    monkeypatch.setattr(Recurrent, "draft", drafted)
+    monkeypatch.setattr(Drafts, "propose", proposes)
+    monkeypatch.setattr(Pace, "learn", learns)
+    bench.submit("one", PROMPT)
+    bench.run()
+    assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
+    assert len(learned) > 5 and set(learned) == {4}

@@ -216,7 +216,6 @@ class Drafts(Speculation):
         kept = result.kept.get(place, [])
         if draft.tokens and draft.tokens[0] == DEVICE:
             self._pace.learn(len(draft.tokens) + request.cut, kept)
-            request.cut = 0
         elif draft.tokens:
             tried = min(len(draft.tokens), len(kept) + 1)
             request.kept += _MEMORY * (len(kept) / tried - request.kept)
@@ -231,6 +230,7 @@ class Drafts(Speculation):
             return 0.0
         for place, worth in result.worth.items():
             request = step.requests[place]
+            request.cut = 0
             if worth < request.offered and not request.in_flight:  # else what is offered is a later step's
                 if not worth:
                     self._pace.learn(request.offered, [])
