@@ -50,7 +50,8 @@ def test_every_block_is_computed_once(
 @pytest.mark.parametrize("tokens", [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
 @pytest.mark.parametrize(
     ("n", "k"),
-    [(48, 64), (512, 14336), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)],
+    [(48, 64), (512, 14336), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
+    + [(2560, 9728), (5120, 17408), (16384, 3072)],
 )
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("eight", [False, True])
@@ -64,10 +65,29 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, ei
         assert not eight or tile.block * (2 if gate else 1) == 2 * ring.PROMOTED
         assert tile.registers * 32 * (tile.warps + 4) <= 1 << 16
         assert tile.batch >= tokens or n * k <= SMALL or eight
-        assert tile.batch % tile.split == 0 and tile.split <= -(-k // tile.block)
+        assert tile.split <= min(tile.batch, -(-k // tile.block))
         assert tile.split <= ring.ROUND.value
         assert tile.split == 1 or tile.split * -(-n // tile.rows) * -(-tokens // tile.batch) <= 132
         assert tile.rows >= (128 if gate else 64)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "split"),
+    [
+        (4096, 14336, 64, 2),  # 128 programs
+        (3584, 18944, 64, 2),
+        (2560, 9728, 64, 3),  # 120 for the 80 of two
+        (2048, 6144, 64, 3),  # fewer than the 128 of four, but one part less to add
+        (1024, 2048, 64, 4),
+        (5120, 17408, 128, 3),  # 80 tiles of 64 rows could not be cut
+        (5120, 5120, 64, 1),
+        (6144, 4096, 64, 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [2, 8, 16, 32, 64])
+def test_how_many_programs_share_a_tile(tokens: int, n: int, k: int, rows: int, split: int) -> None:
+    tile = ring_for(tokens, n, k)
+    assert tile is not None and (tile.rows, tile.split) == (rows, split)
 
 
 def compile_for_hopper(tile: RingTile, kind: str | None, add: bool, eight: bool = False) -> str:
@@ -98,6 +118,7 @@ def compile_for_hopper(tile: RingTile, kind: str | None, add: bool, eight: bool 
     [
         (RingTile(64, 128, 64, 4, 4, 128), "silu", False, ""),
         (RingTile(8, 64, 128, 4, 12, 96, split=2), None, True, ""),
+        (RingTile(16, 128, 128, 4, 6, 128, split=3), None, True, ""),
         (RingTile(64, 128, 128, 4, 4, 168), "silu", False, "m64n64k32.f32.e4m3.e4m3"),
         (RingTile(16, 64, 256, 4, 5, 96, split=2), None, True, "m64n16k32.f32.e4m3.e4m3"),
     ],
@@ -120,6 +141,8 @@ TILES = [
     (RingTile(16, 128, 128, 4, 6, 128), torch.bfloat16),
     (RingTile(16, 64, 128, 4, 10, 96, split=4), torch.bfloat16),
     (RingTile(8, 64, 128, 4, 12, 96, split=2), torch.bfloat16),
+    (RingTile(16, 128, 128, 4, 6, 128, split=3), torch.bfloat16),
+    (RingTile(64, 64, 128, 4, 6, 128, split=6), torch.bfloat16),
     (RingTile(8, 128, 128, 4, 6, 128), torch.float16),
 ]
 
@@ -154,7 +177,7 @@ def test_counters_run_over() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight = torch.randn(300, 2048, dtype=torch.bfloat16, device=DEVICE)
-    tiles = [RingTile(8, 64, 128, 4, 12, 96, split=split) for split in (2, 8, 4, 2)]
+    tiles = [RingTile(8, 64, 128, 4, 12, 96, split=split) for split in (2, 3, 4, 7)]
     counters = ring._arrivals(x.device)
     before = counters.clone()
     counters.fill_((1 << 31) - 2 * ring.ROUND.value)
@@ -167,7 +190,7 @@ def test_counters_run_over() -> None:
 TILES8 = [
     RingTile(64, 128, 128, 4, 4, 168, programs=7),
     RingTile(64, 64, 256, 4, 6, 128, split=2),
-    RingTile(16, 64, 256, 4, 10, 96, split=4),
+    RingTile(16, 64, 256, 4, 10, 96, split=3),
     RingTile(128, 128, 128, 8, 6, 168),
 ]
 

@@ -4,8 +4,8 @@ A program computes tiles ROWS x BATCH of out^T = W x^T, the weight's rows on the
 warp fills the ring with weights before it waits for the kernel that makes x (programmatic dependent launch), and goes on
 with the next tile's while the last one's result is written.
 
-Where tiles are few, each one's sum is cut along k (split-K). The programs of a tile wait for each other, and each adds
-the parts of its share of the tokens, in their order, so that results do not depend on timing.
+Where tiles are few, each one's sum is cut along k (split-K). The programs of a tile wait for each other, and a power of two of
+them add the parts of their share of the tokens each, in their order, so that results do not depend on timing.
 
 Of e4m3 the matrix unit's sums keep fewer bits than float32, so those of PROMOTED inputs are added to float32 ones (DeepSeek-V3
 report, section 3.3.2), while the next ones are made; those of integers are exact. Either are scaled by token and by output.
@@ -18,7 +18,7 @@ from functools import cache
 
 import torch
 import triton
-from triton.experimental.gluon import jit
+from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -47,6 +47,12 @@ PROMOTED = 128
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters of the programs that have written their part of a tile: whole rounds before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@constexpr_function
+def _ending(split):
+    """How many of the programs that share a tile write its results: a power of two, as are the tokens of each."""
+    return 1 << (split.bit_length() - 1)
 
 
 @jit
@@ -179,12 +185,14 @@ def _finish(
 
 @jit
 def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Hand a part of a tile to its other programs; returns the whole sums of this one's share of the tokens."""
+    """Hand a part of a tile to its other programs; returns the whole sums of this one's share of the tokens, nothing of worth if it
+    has none."""
     part_ptr, arrivals_ptr = tensors[2], tensors[3]
     ROWS: gl.constexpr = total.shape[0]
     BATCH: gl.constexpr = total.shape[1]
     SIZE: gl.constexpr = ROWS * BATCH
-    OWN: gl.constexpr = BATCH // SPLIT
+    ENDING: gl.constexpr = _ending(SPLIT)
+    OWN: gl.constexpr = BATCH // ENDING
     part = gl.program_id(0) % SPLIT
     high = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
     wide = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
@@ -195,15 +203,17 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
         gl.store(place + SIZE, up)
     # Every thread's part must be out before the one thread that counts says so.
     gl.thread_barrier()
-    EACH: gl.constexpr = ROUND // SPLIT
-    arrived = gl.atomic_add(arrivals_ptr + tile, EACH, sem="acq_rel")
-    # Differences are right where the counter has run over.
+    each = ROUND // SPLIT
+    if ENDING != SPLIT:
+        each += (part == 0).to(gl.int32) * (ROUND % SPLIT)
+    arrived = gl.atomic_add(arrivals_ptr + tile, each, sem="acq_rel")
+    # Differences are right where the counter has run over. Who writes nothing has nothing to wait for.
     goal = (arrived | (ROUND - 1)) + 1
-    arrived += EACH
+    arrived = arrived + each if ENDING == SPLIT else gl.where(part < ENDING, arrived + each, goal)
     while arrived - goal < 0:
         arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
     high = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    wide = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    wide = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
     place = parts + wide[None, :] * ROWS + high[:, None]
     sums = gl.load(place, cache_modifier=".cg")
     ups = sums
@@ -314,11 +324,15 @@ def _multiply(
     HELD: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [HIGH, WARPS // HIGH], [0, 1])
     READ: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     PUT: gl.constexpr = HELD if SPLIT == 1 else READ
-    OWN: gl.constexpr = BATCH // SPLIT
+    ENDING: gl.constexpr = _ending(SPLIT)
+    OWN: gl.constexpr = BATCH // ENDING
     if PDL:
         gdc_wait()
     first, count, _begin, run = _share(work, SPLIT)
     skip = gl.program_id(0) % SPLIT * OWN
+    if ENDING != SPLIT:
+        # Behind the last token nothing is written.
+        skip = gl.where(gl.program_id(0) % SPLIT < ENDING, skip, m)
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
         place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
@@ -371,7 +385,7 @@ def ring_kernel(
     """out [m, n] = x [m, k] w [features, k]^T + bias; see gemm_small.matrix_kernel for BIAS, ADD and KIND, and w with gate
     and up. ROWS: features of a tile, of each side.
 
-    w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile, a power of two; tiles * SPLIT programs
+    w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile; tiles * SPLIT programs
     if not 1. part: float32, of integers int32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, see _arrivals.
     w_scale [features], x_scale [m]: of 8-bit w and x.
     """
