@@ -62,9 +62,11 @@ def test_quantize_rounds_as_the_reference() -> None:
     assert torch.equal(mine.values.float(), want.values.float())
 
 
-def test_rows_wider_than_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [104, 160, 200, 400])
+def test_rows_wider_than_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept whole, with a rest or two of a kind, or read twice."""
     monkeypatch.setattr(inputs, "WIDEST_ROW", 64)
-    x = noise(3, 400)
+    x = noise(3, size)
     for mine, want in (
         (inputs.quantize(x), quantize(x)),
         (inputs.activate(x, "silu"), FP8_REFERENCE.activate(x, "silu")),
