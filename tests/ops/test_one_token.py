@@ -71,11 +71,14 @@ def layer(model: int, heads: int, features: int, form: str) -> LayerParts:
         ((4096, 4096, 14336), "int4", True),
         ((4096, 4096, 14336), "int8 rows", True),
         ((4096, 4096, 14336), "int4 zeros", False),
-        ((4096, 4096, 14464), "int8", False),
+        ((4096, 4096, 14464), "int8", True),
+        ((2560, 4096, 9728), "int4", True),
+        ((4096, 4096, 14400), "int4", False),
         ((8192, 8192, 28672), "int4", True),
         ((1024, 2048, 3072), "int8", True),
         ((256, 256, 1024), "int8", False),
         ((1024, 2048, 3072), "fp8", False),
+        ((2048, 2048, 6144), "fp8", True),
         ((8192, 8192, 28672), "fp8", True),
         ((8192, 8192, 262144), "fp8", False),
         ((4112, 4096, 14336), "fp8", False),
@@ -290,6 +293,7 @@ def one_after_the_other(layers: list[LayerParts], x: torch.Tensor, views: list[A
         *((form, *SIZES[0]) for form in ("int4", "int8 rows")),
         *((form, *SIZES[1]) for form in ("int4", "int4 rows", "int8", "int8 rows")),
         ("int8 rows", *SIZES[2]),
+        ("int4", 32, 8, 128, 128, 2560, 9728, True),
     ],
 )
 @pytest.mark.parametrize(

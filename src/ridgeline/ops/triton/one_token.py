@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, RunLayers
@@ -16,7 +17,7 @@ from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
 """Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
-LEAST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 160 << 20, IntMatrix: 7 << 20}
+LEAST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 48 << 20, IntMatrix: 7 << 20}
 """Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
 measured."""
 HEAD_DIMS = (64, 128, 256)
@@ -120,9 +121,15 @@ def _weights(matrix: Matrix) -> Weights:
     if isinstance(packed, Fp8Matrix):
         return Weights(packed.values, packed.scales, matrix.bias)
     if isinstance(packed, IntMatrix):
-        return Weights(packed.codes.view(torch.int8), packed.scales, matrix.bias, packed.bits)
+        return Weights(packed.codes.view(torch.int8), _whole(packed.scales), matrix.bias, packed.bits)
     assert isinstance(packed, torch.Tensor)
     return Weights(packed, None, matrix.bias)
+
+
+def _whole(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of groups in rows of whole ALIGNED bytes: a copy with zeros behind them where they are not."""
+    groups = scales.shape[1]
+    return F.pad(scales, (0, -groups % (ALIGNED // scales.element_size()))) if groups > 1 else scales
 
 
 def _bytes(matrix: Matrix) -> int:
