@@ -201,7 +201,7 @@ class Pieces:
         stream, spec = self._random("stream", self._spec.d_model), self._spec
         if post_norm is None:
             return lambda: linear.add(x, stream)
-        return lambda: stream + self._ops.rms_norm(linear.apply(x), post_norm, spec.norm_eps, spec.norm_offset)
+        return lambda: self._ops.norm_onto(linear.apply(x), post_norm, spec.norm_eps, spec.norm_offset, stream)
 
     # --- once per layer, alone ----------------------------------------------------------------------------------------
 

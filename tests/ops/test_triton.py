@@ -127,6 +127,17 @@ def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="as many tokens take the interpreter minutes")
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_chunks_of_wide_heads(window: int | None, batch: Callable[..., Any]) -> None:
+    """Tiles that only some devices hold."""
+    fields = {"heads": 4, "kv_heads": 2, "head_dim": 256, "window": window, "softcap": 20.0, "junk": float("nan")}
+    case = batch([(1700, 1500), (30, 1), (1100, 1100)], **fields).to(DEVICE, torch.bfloat16)
+    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("share", "early"), [(3.5, True), (7, True), (9, False)])
 def test_several_rows_that_ask_for_keys_early(share: float, early: bool, batch: Callable[..., Any]) -> None:
     """Programs a processor up to which rows that only decode do, in both tiles: with keys of this step among the first, rows cut
@@ -177,6 +188,11 @@ def test_a_row_that_is_split_among_many(mixed: bool, batch: Callable[..., Any]) 
 def test_norms(size: int, offset: bool, dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, size).to(DEVICE, dtype), torch.randn(size).to(DEVICE, dtype)
     near(TRITON.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x.double(), weight, 1e-5, offset), dtype)
+    stream = torch.randn_like(x)
+    want = stream + TRITON.rms_norm(x, weight, 1e-5, offset)
+    joined = TRITON.norm_onto(x, weight, 1e-5, offset, stream.clone())
+    near(joined, want, dtype)
+    assert dtype == torch.float32 or torch.equal(joined, want), "what joins a stream of 16 bits is rounded before"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,6 +200,15 @@ def test_norms(size: int, offset: bool, dtype: torch.dtype) -> None:
 def test_activation(kind: str, dtype: torch.dtype) -> None:
     x = torch.randn(5, 2 * 1100).to(DEVICE, dtype)
     near(TRITON.activate(x, kind), REFERENCE.activate(x.double(), kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_capped(dtype: torch.dtype) -> None:
+    logits = torch.cat((torch.linspace(-300, 300, 2500), torch.linspace(-0.1, 0.1, 500))).to(DEVICE, dtype).view(-1, 3)
+    for given in (logits, logits[:, :2]):
+        out = TRITON.cap(given, 30.0)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), 30 * torch.tanh(given.double() / 30), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

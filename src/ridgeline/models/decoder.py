@@ -87,7 +87,7 @@ class Decoder:
         (Gemma 2); see also narrow."""
         assert self.head is not None
         out, cap = self.head.apply(hidden), self.spec.final_softcap
-        return out if cap is None else torch.tanh(out.float() / cap) * cap
+        return out if cap is None else self._build.ops.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every weight it holds, a tied head once; rotary tables are not weights."""

@@ -63,10 +63,10 @@ def join(
     """(x, stream) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
     if post_norm is None:
         return last.add
-    norm, eps, offset = build.ops.rms_norm, build.spec.norm_eps, build.spec.norm_offset
+    ops, rest = build.ops, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
     def joined(x: Activation, stream: torch.Tensor) -> torch.Tensor:
-        return stream + norm(last.apply(x), post_norm, eps, offset)
+        return ops.norm_onto(last.apply(x), *rest, stream)
 
     return joined
 

@@ -127,6 +127,11 @@ def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tens
     return found if scale == 1.0 else found * scale
 
 
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """See Ops.cap."""
+    return torch.tanh(logits.float() / cap) * cap
+
+
 def every_time(work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run:
     """Nothing is remembered."""
     return work
@@ -292,6 +297,9 @@ class Ops:
     """Every operation with one signature for all devices. T query tokens; D = d_model; dtype of x is the model's.
 
     rms_norm(x [T, D], weight [D], eps, offset) -> [T, D]: x / rms(x) * (weight + offset as 0 or 1), statistics in float32.
+    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): how a block with a post norm ends. The caller gives
+        the stream up. None: one after the other.
+    cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
     qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]):
         per-head norms, rotary embedding at step.position, keys and values written into view at view.slots.
     attention(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
@@ -345,6 +353,8 @@ class Ops:
     apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
+    cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
+    norm_add: Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor] | None = None
     again: Again = every_time
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
@@ -355,3 +365,11 @@ class Ops:
     draw: DrawRows | None = None
     chain: Callable[[ChainParts], RunChain | None] = no_chain
     recurrent: Callable[[RecurrentParts], RunRecurrent | None] | None = None
+
+    def norm_onto(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """stream + rms_norm(x, ..), by norm_add where there is one."""
+        if self.norm_add is None:
+            return stream + self.rms_norm(x, weight, eps, offset)
+        return self.norm_add(x, weight, eps, offset, stream)

@@ -1,4 +1,4 @@
-"""act(gate) * up in one pass, computed in float32."""
+"""act(gate) * up in one pass, computed in float32; and the cap of logits."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -10,6 +10,8 @@ import triton.language as tl
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 1024
+CAPPED = 2048
+"""Logits of a program that caps them."""
 KINDS = {None: 0, "silu": 1, "gelu_tanh": 2}
 """How kernels are told of an activation; 0: none."""
 
@@ -67,3 +69,22 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
             gate_up, out, gate_up.stride(0), size, KIND=KINDS[kind], BLOCK=BLOCK, **overlap(out.device)
         )
     return out
+
+
+@triton.jit
+def _cap_kernel(x_ptr, out_ptr, size, cap, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    # tanh(x) = 2 sigmoid(2 x) - 1
+    tl.store(out_ptr + at, cap * (2.0 * tl.sigmoid(2.0 * (x / cap)) - 1.0), mask=at < size)
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """See table.capped: one reading and one writing."""
+    out = torch.empty_like(logits, dtype=torch.float32)
+    if logits.is_contiguous():
+        grid = (triton.cdiv(logits.numel(), CAPPED),)
+        _cap_kernel[grid](logits, out, logits.numel(), cap, BLOCK=CAPPED, num_warps=4, **overlap(logits.device))
+        return out
+    return torch.tanh(logits.float() / cap) * cap

@@ -22,7 +22,7 @@ from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import tuning
 from ridgeline.ops.triton.chunk import UNIT_FIELDS as CHUNK_FIELDS
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
-from ridgeline.ops.triton.launch import gluon, overlap
+from ridgeline.ops.triton.launch import gluon, is_hopper, overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
@@ -173,8 +173,10 @@ class _Call:
             return (tuning.WIDE_SPLIT_TILES if self.wide else tiles)[self.width]
         if self.on_hopper:
             return tuning.HOPPER_TILE
-        short = self.step.max_query <= tuning.LONGEST_SHORT_CHUNK
-        return (tuning.SHORT_CHUNK_TILES if short else tuning.CHUNK_TILES)[self.width]
+        if self.step.max_query <= tuning.LONGEST_SHORT_CHUNK:
+            return tuning.SHORT_CHUNK_TILES[self.width]
+        tile = tuning.CHUNK_TILES[self.width]
+        return tuning.WIDE_CHUNK_TILES.get(self.width, tile) if is_hopper(self.q.device) else tile
 
 
 def _key(call: _Call, name: str) -> Hashable:

@@ -1,4 +1,4 @@
-"""RMS norm: one program per token, statistics in float32."""
+"""RMS norm: one program per token, statistics in float32; and the same onto a stream."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -19,9 +19,11 @@ def _norm_kernel(
     eps,
     size: tl.constexpr,
     OFFSET: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """ADD: out holds the stream, which the norm joins once it is rounded."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -31,13 +33,28 @@ def _norm_kernel(
     if OFFSET:
         weight += 1.0
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    tl.store(out_ptr + token * size + at, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    normed = (wide * scale * weight).to(out_ptr.dtype.element_ty)
+    if ADD:
+        held = tl.load(out_ptr + token * size + at, mask=inside, other=0.0)
+        normed = (held.to(tl.float32) + normed.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * size + at, normed, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
     """See reference.rms_norm."""
+    return _normed(x, weight, eps, offset, None)
+
+
+def norm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor) -> torch.Tensor:
+    """See Ops.norm_add; the result takes the stream's memory."""
+    return _normed(x, weight, eps, offset, stream.contiguous())
+
+
+def _normed(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor | None
+) -> torch.Tensor:
     tokens, size = x.shape
-    out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, size), dtype=x.dtype, device=x.device) if stream is None else stream
     block = triton.next_power_of_2(size)
     if tokens:
         _norm_kernel[(tokens,)](
@@ -48,6 +65,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
             eps,
             size,
             OFFSET=offset,
+            ADD=stream is not None,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
             **overlap(x.device),

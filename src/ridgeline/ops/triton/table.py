@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
 from ridgeline.ops.triton import cublas
-from ridgeline.ops.triton.activation import activate
+from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.gated import gated_product
@@ -17,7 +17,7 @@ from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
 from ridgeline.ops.triton.integer import INT_TRITON
 from ridgeline.ops.triton.launch import gluon, is_hopper
-from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.norm import norm_add, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.ring_shapes import ring_for
 from ridgeline.ops.triton.rows import advance, gather
@@ -103,6 +103,8 @@ def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
 TRITON = Ops(
     name="triton",
     rms_norm=rms_norm,
+    norm_add=norm_add,
+    cap=capped,
     qkv_write=qkv_write,
     attention=attention,
     activate=activate,
