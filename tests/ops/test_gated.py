@@ -52,7 +52,7 @@ def test_groups_fit_the_cache_and_are_about_alike(tokens: int, inputs: int) -> N
 
 def test_the_text_says_the_same_numbers() -> None:
     """The host lays out memory by its own constants; copies of a matrix are of whole swizzled rows."""
-    text = Path(gated.__file__).with_name("gated.cu").read_text()
+    text = gated.source()
     stated = dict(
         one.split(" = ")
         for line in text.splitlines()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
@@ -22,6 +23,24 @@ MOST_SHARED, BFLOAT16, PLAIN, SWIZZLED, WHOLE_LINES = 8, 9, 0, 3, 3
 SWIZZLED_BYTES = 128
 MAPS = 1024
 """Tensor maps that are kept, of some 200 bytes: a model's weights and where its activations come to lie."""
+PAIR = 2
+"""Programs that fetch together, as in pairs.cu."""
+
+
+EARLY = 6
+"""CUlaunchAttributeID: the kernel comes up while the one before it ends, and waits by itself (programmatic dependent launch)."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig. sizes: programs and threads in three dimensions, bytes of shared memory."""
+
+    _fields_ = (("sizes", c_uint32 * 7), ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint32))
 
 
 class TensorMap(ctypes.Structure):
@@ -51,6 +70,19 @@ def _call(name: str, *given: object) -> None:
 
 def available() -> bool:
     return _nvrtc() is not None
+
+
+def text(name: str, sums: Mapping[str, int], **macros: int | str) -> str:
+    """A source text of this folder, behind what pairs of programs share (pairs.cu) and its own macros.
+
+    sums: of a thread, for each product that the text names: a macro has no loop, so WHAT_NAMES and WHAT_REGISTERS count them out
+    as wgmma takes them."""
+    lines = [f"#define {macro} {value}" for macro, value in macros.items()]
+    for what, count in sums.items():
+        names, registers = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(d[%d])'))
+        lines += [f'#define {what}_NAMES "{names}"', f"#define {what}_REGISTERS {registers}"]
+    folder = Path(__file__).parent
+    return "\n".join((*lines, *((folder / one).read_text() for one in ("pairs.cu", name))))
 
 
 def version() -> tuple[int, int]:
@@ -95,6 +127,14 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> TensorMap:
     return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *box)
 
 
+def rows_map(memory: torch.Tensor, box: tuple[int, int]) -> TensorMap:
+    """Of all memory from the first element of a tensor of 16-bit numbers on, as rows of the size of its last dimension; box as
+    above. Bits are copied, so the type does not matter."""
+    width = memory.shape[-1]
+    rows = (memory.untyped_storage().nbytes() // memory.itemsize - memory.storage_offset()) // width
+    return _tensor_map(memory.data_ptr(), rows, width, width, *box)
+
+
 @lru_cache(MAPS)
 def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, width: int) -> TensorMap:
     # The driver wants it at a multiple of 64.
@@ -120,8 +160,13 @@ class Kernel:
         _call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
         _call("cuFuncSetAttribute", self._function, c_int(MOST_SHARED), c_int(shared))
 
-    def __call__(self, programs: int, threads: int, *given: TensorMap | c_uint32) -> None:
-        """Launch it on torch's current stream."""
+    def __call__(
+        self, programs: int, threads: int, *given: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
+    ) -> None:
+        """Launch it on torch's current stream. early: see EARLY."""
         where = (c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
-        sizes = (c_uint32(one) for one in (programs, 1, 1, threads, 1, 1, self._shared))
-        _call("cuLaunchKernel", self._function, *sizes, c_void_p(torch.cuda.current_stream().cuda_stream), where, None)
+        attribute = _Attribute(EARLY, 0, (1,))
+        stream = torch.cuda.current_stream().cuda_stream
+        sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)
+        launch = _Launch(sizes, stream, ctypes.addressof(attribute), int(early))
+        _call("cuLaunchKernelEx", byref(launch), self._function, where, None)

@@ -1,69 +1,16 @@
 // out [tokens, features] = silu(x gate^T) * (x up^T), all bfloat16, sums in float32: a product and what follows it, in one kernel
-// for Hopper. How its tiles were chosen: ops/triton/gated.py, which also says what SUM_NAMES and SUM_REGISTERS are.
+// for Hopper. How its tiles were chosen: ops/triton/gated.py; what SUM_NAMES and SUM_REGISTERS are: cuda.py.
 //
 // A program makes tiles of 128 tokens by 176 features. Two of them are a cluster with the same features: one fetches gate's
 // rows, the other up's, and the copy engine writes each into both. A warp keeps a ring of stages filled; two groups of four
 // warps multiply 64 tokens each, and hold gate and up of the same features in the same threads.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct __align__(64) TensorMap { u64 words[16]; };
-
-constexpr u32 TOKENS = 128, FEATURES = 88, SIDES = 2, STEP = 64, STAGES = 3, PAIR = 2;
+constexpr u32 TOKENS = 128, FEATURES = 88, SIDES = 2, STEP = 64, STAGES = 3;
 constexpr u32 WIDTH = SIDES * FEATURES, SUMS = FEATURES;  // of a thread, for one side's gate and up
 constexpr u32 ROW = 2 * STEP, X_BYTES = TOKENS * ROW, HALF_BYTES = FEATURES * ROW, SIDE_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = X_BYTES + SIDES * SIDE_BYTES, OUT_BYTES = TOKENS / 2 * FEATURES * 2;
 constexpr u32 MULTIPLIERS = 8;  // warps
 
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Barriers of shared memory (PTX ISA, mbarrier).
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void await(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nW:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-// Without a scope: with the cluster's, a fence of the whole device stands before it.
-__device__ __forceinline__ void release(u32 barrier, u32 program) {
-  asm volatile(
-      "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
-      "r"(program)
-      : "memory");
-}
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void sync_group(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
-
-// The copy engine; what lies outside a matrix reads as zeros and is not written.
-__device__ __forceinline__ void load(u32 to, const TensorMap* from, u32 barrier, u32 column, u32 row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(from), "r"(barrier), "r"(column), "r"(row)
-      : "memory");
-}
-__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* from, u32 barrier, u32 column, u32 row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(from), "r"(barrier), "r"(column), "r"(row), "h"((unsigned short)((1 << PAIR) - 1))
-      : "memory");
-}
-__device__ __forceinline__ void store(const TensorMap* to, u32 from, u32 column, u32 row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(to), "r"(from),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
-// Rows of 128 bytes, swizzled, as wgmma is told of them: eight take 1,024 bytes.
-__device__ __forceinline__ u64 matrix(u32 address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, u32 add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %90, 0;\n"
@@ -72,11 +19,6 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, u32 add
       : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ __forceinline__ u32 pair(float low, float high) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 // As two kernels do it, to the bit (activation.py): both products are rounded to 16 bits first.
 __device__ __forceinline__ float gated(float gate, float up) {
   const u32 both = pair(gate, up);
@@ -89,18 +31,6 @@ __device__ __forceinline__ float gated(float gate, float up) {
   return g * s * __uint_as_float(both & 0xFFFF0000);
 }
 
-struct Place {
-  u32 token, feature;
-};
-// Clusters take tiles side by side: all features of a group of tokens, whose inputs stay in the L2 cache, before the next group.
-struct Walk {
-  u32 pairs, wide, group;
-  __device__ __forceinline__ Place operator()(u32 tile, u32 rank) const {
-    const u32 of_group = group * wide, first = tile / of_group * group, rows = min(pairs - first, group), rest = tile % of_group;
-    return {((first + rest % rows) * PAIR + rank) * TOKENS, rest / rows * WIDTH};
-  }
-};
-
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1)
     gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                   const __grid_constant__ TensorMap out, u32 tokens, u32 features, u32 inputs, u32 group) {
@@ -110,7 +40,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
   const u32 which = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  const Walk walk{(tokens + PAIR * TOKENS - 1) / (PAIR * TOKENS), (features + WIDTH - 1) / WIDTH, group};
+  const Walk<TOKENS, WIDTH> walk{(tokens + PAIR * TOKENS - 1) / (PAIR * TOKENS), (features + WIDTH - 1) / WIDTH, group};
   const u32 tiles = walk.pairs * walk.wide, clusters = gridDim.x / PAIR, steps = (inputs + STEP - 1) / STEP;
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < STAGES; ++i) {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from ctypes import c_uint32
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,7 @@ from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.shapes import PROCESSORS
 
 # As in gated.cu.
-TOKENS, FEATURES, SIDES, STEP, STAGES, PAIR = 128, 88, 2, 64, 3, 2
+TOKENS, FEATURES, SIDES, STEP, STAGES, PAIR = 128, 88, 2, 64, 3, cuda.PAIR
 TILE_TOKENS, TILE_FEATURES, THREADS = PAIR * TOKENS, SIDES * FEATURES, 384
 SHARED = 1024 + 2 * (STAGES * STEP * (TOKENS + 2 * TILE_FEATURES) + TOKENS * TILE_FEATURES)
 """Bytes: what alignment may take, a ring of inputs, gate and up, and a tile of results."""
@@ -48,11 +47,8 @@ def group_of(tokens: int, inputs: int) -> int:
 
 
 def source() -> str:
-    """The text that is compiled: a macro has no loop, so the sums of a thread are counted out here."""
-    names = ", ".join(f"%{i}" for i in range(FEATURES))
-    registers = ", ".join(f'"+f"(d[{i}])' for i in range(FEATURES))
-    text = Path(__file__).with_name("gated.cu").read_text()
-    return f'#define SUM_NAMES "{names}"\n#define SUM_REGISTERS {registers}\n{text}'
+    """The text that is compiled."""
+    return cuda.text("gated.cu", {"SUM": FEATURES})
 
 
 @cache
