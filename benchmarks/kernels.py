@@ -19,7 +19,7 @@ from common import provenance, write_rows
 
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.triton import launch, tuning
+from ridgeline.ops.triton import hopper, tuning
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.ops.triton.tuning import Tile
 
@@ -189,21 +189,19 @@ def variants(decode: bool, sweep: bool) -> Iterator[str]:
     yield f"{_named(shipped[0])} (shipped)" if decode else "shipped"
     if not sweep:
         return
-    versions = tuning.GLUON_VERSIONS
+    takes = hopper.takes
     try:
         if decode:
             for tile, programs in SPLIT_SWEEP:
                 tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = tile, programs
                 yield f"{_named(tile)} p{programs}"
         else:
-            tuning.GLUON_VERSIONS = ()
-            launch.gluon.cache_clear()
+            hopper.takes = lambda *_: False
             for tile in CHUNK_SWEEP:
                 tuning.CHUNK_TILES[DIM] = tile
                 yield _named(tile)
     finally:
-        tuning.GLUON_VERSIONS = versions
-        launch.gluon.cache_clear()
+        hopper.takes = takes
         tuning.SPLIT_TILES[DIM], tuning.CHUNK_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = shipped
 
 

@@ -1,11 +1,11 @@
-"""What chunk_plan_kernel hands out, and Hopper's kernel: compiled everywhere, run where there is a Hopper GPU.
-
-Gluon has no interpreter: without such a GPU, only that the kernel compiles can be tested.
-"""
+"""What chunk_plan_kernel hands out, and Hopper's kernel: compiled where CUDA's compiler is, run where there is a Hopper GPU."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +15,9 @@ from ridgeline.ops.reference import REFERENCE
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton import knobs
 
-from ridgeline.ops.triton import hopper, tuning
+from ridgeline.ops.triton import attention, cuda, hopper
 from ridgeline.ops.triton.chunk import UNIT_FIELDS, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.table import TRITON
@@ -28,6 +26,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILE, KEYS, SMALL = 64, 32, 16
 WAIT = "WARPGROUP.DEPBAR.LE"
+MOST_SHARED = 232448
+"""Bytes of shared memory of a program on Hopper."""
 
 ROWS = {
     "one": [(300, 300)],
@@ -68,34 +68,59 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
     assert tiles == sorted(tiles)
 
 
-def compile_for_hopper(dim: int, page_tokens: int) -> None:
-    """Compile the kernel as attention would launch it; no GPU is asked."""
-    kernel, tile = hopper.hopper_kernel, tuning.HOPPER_TILE
-    layout = hopper.cache_rows(torch.zeros(2, 2, 1, page_tokens, dim, dtype=torch.bfloat16), page_tokens).layout
-    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "scale": "fp32"}
-    types["cache"] = f"tensordesc<bf16[{page_tokens},{hopper.HALF.value}],{layout!r}>"
-    constants = {"kv_heads": 2, "group": 4, "page_tokens": page_tokens, "BOX": page_tokens, "KEYS": tile.keys}
-    constants |= {"DIM": dim, "STAGES": tile.stages, "PDL": True}
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    # Memory and strides of a model's tensors, as launches find them: queries are copied 16 bytes at a time.
-    aligned = ("q_ptr", "out_ptr", "lse_ptr", "q_token_stride", "q_head_stride")
-    properties = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(kernel, signature, fixed, properties)
-    options = {"num_warps": tile.warps, "maxnreg": tuning.HOPPER_REGISTERS}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert made.metadata.num_warps == 12
-    assert made.metadata.shared <= 227 * 1024
-    # Between the wait for the scores and the one for the values' product, which runs meanwhile, stands the softmax.
-    beside = [part.partition(WAIT)[0].count("MUFU.EX2") for part in made.asm["sass"].split(f"{WAIT} gsb0, 0x1")]
-    assert len(beside) >= 1 + 2
-    assert min(beside[1:]) >= tile.keys // 2
+@pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
+def test_the_text_says_the_same_numbers(dim: int) -> None:
+    """The host lays out memory and cuts units by its own constants, and passes a structure that the text declares again."""
+    text = hopper.source(dim, torch.bfloat16)
+    lines = [line.partition(";")[0] for line in text.splitlines() if line.startswith("constexpr u32")]
+    stated = dict(one.split(" = ") for line in lines for one in line.removeprefix("constexpr u32 ").split(", "))
+    for name in ("GROUPS", "HALF", "KEYS", "STAGES"):
+        assert int(stated[name]) == getattr(hopper, name), name
+    assert int(stated["PAIR"]) == cuda.PAIR
+    assert f"m64n{hopper.KEYS}k16" in text and f"m64n{dim}k16" in text
+    assert f"__launch_bounds__({hopper.THREADS}, 1)" in text
+    declared = re.findall(r"\b(u32|float) ([a-z_, ]+);", text.partition("struct Sizes {")[2].partition("};")[0])
+    names = [(name, kind) for kind, line in declared for name in line.split(", ")]
+    kinds = {"u32": hopper.c_uint32, "float": hopper.c_float}
+    assert [(name, kinds[kind]) for name, kind in names] == list(hopper.Sizes._fields_)
+    assert hopper.shared_bytes(dim) + 4 * hopper.STAGES * 8 <= MOST_SHARED
 
 
-@pytest.mark.parametrize(("dim", "page_tokens"), [(128, 64), (64, 16)])
-def test_the_hopper_kernel_compiles(apart: Callable[..., Any], dim: int, page_tokens: int) -> None:
-    apart(compile_for_hopper, dim, page_tokens)
+@pytest.mark.parametrize("by", [1, 2, 3, 4, 7, 8, 16, 48, 64, 256])
+def test_a_product_divides(by: int) -> None:
+    """Packed queries by a group, slots by a page: up to 2^23 of them."""
+    numbers = torch.cat((torch.arange(4096), torch.randint(0, 1 << 23, (4096,)), torch.tensor([(1 << 23) - 1])))
+    assert torch.equal(numbers * hopper._inverse(by) >> hopper.BITS, numbers // by)
+
+
+def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads, pages and strides that copies take; nothing where there is no kernel."""
+    monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype: dim in hopper.HEAD_DIMS or None)
+    q, kv = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16)
+    assert hopper.takes(q, kv, 64)
+    assert not hopper.takes(q, kv.half(), 64)
+    assert not hopper.takes(q, kv, 24)
+    assert not hopper.takes(torch.zeros(3, 8, 132, dtype=torch.bfloat16)[..., :128], kv, 64)
+    assert not hopper.takes(q.flatten()[1:1025].view(1, 8, 128), kv, 64)
+    assert not hopper.takes(torch.zeros(3, 8, 96, dtype=torch.bfloat16), kv[..., :96], 64)
+    apart = torch.zeros(300_000, dtype=torch.bfloat16).as_strided(kv.shape, (64 * 513, 64 * 256, 64 * 128, 128, 1))
+    assert not hopper.takes(q, apart, 64)
+    monkeypatch.setattr(hopper, "kernel", lambda *_: None)
+    assert not hopper.takes(q, kv, 64)
+
+
+@pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
+@pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
+def test_the_hopper_kernel_compiles(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a card. Nothing waits for each single product, and between the wait for the scores and the one for the
+    values' product, which runs meanwhile, stands the softmax, where the assembler would rather have that wait."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "code").write_bytes(cuda.compiled(hopper.source(dim, torch.bfloat16)))
+    command = (knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "code"))
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert code.count(WAIT) == 4
+    (_, beside) = code.split(f"{WAIT} gsb0, 0x1")
+    assert beside.partition(WAIT)[0].count("MUFU.EX2") >= 2 * hopper.KEYS // 2
 
 
 CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
@@ -107,6 +132,12 @@ CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "small-pages": ([(900, 300), (130, 130)], {"page_tokens": 16}),
     "large-pages": ([(900, 300), (130, 130)], {"page_tokens": 256}),
     "padded": ([(400, 300), (130, 130)], {"padding": 9}),
+    # Where halves of a unit see other tiles than the whole, or none, and where a unit ends in the middle of a page.
+    "alone": ([(901, 301), (130, 130), (517, 400)], {"heads": 2}),
+    "pairs": ([(900, 301), (130, 130)], {"heads": 4}),
+    "group-of-8": ([(901, 301), (1, 1), (130, 130)], {"heads": 16}),
+    "odd-pages": ([(900, 300), (130, 130)], {"page_tokens": 48}),
+    "uneven": ([(1037, 500), (2001, 333), (401, 400), (300, 257)], {}),
 }
 
 
@@ -121,12 +152,45 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
     want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
+    assert attention._Call(case.q, case.view, case.step, SMALL).on_hopper == (
+        case.step.max_query >= hopper.SHORTEST_CHUNK
+    )
     out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None
     assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()
     assert (lse[owned].double() - want_lse[owned]).norm() < 1e-5 * want_lse[owned].norm()
     again, _ = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
     assert torch.equal(again[owned], out[owned])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("how", ["growing", "low", "steep"])
+def test_maxima_are_renewed_in_time(how: str, batch: Callable[..., Any]) -> None:
+    """Scores that outgrow the first tile's maximum again and again; that are all far below zero, where floats do not compare as
+    integers; that differ by hundreds from key to key."""
+    case = batch([(1500, 600), (300, 300)], heads=8, kv_heads=2, head_dim=128, page_tokens=64, junk=float("nan"))
+    case = case.to(DEVICE, torch.bfloat16)
+    keys = case.view.kv[:, 0]
+    if how == "growing":
+        case.q.abs_()
+        position = torch.zeros(keys.shape[0] * keys.shape[2], device=DEVICE)
+        for row in case.step.rows.tolist():
+            pages = case.view.table[row].long()
+            slots = (pages[:, None] * keys.shape[2] + torch.arange(keys.shape[2], device=DEVICE)).flatten()
+            position[slots] = torch.arange(len(slots), device=DEVICE).float()
+        keys.copy_((keys.abs() * position.view(keys.shape[0], 1, keys.shape[2], 1) / 100).to(keys.dtype))
+    elif how == "low":
+        case.q.abs_().add_(1)
+        keys.abs_().add_(2).neg_()
+    else:
+        case.q.mul_(30)
+    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    assert lse is not None and want_lse is not None
+    owned = slice(0, int(case.step.q_start[-1]))
+    assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()
+    assert (lse[owned].double() - want_lse[owned]).norm() < 1e-5 * want_lse[owned].norm()
 
 
 @pytest.mark.gpu

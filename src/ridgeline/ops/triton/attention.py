@@ -9,7 +9,6 @@ device, once per step and group, so grids depend on shapes alone and everything 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +18,15 @@ import torch
 import triton
 
 from ridgeline.ops.step import SHORT, KvView, StepInputs
-from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton import hopper, tuning
 from ridgeline.ops.triton.chunk import UNIT_FIELDS as CHUNK_FIELDS
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
-from ridgeline.ops.triton.launch import gluon, is_hopper, overlap
+from ridgeline.ops.triton.launch import is_hopper, overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
+
+HOPPER_TILE = Tile(hopper.QUERIES, hopper.KEYS, 4 * hopper.GROUPS, hopper.STAGES)
 
 
 @cache
@@ -74,17 +75,12 @@ class _Call:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the chunks are hopper_kernel's: plain causal attention, with heads and pages that its copies take."""
-        view, step, kv = self.view, self.step, self.view.kv
+        """Whether the chunks are hopper's: plain causal attention, with heads and pages that its copies take."""
+        view, step = self.view, self.step
         return (
-            gluon(self.q.device, "hopper") is not None
-            and self.q.dtype in (torch.bfloat16, torch.float16)
-            and kv.dtype == self.q.dtype
-            and self.q.shape[2] in tuning.HOPPER_HEAD_DIMS
-            and view.page_tokens % tuning.HOPPER_SMALLEST_BOX == 0
-            and not any(stride % self.q.shape[2] for stride in kv.stride()[:3])
-            and (view.window, view.softcap, step.ancestors, step.key_positions) == (None, None, None, None)
-            and step.max_query >= tuning.HOPPER_SHORTEST_CHUNK
+            (view.window, view.softcap, step.ancestors, step.key_positions) == (None, None, None, None)
+            and step.max_query >= hopper.SHORTEST_CHUNK
+            and hopper.takes(self.q, view.kv, view.page_tokens)
         )
 
     @property
@@ -172,7 +168,7 @@ class _Call:
             tiles = tuning.SNUG_SPLIT_TILES if self.snug else tuning.SPLIT_TILES
             return (tuning.WIDE_SPLIT_TILES if self.wide else tiles)[self.width]
         if self.on_hopper:
-            return tuning.HOPPER_TILE
+            return HOPPER_TILE
         if self.step.max_query <= tuning.LONGEST_SHORT_CHUNK:
             return tuning.SHORT_CHUNK_TILES[self.width]
         tile = tuning.CHUNK_TILES[self.width]
@@ -346,9 +342,11 @@ def _plan_chunks(call: _Call) -> torch.Tensor:
 
 
 def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Rows with many query tokens: one program per tile of packed queries and KV head."""
+    """Rows with many query tokens: one program per tile of packed queries and KV head; on Hopper one per processor, each going
+    through many tiles."""
     if call.on_hopper:
-        _chunks_on_hopper(call, out, lse)
+        units = _once(call, "hopper", lambda: _plan_chunks(call))
+        hopper.attend(call.q, call.view, units, (out, lse), _processors(call.q.device))
         return
     units = _once(call, "chunks", lambda: _plan_chunks(call))
     chunk_kernel[(units.shape[1] * call.view.kv.shape[2],)](
@@ -358,42 +356,6 @@ def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         units=units.shape[1],
         QUERIES=call.tile(split=False).queries,
         **_shared(call, split=False),
-    )
-
-
-def _chunks_on_hopper(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """The same with one program per processor, each going through many tiles."""
-    units = _once(call, "hopper", lambda: _plan_chunks(call))
-    kv, dim, tile = call.view.kv, call.q.shape[2], call.tile(split=False)
-    kv_heads, box = kv.shape[2], math.gcd(call.view.page_tokens, tile.keys)
-    page_rows, kind_rows, head_rows = (stride // dim for stride in kv.stride()[:3])
-    hopper = gluon(call.q.device, "hopper")
-    assert hopper is not None
-    hopper.hopper_kernel[(min(units.shape[1] * kv_heads, _processors(call.q.device)),)](
-        call.q,
-        hopper.cache_rows(kv, box),
-        call.view.table,
-        units,
-        out,
-        lse,
-        call.q.stride(0),
-        call.q.stride(1),
-        page_rows,
-        kind_rows,
-        head_rows,
-        call.view.table.stride(0),
-        call.view.scale,
-        units.shape[1],
-        kv_heads=kv_heads,
-        group=call.group,
-        page_tokens=call.view.page_tokens,
-        BOX=box,
-        KEYS=tile.keys,
-        DIM=dim,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        maxnreg=tuning.HOPPER_REGISTERS,
-        **overlap(call.q.device),
     )
 
 

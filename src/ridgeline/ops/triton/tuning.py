@@ -67,17 +67,8 @@ SHORT_CHUNK_TILES = {
     256: Tile(64, 32, 8, 2),
 }
 LONGEST_SHORT_CHUNK = 1024
-HOPPER_TILE = Tile(128, 128, 4, 2)
-"""Of hopper_kernel: warps of one of its two groups."""
-HOPPER_HEAD_DIMS = (64, 128)
-HOPPER_REGISTERS = 168
-"""Per thread at launch, for 3 groups of 4 warps; the kernel hands them from the fetching group to the other two."""
-HOPPER_SMALLEST_BOX = 16
-"""Slots of a copy below which copies are too many; a page must be a multiple."""
-HOPPER_SHORTEST_CHUNK = 256
-"""Tokens below which more and smaller programs are faster."""
 GLUON_VERSIONS: tuple[str, ...] = ("3.6.",)
-"""Versions of Triton that hopper_kernel was measured with."""
+"""Versions of Triton that kernels in Gluon were measured with."""
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)
 

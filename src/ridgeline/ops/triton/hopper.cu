@@ -1,0 +1,467 @@
+// Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
+// TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its like are: cuda.py.
+//
+// Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
+// fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;
+// two groups of four warps have 64 queries each. Scores of a tile are one product, weighted values another, whose left side are
+// registers: the sums of the first lie as the second wants them. The product with a tile's values runs beside the softmax of the
+// next (FlashAttention-3, Shah et al. 2024), also from one unit of work to the next, whose queries were asked for a unit ahead.
+
+typedef unsigned short u16;
+
+constexpr u32 GROUPS = 2, HALF = 64, KEYS = 128, STAGES = 2, ROW = 128;
+constexpr u32 PARTS = DIM / 64, SLOTS = KEYS / PAIR, QUERIES = GROUPS * HALF, WARPS = 4 * GROUPS, CHUNKS = DIM / 8;
+constexpr u32 SCORES = KEYS / 2, OUTS = DIM / 2;  // sums of a thread
+constexpr u32 PART_BYTES = KEYS * ROW, TILE_BYTES = PARTS * PART_BYTES, Q_PART = HALF * ROW, Q_BYTES = PARTS * Q_PART;
+constexpr float LN2 = 0.6931471805599453f;
+#define LOWEST __int_as_float(0xFF800000)
+constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum they refer to is renewed
+
+// What threads wrote to shared memory is there for products.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void score(float (&d)[SCORES], u64 a, u64 b, u32 add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
+               " {" SCORE_NAMES "}, %64, %65, p, 1, 1, 0, 0;\n}"
+               : SCORE_REGISTERS
+               : "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void gather(float (&d)[OUTS], const u32* a, u64 b, u32 add) {
+#if DIM == 128
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
+               " {" OUT_NAMES "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+               : OUT_REGISTERS
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#else
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE
+               " {" OUT_NAMES "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+               : OUT_REGISTERS
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#endif
+}
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last LEFT groups of products are done. Nothing that reads their sums may move before it.
+template <u32 LEFT, u32 N>
+__device__ __forceinline__ void wait(float (&d)[N]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#pragma unroll
+  for (u32 i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+__device__ __forceinline__ float exp2_(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float larger(float a, float b) {
+  float y;
+  asm("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ int larger(int a, int b) {
+  int y;
+  asm("max.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 rounded(float low, float high) {
+  u32 both;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float across(float x, u32 mask) { return __shfl_xor_sync(~0u, x, mask); }
+
+// As in hopper.py. Strides: of queries in elements, of the cache in rows, of the table in pages.
+struct Sizes {
+  u32 q_token, q_head, page_rows, kind_rows, head_rows, table;
+  u32 units, kv_heads, group, page, box;
+  u32 by_group, by_page;  // 2^31 / group and / page, rounded up
+  float scale;            // times log2(e)
+};
+__device__ __forceinline__ u32 over(u32 x, u32 by) { return (u64)x * by >> 31; }
+
+struct Unit {
+  u32 head, row, packed, query, n, start;
+};
+// A cluster's piece of work number `turn`; n is 0 where there is nothing to do, as in all turns after it. Rounds go to and fro:
+// what comes first in each has the most to do.
+__device__ __forceinline__ Unit unit_of(u32 turn, const int* units, const Sizes& sizes) {
+  const u32 clusters = gridDim.x / PAIR, own = blockIdx.x / PAIR;
+  const u32 work = turn * clusters + (turn & 1 ? clusters - 1 - own : own), behind = work / sizes.kv_heads, n = sizes.units;
+  if (behind >= n) return {0, 0, 0, 0, 0, 0};
+  const int* at = units + n - 1 - behind;
+  return {work - behind * sizes.kv_heads, (u32)at[0], (u32)at[n], (u32)at[2 * n], (u32)at[3 * n], (u32)at[4 * n]};
+}
+// Tiles of keys that `many` queries from packed one `first` on see.
+__device__ __forceinline__ u32 tiles_of(const Unit& unit, u32 first, u32 many, const Sizes& sizes) {
+  if (over(first, sizes.by_group) >= unit.n) return 0;
+  return (unit.start + min(over(first + many - 1, sizes.by_group), unit.n - 1)) / KEYS + 1;
+}
+
+// Where 16 bytes of a group's queries, or of its results, lie.
+__device__ __forceinline__ u32 place_of(u32 base, u32 row, u32 chunk) {
+  return base + chunk / 8 * Q_PART + row * ROW + ((chunk ^ row) % 8) * 16;
+}
+// Begin to copy a group's queries.
+__device__ __forceinline__ void ask(u32 to, const u16* q, const Unit& unit, u32 first, const Sizes& sizes) {
+  const u32 thread = threadIdx.x % 128, chunk = thread % CHUNKS;
+  const u16* from = q + (u64)unit.query * sizes.q_token + unit.head * sizes.group * sizes.q_head + chunk * 8;
+#pragma unroll
+  for (u32 row = thread / CHUNKS; row < HALF; row += 128 / CHUNKS) {
+    const u32 packed = first + row, place = over(packed, sizes.by_group);
+    const bool real = place < unit.n;
+    const u16* at = real ? from + (u64)place * sizes.q_token + (packed - place * sizes.group) * sizes.q_head : q;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place_of(to, row, chunk)), "l"(at), "r"(real ? 16 : 0)
+                 : "memory");
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void arrived(u32 group) {
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  fence_async();
+  sync_group(group);
+}
+
+// What a thread knows of its two queries: the last slot that each sees, less what the thread's columns have in common; the
+// maximum that their weights refer to; its own share of the sum of these.
+struct Rows {
+  int last[2];
+  float best[2], weight[2], shrink[2];
+};
+// One turn of the running softmax (Milakov and Gimelshein 2018): scores become weights. The maximum stays as long as no weight
+// would exceed 2^ROOM: then nothing is scaled, and no thread asks another. Says whether sums of before are to be times shrink.
+// HIDE: without slots behind each query's own; `first` is the tile's first one.
+template <bool HIDE>
+__device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first, float scale, float room) {
+  if (HIDE)
+#pragma unroll
+    for (u32 i = 0; i < SCORES; ++i)
+      if ((int)(i / 4 * 8 + i % 2) > rows.last[i / 2 % 2] - (int)first) s[i] = LOWEST;
+  // As integers, three at a time: floats compare as these do unless both are negative.
+  int whole[4];
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) {
+    whole[k] = __float_as_int(s[k]);
+#pragma unroll
+    for (u32 i = 4 + k; i < SCORES - 4; i += 8) whole[k] = larger(larger(whole[k], __float_as_int(s[i])), __float_as_int(s[i + 4]));
+    whole[k] = larger(whole[k], __float_as_int(s[SCORES - 4 + k]));
+  }
+  bool grown = false;
+#pragma unroll
+  for (u32 r = 0; r < 2; ++r) {
+    const float limit = rows.best[r] + room;
+    grown |= !(limit >= 0.0f) || __int_as_float(larger(whole[2 * r], whole[2 * r + 1])) > limit;
+  }
+  grown = __any_sync(~0u, grown);
+  if (grown)
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r) {
+      float now = rows.best[r];
+#pragma unroll
+      for (u32 i = 2 * r; i < SCORES; i += 4) now = larger(now, larger(s[i], s[i + 1]));
+      now = larger(now, across(now, 1));
+      now = larger(now, across(now, 2));
+      rows.shrink[r] = exp2_((rows.best[r] - now) * scale);
+      rows.best[r] = now;
+      rows.weight[r] *= rows.shrink[r];
+    }
+#pragma unroll
+  for (u32 r = 0; r < 2; ++r) {
+    const float least = rows.best[r] * scale;
+    float sum[2] = {rows.weight[r], 0.0f};
+#pragma unroll
+    for (u32 i = 2 * r; i < SCORES; i += 4)
+#pragma unroll
+      for (u32 c = 0; c < 2; ++c) {
+        s[i + c] = exp2_(s[i + c] * scale - least);
+        sum[c] += s[i + c];
+      }
+    rows.weight[r] = sum[0] + sum[1];
+  }
+  return grown;
+}
+
+// Outputs of a group's queries and their log-sum-exp. `staged`: where these queries lay, which nobody wants any more.
+__device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u32 first, const float (&o)[OUTS], const Rows& rows,
+                                      u32 staged, u32 group, const Sizes& sizes) {
+  const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, heads = sizes.kv_heads * sizes.group;
+  float part[2];
+#pragma unroll
+  for (u32 r = 0; r < 2; ++r) {
+    float sum = rows.weight[r];
+    sum += across(sum, 1);
+    sum += across(sum, 2);
+    part[r] = inverse(sum);
+    const u32 packed = first + warp * 16 + lane / 4 + 8 * r, place = over(packed, sizes.by_group);
+    if (lane % 4 == 0 && place < unit.n)
+      lse[(u64)(unit.query + place) * heads + unit.head * sizes.group + packed - place * sizes.group] =
+          (rows.best[r] * sizes.scale + log2_(sum)) * LN2;
+  }
+  sync_group(group);
+#pragma unroll
+  for (u32 i = 0; i < OUTS / 8; ++i) {
+    // Matrices of 8 x 8: two below each other, and two to their right.
+    u32 v[4];
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) v[k] = rounded(o[8 * i + 2 * k] * part[k % 2], o[8 * i + 2 * k + 1] * part[k % 2]);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     place_of(staged, warp * 16 + lane % 16, 2 * i + lane / 16)),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+  }
+  __syncwarp();
+  const u32 chunk = lane % CHUNKS;
+#pragma unroll
+  for (u32 i = 0; i < 16; i += 32 / CHUNKS) {
+    const u32 row = warp * 16 + i + lane / CHUNKS, packed = first + row, place = over(packed, sizes.by_group);
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(place_of(staged, row, chunk))
+                 : "memory");
+    if (place < unit.n)
+      *(uint4*)(out + ((u64)(unit.query + place) * heads + unit.head * sizes.group + packed - place * sizes.group) * DIM + chunk * 8) = v;
+  }
+  sync_group(group);
+}
+
+// Tiles of the ring, the at-th of all that it brings: its stage, and the parity of the phase in which it is there.
+struct Ring {
+  u32 tiles, full, free;
+  __device__ __forceinline__ void fetched(u32 at) const { await(full + 8 * (at % STAGES), at / STAGES & 1); }
+  __device__ __forceinline__ void done(u32 at, u32 lane) const {
+    if (lane < PAIR) release(free + 8 * (at % STAGES), lane);
+  }
+  __device__ __forceinline__ u32 tile(u32 at) const { return tiles + at % STAGES * TILE_BYTES; }
+  __device__ __forceinline__ void fetch(const TensorMap* cache, u32 at, u32 own, bool busy, u32 row) const {
+    const u32 stage = at % STAGES, barrier = full + 8 * stage;
+    await(free + 8 * stage, (at / STAGES & 1) ^ 1);
+    if (threadIdx.x == 0) expect(barrier, TILE_BYTES);
+    if (busy)
+#pragma unroll
+      for (u32 part = 0; part < PARTS; ++part)
+        load_for_all(tile(at) + part * PART_BYTES + own * ROW, cache, barrier, part * 64, row);
+    __syncwarp();
+  }
+};
+
+extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1)
+    attend_chunks(const __grid_constant__ TensorMap cache, const u16* q, u16* out, float* lse, const int* table, const int* units,
+                  const __grid_constant__ Sizes sizes) {
+  extern __shared__ unsigned char memory[];
+  __shared__ __align__(8) u64 barriers[4 * STAGES];
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  const u32 base = (shared(memory) + 1023) & ~1023u, tiles = base + 2 * GROUPS * Q_BYTES, first_barrier = shared(barriers);
+  const Ring keys{tiles, first_barrier, first_barrier + 8 * STAGES};
+  const Ring values{tiles + STAGES * TILE_BYTES, first_barrier + 16 * STAGES, first_barrier + 24 * STAGES};
+  const u32 which = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < STAGES; ++i) {
+      init(keys.full + 8 * i, 1);
+      init(values.full + 8 * i, 1);
+      init(keys.free + 8 * i, PAIR * WARPS);
+      init(values.free + 8 * i, PAIR * WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  sync_cluster();
+  if (which == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp == 0) {
+      // A lane for each copy of `box` slots, which all lie in one page.
+      const u32 own = rank * SLOTS + lane * sizes.box;
+      const bool busy = lane * sizes.box < SLOTS;
+      u32 at = 0;
+      Unit unit = unit_of(0, units, sizes);
+      for (u32 turn = 1; unit.n; ++turn) {
+        const Unit next = unit_of(turn, units, sizes);
+        const u32 many = tiles_of(unit, unit.packed, PAIR * QUERIES, sizes), held = unit.start + unit.n;
+        const int* pages = table + (u64)unit.row * sizes.table;
+#pragma unroll 1
+        for (u32 tile = 0; tile < many; ++tile, ++at) {
+          // The page's number first: it is here by the time there is room.
+          const u32 slot = tile * KEYS + own, number = over(slot, sizes.by_page);
+          const u32 page = busy && slot < held ? (u32)pages[number] : 0;
+          const u32 row = page * sizes.page_rows + unit.head * sizes.head_rows + slot - number * sizes.page;
+          keys.fetch(&cache, at, own, busy, row);
+          values.fetch(&cache, at, own, busy, row + sizes.kind_rows);
+        }
+        unit = next;
+      }
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const u32 group = which - 1, mine_at = rank * QUERIES + group * HALF;
+    const float scale = sizes.scale, room = ROOM / scale;
+    u32 turn = 0, at = 0;  // the unit; the ring's tile whose weights are in p
+    Unit unit = unit_of(0, units, sizes), next = unit_of(1, units, sizes);
+    auto queries = [&](u32 turn) { return base + (turn & 1) * GROUPS * Q_BYTES + group * Q_BYTES; };
+    ask(queries(0), q, unit, unit.packed + mine_at, sizes);
+    ask(queries(1), q, next, next.packed + mine_at, sizes);
+
+    float s[SCORES], o[OUTS];
+    u32 p[SCORES / 2];
+    Rows rows;
+    u32 all, mine, plain;  // tiles of the cluster's queries and of this group's, and how many of these all see whole
+    auto enter = [&]() {
+      const u32 first = unit.packed + mine_at, line = first + warp * 16 + lane / 4;
+      all = tiles_of(unit, unit.packed, PAIR * QUERIES, sizes);
+      mine = tiles_of(unit, first, HALF, sizes);
+      plain = (unit.start + over(first, sizes.by_group) + 1) / KEYS;
+#pragma unroll
+      for (u32 r = 0; r < 2; ++r) {
+        rows.last[r] = unit.start + over(line + 8 * r, sizes.by_group) - lane % 4 * 2;
+        rows.best[r] = LOWEST;
+        rows.weight[r] = 0.0f;
+      }
+    };
+    auto leave = [&]() {
+      unit = next;
+      ++turn;
+      next = unit_of(turn + 1, units, sizes);
+    };
+    auto ask_next = [&]() { ask(queries(turn + 1), q, next, next.packed + mine_at, sizes); };
+    // Tiles that only others of the cluster see: every phase of a barrier has to be followed.
+    auto skip = [&](u32 many) {
+#pragma unroll 1
+      for (; many; --many, ++at) {
+        keys.fetched(at);
+        keys.done(at, lane);
+        values.fetched(at);
+        values.done(at, lane);
+      }
+    };
+    auto multiply_keys = [&](u32 at) {
+      const u64 left = matrix(queries(turn)), right = matrix(keys.tile(at));
+#pragma unroll
+      for (u32 i = 0; i < DIM / 16; ++i)
+        score(s, left + i / 4 * (Q_PART >> 4) + i % 4 * 2, right + i / 4 * (PART_BYTES >> 4) + i % 4 * 2, i);
+      end_products();
+    };
+    auto multiply_values = [&](u32 add) {
+      const u64 right = matrix(values.tile(at), PART_BYTES);
+#pragma unroll
+      for (u32 i = 0; i < KEYS / 16; ++i) gather(o, p + 4 * i, right + i * (16 * ROW >> 4), add | i);
+      end_products();
+    };
+    auto pack = [&]() {
+#pragma unroll
+      for (u32 i = 0; i < SCORES / 2; ++i) p[i] = rounded(s[2 * i], s[2 * i + 1]);
+    };
+    // Slots that the row does not hold may hold anything, and zero times NaN is NaN. Both groups write the same, each before
+    // its own product.
+    auto clear = [&](u32 tile) {
+      const u32 held = unit.start + unit.n, stop = (tile + 1) * KEYS;
+      if (stop <= held) return;
+      for (u32 i = threadIdx.x % 128; i < PARTS * (stop - held) * 8; i += 128)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values.tile(at) + i / 8 % PARTS * PART_BYTES +
+                                                                      (KEYS - 1 - i / 8 / PARTS) * ROW + i % 8 * 16),
+                     "r"(0)
+                     : "memory");
+      fence_async();
+      sync_group(group);
+    };
+
+#pragma unroll 1
+    while (unit.n) {
+      enter();
+      arrived(group);
+      if (mine == 0) {
+        skip(all);
+        leave();
+        ask_next();
+        continue;
+      }
+      keys.fetched(at);
+      begin_products();
+      multiply_keys(at);
+      wait<0>(s);
+      keys.done(at, lane);
+      weigh<true>(s, rows, 0, scale, room);
+      pack();
+      u32 tile = 0, add = 0;
+#pragma unroll 1
+      for (;;) {
+        const bool last = tile + 1 == mine;
+        u32 k = at + 1, rest = 0;
+        Unit old;
+        Rows old_rows;
+        if (last) {
+          // On to the next unit, whose first scores are made beside the last values of this one.
+          rest = all - mine;
+          if (rest > 1 || tiles_of(next, next.packed + mine_at, HALF, sizes) == 0) break;
+          if (rest) {
+            keys.fetched(k);
+            keys.done(k++, lane);
+          }
+          values.fetched(at);
+          clear(tile);
+          old = unit;
+          old_rows = rows;
+          leave();
+          enter();
+          arrived(group);
+        }
+        keys.fetched(k);
+        begin_products();
+        multiply_keys(k);
+        values.fetched(at);
+        multiply_values(add);
+        wait<1>(s);
+        keys.done(k, lane);
+        tile = last ? 0 : tile + 1;
+        // In each branch: the assembler moves the wait for values to the start of its block.
+        bool grown;
+        if (tile >= plain)
+          grown = weigh<true>(s, rows, tile * KEYS, scale, room);
+        else
+          grown = weigh<false>(s, rows, 0, scale, room);
+        wait<0>(o);
+        values.done(at, lane);
+        pack();
+        if (last) {
+          if (rest) {
+            values.fetched(at + 1);
+            values.done(at + 1, lane);
+          }
+          write(out, lse, old, old.packed + mine_at, o, old_rows, queries(turn + 1), group, sizes);
+          ask_next();
+          add = 0;
+        } else {
+          if (grown)
+#pragma unroll
+            for (u32 i = 0; i < OUTS; ++i) o[i] *= rows.shrink[i / 2 % 2];
+          add = 1;
+        }
+        at = k;
+      }
+      values.fetched(at);
+      clear(tile);
+      begin_products();
+      multiply_values(add);
+      wait<0>(o);
+      values.done(at, lane);
+      write(out, lse, unit, unit.packed + mine_at, o, rows, queries(turn), group, sizes);
+      ++at;
+      skip(all - mine);
+      leave();
+      ask_next();
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
+  // Neither may end while the other still writes to it.
+  sync_cluster();
+}
