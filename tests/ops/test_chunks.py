@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from ridgeline.ops.triton import attention, cuda, hopper
+from ridgeline.ops.triton import attention, cuda, hopper, pairs
 from ridgeline.ops.triton.chunk import UNIT_FIELDS, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.table import TRITON
@@ -76,7 +76,7 @@ def test_the_text_says_the_same_numbers(dim: int) -> None:
     stated = dict(one.split(" = ") for line in lines for one in line.removeprefix("constexpr u32 ").split(", "))
     for name in ("GROUPS", "HALF", "KEYS", "STAGES"):
         assert int(stated[name]) == getattr(hopper, name), name
-    assert int(stated["PAIR"]) == cuda.PAIR
+    assert int(stated["PAIR"]) == pairs.PAIR
     assert f"m64n{hopper.KEYS}k16" in text and f"m64n{dim}k16" in text
     assert f"__launch_bounds__({hopper.THREADS}, 1)" in text
     declared = re.findall(r"\b(u32|float) ([a-z_, ]+);", text.partition("struct Sizes {")[2].partition("};")[0])

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import cuda, gated, table
+from ridgeline.ops.triton import cuda, gated, pairs, table
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.gated import gated_product, group_of, saves
+from ridgeline.ops.triton.gated import gated_product
 from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton.pairs import group_of, saves
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 FEATURES, INPUTS = 14336, 4096
@@ -30,7 +31,7 @@ SECTOR = 16
 )
 def test_what_its_tiles_fit_is_its(tokens: int, features: int) -> None:
     """Measured: 3 to 6 %, and 14 of the smallest model's."""
-    assert saves(tokens, features)
+    assert saves(tokens, features, gated.TILE_FEATURES)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +39,16 @@ def test_what_its_tiles_fit_is_its(tokens: int, features: int) -> None:
 )
 def test_what_they_do_not_fit_is_not(tokens: int, features: int) -> None:
     """5,123 tokens would be paid like 5,376 (0.5 % slower), 3,333 like 3,584 (2 %); 144 tiles for 66 clusters like 198."""
-    assert not saves(tokens, features)
+    assert not saves(tokens, features, gated.TILE_FEATURES)
 
 
 @pytest.mark.parametrize(
     ("tokens", "inputs"), [(8448, 4096), (8192, 4096), (2048, 4096), (8448, 8192), (70000, 2048), (1, 64)]
 )
 def test_groups_fit_the_cache_and_are_about_alike(tokens: int, inputs: int) -> None:
-    group, pairs = group_of(tokens, inputs), -(-tokens // gated.TILE_TOKENS)
-    assert 1 <= group * gated.TILE_TOKENS * 2 * inputs <= gated.HELD_BYTES
-    assert -(-pairs // group) * group - pairs < -(-pairs // group)
+    group, tiles = group_of(tokens, inputs), -(-tokens // pairs.TILE_TOKENS)
+    assert 1 <= group * pairs.TILE_TOKENS * 2 * inputs <= pairs.HELD_BYTES
+    assert -(-tiles // group) * group - tiles < -(-tiles // group)
 
 
 def test_the_text_says_the_same_numbers() -> None:
@@ -59,14 +60,15 @@ def test_the_text_says_the_same_numbers() -> None:
         if line.startswith("constexpr u32")
         for one in line.removeprefix("constexpr u32 ").partition(";")[0].split(", ")
     )
-    for name in ("TOKENS", "FEATURES", "SIDES", "STEP", "STAGES", "PAIR"):
-        assert int(stated[name]) == getattr(gated, name), name
+    for own, names in ((pairs, ("TOKENS", "STEP", "STAGES", "PAIR")), (gated, ("FEATURES", "SIDES"))):
+        for name in names:
+            assert int(stated[name]) == getattr(own, name), name
     assert f"m64n{2 * gated.FEATURES}k16" in text
-    assert f"__launch_bounds__({gated.THREADS}, 1)" in text
-    assert 2 * gated.STEP == cuda.SWIZZLED_BYTES
+    assert f"__launch_bounds__({pairs.THREADS}, 1)" in text
+    assert 2 * pairs.STEP == cuda.SWIZZLED_BYTES
     # Swizzled rows come in eights, and rows of results have to lie in different banks without being swizzled.
     assert gated.FEATURES % 8 == 0 and 2 * gated.FEATURES // SECTOR % 2 == 1
-    assert gated.SHARED + 2 * gated.STAGES * 8 <= MOST_SHARED
+    assert gated.SHARED + 2 * pairs.STAGES * 8 <= MOST_SHARED
 
 
 def test_what_lies_where_it_lay_has_the_same_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +113,8 @@ def test_the_bits_are_those_of_two_kernels(
     x, weight = (torch.randn(n, inputs, generator=noise, device="cuda").bfloat16() for n in (tokens, 2 * features))
     want = activate(F.linear(x, weight), "silu")
     for name in ("FEWEST", "FEWEST_INPUTS"):
-        monkeypatch.setattr(gated, name, 0)
-    monkeypatch.setattr(gated, "saves", lambda *_: True)
+        monkeypatch.setattr(pairs, name, 0)
+    monkeypatch.setattr(pairs, "saves", lambda *_: True)
     out = gated_product(x, weight)
     assert out is not None and torch.equal(out, want)
     graph = torch.cuda.CUDAGraph()
@@ -127,7 +129,7 @@ def test_the_bits_are_those_of_two_kernels(
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_few_tokens_are_two_kernels() -> None:
-    x, weight = (torch.randn(n, INPUTS, device="cuda").bfloat16() for n in (gated.FEWEST - 1, 2 * FEATURES))
+    x, weight = (torch.randn(n, INPUTS, device="cuda").bfloat16() for n in (pairs.FEWEST - 1, 2 * FEATURES))
     assert gated_product(x, weight) is None and gated_product(x[:5], weight) is None
 
 

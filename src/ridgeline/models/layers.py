@@ -74,7 +74,7 @@ def join(
 class Attention:
     """Merged q, k, v projection, attention over the paged cache, output projection into the stream."""
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attention", "_join")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_ops", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
@@ -97,19 +97,19 @@ class Attention:
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
         )
-        self._qkv_write, self._attention = build.ops.qkv_write, build.ops.attention
-        self._join = join(build, self.out, post_norm)
+        self._ops, self._join = build.ops, join(build, self.out, post_norm)
 
     def __call__(
         self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = self._qkv_write(self.qkv.apply(x), self.shape, view, step)
+        q, k, v = self.qkv.weight.heads(x, self._ops, self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
         if wanted is not None and (alone := step.alone(wanted)) is not None:
-            q, k, v, stream = (one.index_select(0, wanted) for one in (q, k, v, stream))
+            q, stream = q.index_select(0, wanted), stream.index_select(0, wanted)
+            k, v = (one if one is None else one.index_select(0, wanted) for one in (k, v))
             step, wanted = alone, None
-        out, _ = self._attention(q, k, v, view, step)
+        out, _ = self._ops.attention(q, k, v, view, step)
         if wanted is not None:
             out, stream = out.index_select(0, wanted), stream.index_select(0, wanted)
         return self._join(out.flatten(1), stream)

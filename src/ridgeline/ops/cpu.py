@@ -242,7 +242,7 @@ def _packed(part: _Part, q: torch.Tensor, view: KvView) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. No log-sum-exp: on a CPU nothing is merged."""
     parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype)
@@ -253,6 +253,7 @@ def attention(
         if isinstance(part, _Part):
             out[part.tokens] = _packed(part, q[part.tokens], view)
         else:
+            assert k is not None and v is not None
             out[part] = _causal(q[part], k[part], v[part], view.scale)
     return out, None
 

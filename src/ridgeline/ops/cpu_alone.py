@@ -73,11 +73,12 @@ def qkv_write(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. Query tokens of draft trees, which see one another by more than their order, are computed together."""
     if step.ancestors is not None:
         return cpu.attention(q, k, v, view, step)
+    assert k is not None and v is not None
     given = zip(_rows(q), k.split(1), v.split(1), _steps(view, step), strict=True)
     parts = [cpu.attention(q, k, v, own, alone)[0] for q, k, v, (own, alone) in given]
     return _joined(parts, q), None

@@ -114,7 +114,7 @@ class NativeOps:
         return q, k, v
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Ops. No log-sum-exp: on a CPU nothing is merged."""
         kernels = self._of(q, view)

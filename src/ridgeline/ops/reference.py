@@ -115,7 +115,7 @@ def _row_attention(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention of each row's query tokens over the slots it holds; tokens of no row get 0 and -inf."""
     out = torch.zeros_like(q)

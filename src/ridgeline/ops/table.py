@@ -57,6 +57,8 @@ class Normed:
     offset: bool
 
 
+Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""q, k and v; k and v None: in the cache alone."""
 Run = Callable[..., Any]
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
@@ -280,6 +282,9 @@ Verify = Callable[
 ]
 
 
+LinearHeads = Callable[[Plain, torch.Tensor, torch.Tensor | None, QkvShape, KvView, StepInputs], Heads]
+
+
 KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
 
@@ -304,13 +309,15 @@ class Ops:
         per-head norms, rotary embedding at step.position, keys and values written into view at view.slots.
     attention(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
         tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
-        kernels that prefer them contiguous).
+        kernels that prefer them contiguous). A device that gives None for them in linear_heads takes None.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     pack(weight [out, in]) -> opaque packed weight; linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel
         that norms as it reads keeps float32 where the plain norm rounds to x's dtype.
     linear_add(x [T, in], packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. The caller gives the
         stream up: the result may lie in its memory.
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
+    linear_heads(x [T, in], packed, bias, shape, view, step) -> qkv_write(linear(x), shape, view, step), except that k and v may be
+        None: written into view, and nowhere else. None: one after the other.
     sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
         on every device.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
@@ -339,7 +346,8 @@ class Ops:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
     qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     attention: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor | None]
+        [torch.Tensor, torch.Tensor | None, torch.Tensor | None, KvView, StepInputs],
+        tuple[torch.Tensor, torch.Tensor | None],
     ]
     activate: Callable[[torch.Tensor, str], torch.Tensor]
     pack: Callable[[torch.Tensor], torch.Tensor]
@@ -360,6 +368,7 @@ class Ops:
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor] = rows.last
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
+    linear_heads: LinearHeads | None = None
     verify: Verify | None = None
     keep: KeepPath | None = None
     draw: DrawRows | None = None

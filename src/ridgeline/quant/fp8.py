@@ -16,7 +16,7 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.reference import FP8, quantize
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Matrix
-from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, adds_bias, expected
+from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
 
 Stored = Literal["float", "channel", "tensor"]
 """What a checkpoint holds of a linear: floats, or e4m3 values with a scale per output channel or one for the tensor."""
@@ -37,7 +37,7 @@ class Fp8Format:
         return Fp8Weight(self, shape, share)
 
 
-class Fp8Weight:
+class Fp8Weight(Weight):
     """Parts lie one below the other: values [outputs, inputs], scales [outputs], biases [outputs]."""
 
     __slots__ = (

@@ -18,7 +18,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import ROW_CODES, rms_norm
 from ridgeline.ops.table import Activation, IntMatrix, IntOps, Matrix, Plain, Scaled, plain
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, adds_bias, expected
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
 from ridgeline.quant.layouts import Decoded, Published, decode
 
 SMALLEST_SCALE = 2.0**-24
@@ -96,7 +96,7 @@ class IntFormat:
         return IntWeight(self, shape, share)
 
 
-class IntWeight:
+class IntWeight(Weight):
     """Parts lie one below the other, as in the plain format. Codes take a byte each until the last tensor is there."""
 
     __slots__ = (

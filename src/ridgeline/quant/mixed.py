@@ -17,7 +17,7 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import INT_REFERENCE
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, largest
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, largest
 from ridgeline.quant.integer import IntFormat, outliers_apart
 
 
@@ -45,7 +45,7 @@ class MixedFormat:
         return MixedWeight(self, shape, share)
 
 
-class MixedWeight:
+class MixedWeight(Weight):
     """Integers with the kept columns empty, beside a matrix of those columns. Weights wait in floating point until the last
     part is there, because the parts of a linear keep the same inputs; ranks that share the inputs choose among their own."""
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.ops.table import Activation, Matrix, Ops, Scaled
-from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, adds_bias, expected
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import Activation, Heads, Matrix, Ops, QkvShape, Scaled
+from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class PlainFormat:
         return PlainWeight(self, LinearShape(columns, (Part(rows, rows),)), Share(), matrix)
 
 
-class PlainWeight:
+class PlainWeight(Weight):
     """Parts lie one below the other in one [outputs, inputs] matrix; biases in one vector."""
 
     __slots__ = ("expects", "_ops", "_cut", "_adds_bias", "_matrix", "_bias", "_missing")
@@ -69,6 +70,12 @@ class PlainWeight:
     def activate(self, x: Activation, kind: str) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         return self._ops.linear_activate(x, self._matrix, self._bias, kind)
+
+    def heads(self, x: Activation, ops: Ops, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
+        if ops.linear_heads is None:
+            return super().heads(x, ops, shape, view, step)
+        assert not isinstance(x, Scaled)
+        return ops.linear_heads(x, self._matrix, self._bias, shape, view, step)
 
     def matrix(self) -> Matrix | None:
         return None if self._missing else Matrix(self._matrix, self._bias)

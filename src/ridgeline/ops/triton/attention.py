@@ -360,7 +360,7 @@ def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
     group = q.shape[1] // view.kv.shape[2]

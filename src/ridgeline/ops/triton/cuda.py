@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
@@ -23,10 +22,6 @@ MOST_SHARED, BFLOAT16, PLAIN, SWIZZLED, WHOLE_LINES = 8, 9, 0, 3, 3
 SWIZZLED_BYTES = 128
 MAPS = 1024
 """Tensor maps that are kept, of some 200 bytes: a model's weights and where its activations come to lie."""
-PAIR = 2
-"""Programs that fetch together, as in pairs.cu."""
-
-
 EARLY = 6
 """CUlaunchAttributeID: the kernel comes up while the one before it ends, and waits by itself (programmatic dependent launch)."""
 
@@ -70,19 +65,6 @@ def _call(name: str, *given: object) -> None:
 
 def available() -> bool:
     return _nvrtc() is not None
-
-
-def text(name: str, sums: Mapping[str, int], **macros: int | str) -> str:
-    """A source text of this folder, behind what pairs of programs share (pairs.cu) and its own macros.
-
-    sums: of a thread, for each product that the text names: a macro has no loop, so WHAT_NAMES and WHAT_REGISTERS count them out
-    as wgmma takes them."""
-    lines = [f"#define {macro} {value}" for macro, value in macros.items()]
-    for what, count in sums.items():
-        names, registers = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(d[%d])'))
-        lines += [f'#define {what}_NAMES "{names}"', f"#define {what}_REGISTERS {registers}"]
-    folder = Path(__file__).parent
-    return "\n".join((*lines, *((folder / one).read_text() for one in ("pairs.cu", name))))
 
 
 def version() -> tuple[int, int]:

@@ -1,5 +1,5 @@
 // out [tokens, features] = silu(x gate^T) * (x up^T), all bfloat16, sums in float32: a product and what follows it, in one kernel
-// for Hopper. How its tiles were chosen: ops/triton/gated.py; what SUM_NAMES and SUM_REGISTERS are: cuda.py.
+// for Hopper. How its tiles were chosen: ops/triton/gated.py; what SUM_NAMES and SUM_REGISTERS are: pairs.py.
 //
 // A program makes tiles of 128 tokens by 176 features. Two of them are a cluster with the same features: one fetches gate's
 // rows, the other up's, and the copy engine writes each into both. A warp keeps a ring of stages filled; two groups of four

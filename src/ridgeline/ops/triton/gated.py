@@ -8,58 +8,26 @@ are those of the two kernels.
 
 from __future__ import annotations
 
-import logging
 from ctypes import c_uint32
 from functools import cache
 
 import torch
 
-from ridgeline.ops.triton import cuda
-from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton import cuda, pairs
+from ridgeline.ops.triton.pairs import STAGES, STEP, THREADS, TOKENS
 from ridgeline.ops.triton.shapes import PROCESSORS
 
-# As in gated.cu.
-TOKENS, FEATURES, SIDES, STEP, STAGES, PAIR = 128, 88, 2, 64, 3, cuda.PAIR
-TILE_TOKENS, TILE_FEATURES, THREADS = PAIR * TOKENS, SIDES * FEATURES, 384
+FEATURES, SIDES = 88, 2
+"""As in gated.cu."""
+TILE_FEATURES = SIDES * FEATURES
 SHARED = 1024 + 2 * (STAGES * STEP * (TOKENS + 2 * TILE_FEATURES) + TOKENS * TILE_FEATURES)
 """Bytes: what alignment may take, a ring of inputs, gate and up, and a tile of results."""
-HELD_BYTES = 24 << 20
-"""Of inputs that stay in the L2 cache while all features pass: about half of it, as each half keeps its own copy."""
-FEWEST, FEWEST_INPUTS = 1536, 1024
-"""Tokens, and inputs of a model, below which nothing was measured to gain."""
-
-log = logging.getLogger(__name__)
-
-
-def saves(tokens: int, features: int) -> bool:
-    """Whether it takes less than two kernels, as it does by 3 to 6 %: what tiles hold beyond the product costs as much as the
-    product, so a 32nd at most; places without a tile in the last round cost little, so a fifth at most with these."""
-    tiles = -(-tokens // TILE_TOKENS) * -(-features // TILE_FEATURES)
-    clusters, size = PROCESSORS // PAIR, TILE_TOKENS * TILE_FEATURES
-    held, rounds = tiles * size, -(-tiles // clusters) * clusters * size
-    return 32 * held <= 33 * tokens * features and 5 * rounds <= 6 * tokens * features
-
-
-def group_of(tokens: int, inputs: int) -> int:
-    """Pairs of tiles of tokens whose inputs stay in the cache, in groups of about the same size."""
-    pairs, most = -(-tokens // TILE_TOKENS), max(1, HELD_BYTES // (2 * inputs * TILE_TOKENS))
-    return -(-pairs // -(-pairs // most))
-
-
-def source() -> str:
-    """The text that is compiled."""
-    return cuda.text("gated.cu", {"SUM": FEATURES})
 
 
 @cache
-def _kernel(device: torch.device) -> cuda.Kernel | None:
-    if not is_hopper(device) or not cuda.available():
-        return None
-    try:
-        return cuda.Kernel(source(), "gated_product", SHARED)
-    except RuntimeError:
-        log.warning("gate, up and their activation run as two kernels", exc_info=True)
-        return None
+def source() -> str:
+    """The text that is compiled."""
+    return pairs.text("gated.cu", {"SUM": FEATURES})
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -67,12 +35,11 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
 
     x [T, k], weight [2 n, k] gate's rows first, both contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
     (tokens, inputs), features = x.shape, weight.shape[0] // 2
-    if tokens < FEWEST or inputs < FEWEST_INPUTS or x.dtype != torch.bfloat16 or (inputs | features) % 8:
-        return None
-    if any(one.data_ptr() % 16 or not one.is_contiguous() for one in (x, weight)):
+    if features % 8 or not pairs.takes(x, weight):
         return None
     # Compiled by the first of so many tokens, which start-up rehearses, even if these do not fit.
-    if (kernel := _kernel(x.device)) is None or not saves(tokens, features):
+    kernel = pairs.kernel(x.device, source(), "gated_product", SHARED)
+    if kernel is None or not pairs.saves(tokens, features, TILE_FEATURES):
         return None
     out = torch.empty((tokens, features), dtype=x.dtype, device=x.device)
     maps = (
@@ -80,6 +47,6 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         cuda.tensor_map(weight, (FEATURES, STEP)),
         cuda.tensor_map(out, (TOKENS // 2, FEATURES)),
     )
-    sizes = (c_uint32(one) for one in (tokens, features, inputs, group_of(tokens, inputs)))
+    sizes = (c_uint32(one) for one in (tokens, features, inputs, pairs.group_of(tokens, inputs)))
     kernel(PROCESSORS, THREADS, *maps, *sizes)
     return out

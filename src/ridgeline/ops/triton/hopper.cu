@@ -1,5 +1,5 @@
 // Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its like are: cuda.py.
+// TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its like are: pairs.py.
 //
 // Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
 // fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;

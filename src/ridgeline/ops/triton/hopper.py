@@ -8,7 +8,6 @@ scaled then and no thread asks another, which is what made it faster than the sa
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 from ctypes import c_float, c_uint32, c_void_p
 from functools import cache
@@ -16,12 +15,11 @@ from functools import cache
 import torch
 
 from ridgeline.ops.step import KvView
-from ridgeline.ops.triton import cuda
-from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton import cuda, pairs
 
 # As in hopper.cu.
 GROUPS, HALF, KEYS, STAGES = 2, 64, 128, 2
-QUERIES = cuda.PAIR * GROUPS * HALF
+QUERIES = pairs.PAIR * GROUPS * HALF
 """Packed queries (tokens times heads of a group) of a unit of work, which a pair of programs shares."""
 THREADS = 128 * (1 + GROUPS)
 HEAD_DIMS = (64, 128)
@@ -33,8 +31,6 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 WORD, BITS = 16, 31
 """Bytes of queries that are copied at a time; of the numbers that divide (see _inverse)."""
 LOG2E = 1.4426950408889634
-
-log = logging.getLogger(__name__)
 
 
 class Sizes(ctypes.Structure):
@@ -55,19 +51,15 @@ def shared_bytes(dim: int) -> int:
 def source(dim: int, dtype: torch.dtype) -> str:
     """The text that is compiled."""
     sums = {"SCORE": KEYS // 2, "OUT": dim // 2}
-    return cuda.text("hopper.cu", sums, DIM=dim, TYPE=f'"{TYPES[dtype]}"')
+    return pairs.text("hopper.cu", sums, DIM=dim, TYPE=f'"{TYPES[dtype]}"')
 
 
 @cache
 def kernel(device: torch.device, dim: int, dtype: torch.dtype) -> cuda.Kernel | None:
     """For heads of `dim`; None: not here."""
-    if dim not in HEAD_DIMS or dtype not in TYPES or not is_hopper(device) or not cuda.available():
+    if dim not in HEAD_DIMS or dtype not in TYPES:
         return None
-    try:
-        return cuda.Kernel(source(dim, dtype), "attend_chunks", shared_bytes(dim))
-    except RuntimeError:
-        log.warning("long chunks attend by the kernel for any GPU", exc_info=True)
-        return None
+    return pairs.kernel(device, source(dim, dtype), "attend_chunks", shared_bytes(dim))
 
 
 def takes(q: torch.Tensor, kv: torch.Tensor, page_tokens: int) -> bool:
@@ -97,10 +89,10 @@ def attend(
     attends = kernel(q.device, dim, q.dtype)
     assert attends is not None
     kv_heads, page, count = kv.shape[2], view.page_tokens, units.shape[1]
-    group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS // cuda.PAIR)
+    group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS // pairs.PAIR)
     rows = (stride // dim for stride in kv.stride()[:3])
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
     pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
-    programs = cuda.PAIR * min(count * kv_heads, processors // cuda.PAIR)
+    programs = pairs.PAIR * min(count * kv_heads, processors // pairs.PAIR)
     given = Sizes(*sizes, _inverse(group), _inverse(page), view.scale * LOG2E)
     attends(programs, THREADS, cuda.rows_map(kv, (box, HALF)), *pointers, given, early=True)

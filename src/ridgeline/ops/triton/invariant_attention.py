@@ -423,7 +423,7 @@ def _walked(q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile) -> dict
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: KvView, step: StepInputs
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
