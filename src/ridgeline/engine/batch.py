@@ -295,10 +295,10 @@ class BatchBuilder:
 
     def pack(self, room: Room) -> None:
         """Add the step to the packet, padded to `room`."""
-        self._room = room
-        self.shape = replace(self.shape, wide=room.wide)
+        self._room, more = room, room.rows - len(self._rows)
+        self.shape = self.shape if room.wide == self.shape.wide else replace(self.shape, wide=room.wide)
         if self.shape.decode:
-            self._packet.add("step", np.pad(self._rows, (0, room.rows - len(self._rows))))
+            self._packet.add("step", np.pad(self._rows, (0, more)) if more else self._rows)
         else:
             self._packet.add("step", self._packed(room))
         if not self.shape.plain:
