@@ -149,7 +149,7 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
         patched.setattr(table, "activate", none)
         assert torch.equal(table.linear_activate(x, weight, None, "silu"), taken)
     with monkeypatch.context() as patched:
-        patched.setattr(gated, "_kernel", none)
+        patched.setattr(pairs, "kernel", none)
         for given in (
             (x, weight, bias, "silu"),
             (x, weight, None, "gelu_tanh"),
