@@ -316,16 +316,3 @@ def test_one_plain_step_may_stand_for_several() -> None:
         assert pace.drafted(2, 4, 3.0, 0.006, steady=True, idle=False) == pytest.approx(0.003)
     one, other = (pace._batches[2] for pace in paces)
     assert (one.spare, one.credit, one.won) == pytest.approx((other.spare, other.credit, other.won))
-
-
-@pytest.mark.parametrize(("ratio", "forgiven"), [(2.5, True), (4.0, False)])
-def test_a_new_request_is_forgiven_a_debt_unless_drafts_are_dear(ratio: float, forgiven: bool) -> None:
-    """With drafts of two and a half plain steps a text that can be quoted gains: it must be asked."""
-    pace = Pace((0, 4))
-    for _ in range(20):
-        pace.rested(1, 0.001)
-    for _ in range(6):
-        pace.drafted(1, 4, 1.0, ratio * 0.001, steady=True, idle=False)
-    assert not pace.affords(1)
-    pace.welcome(1, 1)
-    assert pace.affords(1) is forgiven

@@ -24,7 +24,7 @@ _CREDIT, _START = 4.0, 2.0
 """Steps of credit at most, and at first."""
 _NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
 """What a request that is alone has of both when it comes; in a batch its share of that."""
-_DEAR = 3.0
+_DEAR = 2.0
 """Plain steps from which on the shortest step with drafts leaves a debt that nobody new is forgiven."""
 _WARM = 16
 """Plain steps before anything is tried: the first ones of an engine are slow."""
