@@ -334,6 +334,17 @@ def test_gather() -> None:
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (600, 3), (40_000, 3), (0, 3)])
+def test_what_a_step_tells_comes_to_the_host(shape: tuple[int, int]) -> None:
+    """Few numbers, more than a kernel writes, none; a part of wider rows; and other types."""
+    told = torch.randint(-(1 << 31), (1 << 31) - 1, (shape[0], shape[1] + 4), dtype=torch.int32, device=DEVICE)
+    for one in (told[:, 1:4].contiguous(), told[:, 1:4], told[:, 2], told[:, 0:2].float(), told.long()):
+        found = TRITON.to_host(one)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert found.device.type == "cpu" and found.dtype == one.dtype and torch.equal(found, one.cpu())
+
+
 def test_advance() -> None:
     state = row_state()
     rows = torch.tensor([3, 1, 4, 2, 5, 6, 0, 0], dtype=torch.int32)

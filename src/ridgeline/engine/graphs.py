@@ -11,7 +11,7 @@ DeviceStep, the same code that runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
@@ -107,6 +107,19 @@ class CudaRecorder:
         return graph
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A step to its draws. told: what its runs told the host, held so that no other graph is given this memory."""
+
+    graph: Replay
+    told: list[torch.Tensor]
+
+    def replay(self) -> torch.Tensor:
+        """Outcome.packed, until the next time."""
+        self.graph.replay()
+        return self.told[-1]
+
+
 class Graphs:
     """Graphs for up to `rows` rows and mixed steps of up to `tokens` query tokens, recorded by `capture` or when needed.
 
@@ -136,7 +149,6 @@ class Graphs:
         most = max([rows, *(room.rows for room in rooms)])
         self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
         self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
-        self._packed = torch.zeros(rows, 3, dtype=torch.int32, device=device)
         self._decode, self._forward = cache(self._decode_graph), cache(self._forward_graph)
         self._mix, self._finish = cache(self._mixed_graph), cache(self._finish_graph)
         self._verify, self._draft = cache(self._verify_graph), cache(self._draft_graph)
@@ -177,7 +189,7 @@ class Graphs:
 
     def capture(self, progress: Progress) -> None:
         """Record every graph, the largest first so that the others fit into its memory."""
-        work: list[tuple[Callable[[Any], Replay], Any]] = [(self._mix, room) for room in reversed(self._mixes)]
+        work: list[tuple[Callable[[Any], object], Any]] = [(self._mix, room) for room in reversed(self._mixes)]
         for size in reversed(self._sizes):
             work += [(partial(self._decode, None), size), (self._forward, size), (self._finish, size)]
             if size <= LONE_ROWS and self._step.longest > SHORT:
@@ -227,8 +239,7 @@ class Graphs:
         """Replay the loaded step of rows with one query token and a plain draw to its end; Outcome.packed. bound: of slots any
         row holds."""
         short = room.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
-        self._decode(SHORT if short else None, room.rows).replay()
-        return self._packed[: room.rows]
+        return self._decode(SHORT if short else None, room.rows).replay()
 
     def forward(self, batch: Batch, room: Room) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.draws, d_model]."""
@@ -248,23 +259,23 @@ class Graphs:
 
     def finish(self, rows: int) -> torch.Tensor:
         """Replay draw and advance of the first `rows` rows that draw; Outcome.packed."""
-        size = self.bucket(rows)
-        self._finish(size).replay()
-        return self._packed[:size]
+        return self._finish(self.bucket(rows)).replay()
 
     # --- recording ----------------------------------------------------------------------------------------------------
     # The first run of each loads kernels and makes workspaces; neither may happen inside a capture. It runs on row 0, and
     # through one layer of each kind where layers run one by one.
 
-    def _decode_graph(self, longest: int | None, size: int) -> Replay:
-        hidden, rows = self._picked[:size], self._drawing[:size]
+    def _decode_graph(self, longest: int | None, size: int) -> _Drawn:
+        rows = self._drawing[:size]
 
-        def work(step: DeviceStep, rows: torch.Tensor) -> None:
-            hidden.copy_(step.forward(_decoding(rows), longest or step.longest))
-            self._draw(rows, hidden)
+        def work(step: DeviceStep, rows: torch.Tensor) -> torch.Tensor:
+            hidden = step.forward(_decoding(rows), longest or step.longest)
+            if self._ahead:  # which is where drafting goes on from
+                self._picked[:size].copy_(hidden)
+            return self._draw(rows, hidden)
 
-        work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))
-        return self._record(lambda: work(self._step, rows))
+        told = [work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))]
+        return _Drawn(self._record(lambda: told.append(work(self._step, rows))), told)
 
     def _forward_graph(self, size: int) -> Replay:
         step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
@@ -281,16 +292,16 @@ class Graphs:
         work(self._first)
         return self._record(lambda: work(self._step))
 
-    def _finish_graph(self, size: int) -> Replay:
+    def _finish_graph(self, size: int) -> _Drawn:
         hidden, rows = self._picked[:size], self._drawing[:size]
-        self._draw(torch.zeros_like(rows), hidden)
-        return self._record(lambda: self._draw(rows, hidden))
+        told = [self._draw(torch.zeros_like(rows), hidden)]
+        return _Drawn(self._record(lambda: told.append(self._draw(rows, hidden))), told)
 
-    def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Plain draws of `rows`, and what the host is told of them where `decode` and `finish` look."""
+    def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Plain draws of `rows`; what the host is told of them."""
         found = self._step.finish(_decoding(rows), hidden, 0)[0].packed
         assert found is not None
-        self._packed[: len(rows)].copy_(found)
+        return found
 
     def _verify_graph(self, tree: bool, room: Room) -> Replay:
         shape, rows = verify_step(room, tree), room.rows

@@ -146,7 +146,9 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
         places=tuple(range(rows)),
     )
     shape = shape_of([1] * rows)
-    step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)
+    told = step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)[0].packed
+    assert told is not None
+    step.ops.to_host(told)
     if rows > MOST_ASKING:
         return
     for greedy, most_k in ((False, 0), (False, min(20, vocab - 1)), (True, 0)):

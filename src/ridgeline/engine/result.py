@@ -13,6 +13,7 @@ from ridgeline.core.plan import StepPlan, StepResult, TokenLogprobs
 from ridgeline.decoding.logprobs import Ranked, to_records
 from ridgeline.engine.batch import Batch, Scores
 from ridgeline.engine.device import Outcome
+from ridgeline.ops.rows import ToHost
 
 
 class Clock:
@@ -65,11 +66,13 @@ class Pending:
     lost: Sequence[int] = ()
 
     @classmethod
-    def of(cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock, lost: Sequence[int] = ()) -> Pending:
-        """Start the copies to the host and mark the end of the step."""
+    def of(
+        cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock, to_host: ToHost, lost: Sequence[int] = ()
+    ) -> Pending:
+        """Start the copies to the host (Ops.to_host) and mark the end of the step."""
         if clock.cuda:
-            packed = None if outcome.packed is None else _to_host(outcome.packed)
-            logprobs, scores = _ranked_to_host(outcome.logprobs), _ranked_to_host(outcome.scores)
+            packed = None if outcome.packed is None else to_host(outcome.packed)
+            logprobs, scores = (_ranked_to_host(one, to_host) for one in (outcome.logprobs, outcome.scores))
             outcome = Outcome(packed, logprobs, scores, outcome.worth)
         clock.stop()
         return cls(plan, batch, outcome, clock, lost)
@@ -132,15 +135,7 @@ class Pending:
             first += count
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy that arrives in its own time; a tensor of the host is returned as it is."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _ranked_to_host(ranked: Ranked | None) -> Ranked | None:
+def _ranked_to_host(ranked: Ranked | None, to_host: ToHost) -> Ranked | None:
     if ranked is None:
         return None
-    return Ranked(*(_to_host(one) for one in (ranked.token, ranked.stats, ranked.top_ids, ranked.top_logprobs)))
+    return Ranked(*map(to_host, (ranked.token, ranked.stats, ranked.top_ids, ranked.top_logprobs)))

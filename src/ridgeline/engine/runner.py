@@ -236,7 +236,7 @@ class Runner:
         if built.plan is plan:
             self._remember(built)
         self._built = plan, built
-        return Pending.of(plan, built.batch, self._run(built, plan.bound), clock, lost)
+        return Pending.of(plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.to_host, lost)
 
     def _repeated(self, plan: StepPlan) -> _Built | None:
         """The batch of an earlier step that serves this one."""

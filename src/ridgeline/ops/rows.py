@@ -5,6 +5,7 @@ Here in plain PyTorch; a GPU has one kernel for each (ops.triton.rows).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -126,3 +127,14 @@ def last(
     nodes = len(hidden if source is None else source)
     node += torch.arange(0, nodes, nodes // max(1, len(packed)), device=node.device)
     return hidden.index_select(0, node if source is None else source.index_select(0, node))
+
+
+ToHost = Callable[[torch.Tensor], torch.Tensor]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, there once the device has come so far; a tensor of the host is returned as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -324,7 +324,7 @@ class Ops:
     again(work, named, form) -> the same, for work to be done again and again on tensors that stay where they are, with results
         that hold until the next time: it may be recorded, so it must depend on nothing else. Work of equal forms, where there is
         one, differs in what the tensor `named` holds and in nothing else, so that one recording serves it.
-    gather, advance, last: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
+    gather, advance, last, to_host: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
     draw(state, heat float32 [R], rows int32 [S], logits [T, V], depth int32 [S * wide] or None, source int32 [S * wide] or None) ->
@@ -367,6 +367,7 @@ class Ops:
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor] = rows.last
+    to_host: rows.ToHost = rows.to_host
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     linear_heads: LinearHeads | None = None
     verify: Verify | None = None

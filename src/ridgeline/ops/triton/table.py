@@ -23,7 +23,7 @@ from ridgeline.ops.triton.norm import norm_add, rms_norm
 from ridgeline.ops.triton.pairs import FEWEST as MANY
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.ring_shapes import ring_for
-from ridgeline.ops.triton.rows import advance, gather
+from ridgeline.ops.triton.rows import advance, gather, to_host
 from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 from ridgeline.ops.triton.verify import last, verify
@@ -130,6 +130,7 @@ TRITON = Ops(
     gather=gather,
     advance=advance,
     last=last,
+    to_host=to_host,
     fp8=FP8_TRITON,
     integer=INT_TRITON,
     w8a8=W8A8_TRITON,
