@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from ridgeline.hardware import power
-from ridgeline.hardware.power import Counter, Meter, power_counter
+from ridgeline.hardware.power import Behind, Counter, Meter, power_counter
 
 
 class Clock:
@@ -51,3 +52,26 @@ def test_rapl_sums_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(power, "RAPL", tmp_path)
     counter = power_counter("cpu", watts=100.0)
     assert (counter.kind, counter.read(0, 0), counter.wraps) == ("rapl", 5.0, 16.0)
+
+
+def test_a_slow_counter_holds_nobody_up_and_loses_nothing() -> None:
+    shown, there = iter([100.0, 160.0, 190.0]), threading.Semaphore(1)
+
+    def read() -> float:
+        assert there.acquire(timeout=10)
+        return next(shown)
+
+    clock = Clock()
+    behind = Behind(read)
+    meter = Meter(Counter("nvml", lambda seconds, busy: behind()), clock)
+    clock.now += 1
+    assert meter.take(0.1) == 0.0, "the reading is not there yet"
+    there.release()
+    behind._asked.result(10)
+    clock.now += 1
+    assert meter.take(0.1) == 60.0
+    there.release()
+    behind._asked.result(10)
+    clock.now += 1
+    assert meter.take(0.1) == 30.0
+    there.release()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 EVERY_S = 0.25
-"""Seconds between two readings: a counter costs up to a millisecond to read."""
+"""Seconds between two readings."""
 IDLE_SHARE = 0.3
 """Part of the board power that an estimate gives an idle device."""
 RAPL = Path("/sys/class/powercap")
@@ -23,6 +24,21 @@ class Counter:
     kind: str
     read: Callable[[float, float], float]
     wraps: float = 0.0
+
+
+class Behind:
+    """A reading that may take 20 ms, as NVIDIA's library does in a virtual machine, for whoever cannot wait: each call gives the
+    last that has come, and has another thread take the next."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read, self._known = read, read()
+        self._thread = ThreadPoolExecutor(1, "power")
+        self._asked = self._thread.submit(read)
+
+    def __call__(self) -> float:
+        if self._asked.done():
+            self._known, self._asked = self._asked.result(), self._thread.submit(self._read)
+        return self._known
 
 
 class Meter:
@@ -69,11 +85,14 @@ def _nvml(index: int) -> Counter | None:
     if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
         return None
 
-    def read(seconds: float, busy: float) -> float:
+    def read() -> float:
         library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy))
         return energy.value / 1e3
 
-    return None if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)) else Counter("nvml", read)
+    if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)):
+        return None
+    behind = Behind(read)
+    return Counter("nvml", lambda seconds, busy: behind())
 
 
 def _rapl(packages: Sequence[Path]) -> Counter | None:
