@@ -11,7 +11,6 @@ Cost: time per output token at batch 1 and 64 and prompt tokens per second, both
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
@@ -169,9 +168,6 @@ def main() -> None:
         rows = measure(model, config, work, given.parts, f"{title}-{mode}")
         if given.out:
             write_rows(given.out, [row | about for row in rows])
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -235,8 +235,6 @@ def main() -> None:
             name = f"steps-{model}{'-' if quantization else ''}{quantization}.json"
             (Path(arguments.steps) / name).write_text(json.dumps(bench.composition.steps, separators=(",", ":")))
         bench.local.close()
-        del bench
-        torch.cuda.empty_cache()
 
 
 def report(row: Row[Any], value: float, about: dict[str, str], out: str | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.core.errors import ConfigError, RequestError
+from ridgeline.core.errors import ConfigError, EngineFailed, RequestError
 from ridgeline.core.sampling import Grammar
 from ridgeline.wire.messages import Control, Reply
 
@@ -216,3 +217,16 @@ def test_token_ids_that_do_not_exist_are_named(llm: LLM, name: str, value: Any):
 def test_nothing_allowed_is_refused():
     with pytest.raises(RequestError, match="allowed_token_ids is empty"):
         SamplingParams(allowed_token_ids=())
+
+
+def test_a_closed_engine_has_given_all_back() -> None:
+    model = LLM(max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
+    runner = model._engine.engine.loop.runner
+    held = [weakref.ref(one) for one in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
+    assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
+    del runner
+    model.close()
+    assert [one() for one in held] == [None] * 3
+    model.close()
+    with pytest.raises(EngineFailed, match="closed: start another"):
+        model.generate(PROMPT)

@@ -6,7 +6,6 @@ Each rung is served and measured alone, in this process; let the machine be quie
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
-from ridgeline.quality.ladder import Climbed, Task, chart, climb, rows, rungs
+from ridgeline.quality.ladder import Task, chart, climb, rows, rungs
 from ridgeline.quality.texts import read_texts
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -89,12 +88,8 @@ def run(given: Given) -> int:
     ladder = rungs(model, engine, formats, "graphs" if place == "cuda" else "compiled")
     last = served_spec(checkpoint, ladder[-1].model)
     drafters = weigh(ladder[-1].engine, last, folder, place)[1].bytes
-    climbed: list[Climbed] = []
     with Stages(Console(stderr=True)) as stages:
-        for rung in ladder:
-            climbed.append(climb(rung, task, stages))
-            gc.collect()
-            torch.cuda.empty_cache()
+        climbed = [climb(rung, task, stages) for rung in ladder]
     found = rows(climbed, task)
     found[-1]["drafter_bytes"] = drafters
     name = Path(resolved.model.model).name or "ridgeline-14m"

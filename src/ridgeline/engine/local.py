@@ -6,7 +6,10 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import EngineFailed
 from ridgeline.core.interrupt import Whole
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
@@ -20,7 +23,7 @@ class LocalEngine:
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[StepStats], None] | None = None) -> None:
-        self.engine = engine
+        self._engine: Engine | None = engine
         self._on_step = on_step
         self._open: dict[str, int] = {}
         self._refused: list[Delta] = []
@@ -37,6 +40,12 @@ class LocalEngine:
         gc.collect()
         gc.freeze()  # so that no collection walks over what torch and the engine are made of in the middle of a step
         return cls(engine, on_step)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineFailed("This engine is closed: start another.")
+        return self._engine
 
     def submit(self, request: Submit) -> None:
         """Queue a request; nothing runs before `news` is iterated."""
@@ -80,7 +89,14 @@ class LocalEngine:
         yield from self.news()
 
     def close(self) -> None:
-        self.engine.loop.runner.close()
+        """Give all memory back, for whoever comes next in this process. Nothing runs any more."""
+        if self._engine is None:
+            return
+        self._engine.loop.runner.close()
+        self._engine = None
+        gc.unfreeze()
+        gc.collect()  # graphs and their step hold each other
+        torch.cuda.empty_cache()
 
     def _ended(self, request_id: str) -> None:
         left = self._open.get(request_id, 0) - 1
