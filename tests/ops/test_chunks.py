@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.step import KvView
 
 pytest.importorskip("triton")
 
@@ -25,6 +26,8 @@ from ridgeline.ops.triton.table import TRITON
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILE, KEYS, SMALL = 64, 32, 16
+PLAIN = hopper.Form(windowed=False)
+NO_TABLE = torch.zeros(0)
 WAIT = "WARPGROUP.DEPBAR.LE"
 MOST_SHARED = 232448
 """Bytes of shared memory of a program on Hopper."""
@@ -71,7 +74,7 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
 @pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
 def test_the_text_says_the_same_numbers(dim: int) -> None:
     """The host lays out memory and cuts units by its own constants, and passes a structure that the text declares again."""
-    text = hopper.source(dim, torch.bfloat16)
+    text = hopper.source(dim, torch.bfloat16, PLAIN)
     lines = [line.partition(";")[0] for line in text.splitlines() if line.startswith("constexpr u32")]
     stated = dict(one.split(" = ") for line in lines for one in line.removeprefix("constexpr u32 ").split(", "))
     for name in ("GROUPS", "HALF", "KEYS", "STAGES"):
@@ -95,27 +98,34 @@ def test_a_product_divides(by: int) -> None:
 
 def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads, pages and strides that copies take; nothing where there is no kernel."""
-    monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype: dim in hopper.HEAD_DIMS or None)
+    monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype, form: dim in hopper.HEAD_DIMS or None)
     q, kv = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16)
-    assert hopper.takes(q, kv, 64)
-    assert not hopper.takes(q, kv.half(), 64)
-    assert not hopper.takes(q, kv, 24)
-    assert not hopper.takes(torch.zeros(3, 8, 132, dtype=torch.bfloat16)[..., :128], kv, 64)
-    assert not hopper.takes(q.flatten()[1:1025].view(1, 8, 128), kv, 64)
-    assert not hopper.takes(torch.zeros(3, 8, 96, dtype=torch.bfloat16), kv[..., :96], 64)
+
+    def takes(q: torch.Tensor, kv: torch.Tensor) -> bool:
+        return hopper.takes(q, KvView(kv, NO_TABLE, NO_TABLE, None, None, 1.0))
+
+    assert takes(q, kv)
+    assert not takes(q, kv.half())
+    assert not takes(q, kv[:, :, :, :24])
+    assert not takes(torch.zeros(3, 8, 132, dtype=torch.bfloat16)[..., :128], kv)
+    assert not takes(q.flatten()[1:1025].view(1, 8, 128), kv)
+    assert not takes(torch.zeros(3, 8, 96, dtype=torch.bfloat16), kv[..., :96])
     apart = torch.zeros(300_000, dtype=torch.bfloat16).as_strided(kv.shape, (64 * 513, 64 * 256, 64 * 128, 128, 1))
-    assert not hopper.takes(q, apart, 64)
+    assert not takes(q, apart)
     monkeypatch.setattr(hopper, "kernel", lambda *_: None)
-    assert not hopper.takes(q, kv, 64)
+    assert not takes(q, kv)
 
 
 @pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
+@pytest.mark.parametrize("form", [PLAIN, hopper.Form(windowed=True)], ids=["plain", "windowed"])
 @pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
-def test_the_hopper_kernel_compiles(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hopper_kernel_compiles(
+    dim: int, form: hopper.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also without a card. Nothing waits for each single product, and between the wait for the scores and the one for the
     values' product, which runs meanwhile, stands the softmax, where the assembler would rather have that wait."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (tmp_path / "code").write_bytes(cuda.compiled(hopper.source(dim, torch.bfloat16)))
+    (tmp_path / "code").write_bytes(cuda.compiled(hopper.source(dim, torch.bfloat16, form)))
     command = (knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "code"))
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert code.count(WAIT) == 4
@@ -138,7 +148,24 @@ CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "group-of-8": ([(901, 301), (1, 1), (130, 130)], {"heads": 16}),
     "odd-pages": ([(900, 300), (130, 130)], {"page_tokens": 48}),
     "uneven": ([(1037, 500), (2001, 333), (401, 400), (300, 257)], {}),
+    # Windows shorter and longer than the chunk, of whole tiles and not, of a few slots, and of all there is.
+    "window": ([(900, 300), (1000, 17), (130, 130), (77, 1), (3, 3)], {"window": 201}),
+    "window-of-tiles": ([(1037, 500), (2001, 333), (401, 400), (300, 257)], {"window": 256}),
+    "window-long": ([(2901, 1301), (1300, 1300)], {"window": 1000, "heads": 4}),
+    "window-narrow": ([(901, 301), (130, 130), (517, 400)], {"window": 5, "heads": 2}),
+    "window-of-itself": ([(901, 301), (130, 130)], {"window": 1}),
+    "window-of-all": ([(900, 300), (130, 130)], {"window": 2000}),
+    "window-odd-pages": ([(1900, 300), (130, 130)], {"window": 333, "page_tokens": 48}),
+    "window-half-heads": ([(1900, 300), (390, 390)], {"window": 128, "heads": 16, "head_dim": 64}),
 }
+
+
+def forget(case: Any) -> None:
+    """What lies before the windows of all queries of a chunk may be another's, or nothing."""
+    view, step = case.view, case.step
+    for row, held, n in zip(step.rows.tolist(), step.length.tolist(), step.q_start.diff().tolist(), strict=True):
+        slot = torch.arange(max(held - n + 1 - (view.window or held), 0) if n > SMALL else 0, device=view.kv.device)
+        view.kv[view.table[row, slot // view.page_tokens].long(), :, :, slot % view.page_tokens] = float("nan")
 
 
 @pytest.mark.gpu
@@ -149,6 +176,7 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
     rows, fields = CHUNKS[name]
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 128, "page_tokens": 64} | fields
     case = batch(rows, junk=float("nan"), **shape).to(DEVICE, dtype)
+    forget(case)
     want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
@@ -166,10 +194,16 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("how", ["growing", "low", "steep"])
-def test_maxima_are_renewed_in_time(how: str, batch: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"window": 300}],
+    ids=["plain", "window"],
+)
+def test_maxima_are_renewed_in_time(fields: dict[str, Any], how: str, batch: Callable[..., Any]) -> None:
     """Scores that outgrow the first tile's maximum again and again; that are all far below zero, where floats do not compare as
     integers; that differ by hundreds from key to key."""
-    case = batch([(1500, 600), (300, 300)], heads=8, kv_heads=2, head_dim=128, page_tokens=64, junk=float("nan"))
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 128, "page_tokens": 64} | fields
+    case = batch([(1500, 600), (300, 300)], junk=float("nan"), **shape)
     case = case.to(DEVICE, torch.bfloat16)
     keys = case.view.kv[:, 0]
     if how == "growing":

@@ -75,13 +75,10 @@ class _Call:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the chunks are hopper's: plain causal attention, with heads and pages that its copies take."""
-        view, step = self.view, self.step
-        return (
-            (view.window, view.softcap, step.ancestors, step.key_positions) == (None, None, None, None)
-            and step.max_query >= hopper.SHORTEST_CHUNK
-            and hopper.takes(self.q, view.kv, view.page_tokens)
-        )
+        """Whether the chunks are hopper's: in order of slots, with heads and pages that its copies take."""
+        step = self.step
+        plain = self.view.softcap is None and step.ancestors is None and not self.compacted
+        return plain and step.max_query >= hopper.SHORTEST_CHUNK and hopper.takes(self.q, self.view)
 
     @property
     def programs(self) -> int:

@@ -1,5 +1,6 @@
 // Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its like are: pairs.py.
+// WINDOWED (0 or 1), TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its
+// like are: pairs.py.
 //
 // Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
 // fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;
@@ -15,6 +16,9 @@ constexpr u32 SCORES = KEYS / 2, OUTS = DIM / 2;  // sums of a thread
 constexpr u32 PART_BYTES = KEYS * ROW, TILE_BYTES = PARTS * PART_BYTES, Q_PART = HALF * ROW, Q_BYTES = PARTS * Q_PART;
 constexpr float LN2 = 0.6931471805599453f;
 #define LOWEST __int_as_float(0xFF800000)
+// The maximum of nothing. Within a window a group may begin with a tile that none of its queries sees: differences to this have to
+// be numbers, and what is seen later shrinks it to zero.
+#define NOTHING (WINDOWED ? -1e30f : LOWEST)
 constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum they refer to is renewed
 
 // What threads wrote to shared memory is there for products.
@@ -87,6 +91,7 @@ struct Sizes {
   u32 units, kv_heads, group, page, box;
   u32 by_group, by_page;  // 2^31 / group and / page, rounded up
   float scale;            // times log2(e)
+  u32 window;
 };
 __device__ __forceinline__ u32 over(u32 x, u32 by) { return (u64)x * by >> 31; }
 
@@ -106,6 +111,11 @@ __device__ __forceinline__ Unit unit_of(u32 turn, const int* units, const Sizes&
 __device__ __forceinline__ u32 tiles_of(const Unit& unit, u32 first, u32 many, const Sizes& sizes) {
   if (over(first, sizes.by_group) >= unit.n) return 0;
   return (unit.start + min(over(first + many - 1, sizes.by_group), unit.n - 1)) / KEYS + 1;
+}
+// The first tile that the query of packed `first` sees.
+__device__ __forceinline__ u32 seen_from(const Unit& unit, u32 first, const Sizes& sizes) {
+  const int slot = WINDOWED ? (int)(unit.start + over(first, sizes.by_group) + 1 - sizes.window) : 0;
+  return (u32)larger(slot, 0) / KEYS;
 }
 
 // Where 16 bytes of a group's queries, or of its results, lie.
@@ -140,13 +150,15 @@ struct Rows {
 };
 // One turn of the running softmax (Milakov and Gimelshein 2018): scores become weights. The maximum stays as long as no weight
 // would exceed 2^ROOM: then nothing is scaled, and no thread asks another. Says whether sums of before are to be times shrink.
-// HIDE: without slots behind each query's own; `first` is the tile's first one.
+// HIDE: without slots behind each query's own and before its window; `first` is the tile's first one.
 template <bool HIDE>
-__device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first, float scale, float room) {
+__device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first, float scale, float room, u32 window) {
   if (HIDE)
 #pragma unroll
-    for (u32 i = 0; i < SCORES; ++i)
-      if ((int)(i / 4 * 8 + i % 2) > rows.last[i / 2 % 2] - (int)first) s[i] = LOWEST;
+    for (u32 i = 0; i < SCORES; ++i) {
+      const int column = i / 4 * 8 + i % 2, last = rows.last[i / 2 % 2] - (int)first;
+      if (WINDOWED ? (u32)(last - column) >= window : column > last) s[i] = LOWEST;
+    }
   // As integers, three at a time: floats compare as these do unless both are negative.
   int whole[4];
 #pragma unroll
@@ -290,7 +302,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         const u32 many = tiles_of(unit, unit.packed, PAIR * QUERIES, sizes), held = unit.start + unit.n;
         const int* pages = table + (u64)unit.row * sizes.table;
 #pragma unroll 1
-        for (u32 tile = 0; tile < many; ++tile, ++at) {
+        for (u32 tile = seen_from(unit, unit.packed, sizes); tile < many; ++tile, ++at) {
           // The page's number first: it is here by the time there is room.
           const u32 slot = tile * KEYS + own, number = over(slot, sizes.by_page);
           const u32 page = busy && slot < held ? (u32)pages[number] : 0;
@@ -315,16 +327,24 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     float s[SCORES], o[OUTS];
     u32 p[SCORES / 2];
     Rows rows;
-    u32 all, mine, plain;  // tiles of the cluster's queries and of this group's, and how many of these all see whole
+    // Where tiles of the cluster's queries end and this group's, and those that all see to their ends; where both begin, and those
+    // that all see from their beginnings; below `stale` the row holds slots that none of its queries sees.
+    u32 all, mine, plain, low, own, whole = 0, stale = 0;
     auto enter = [&]() {
       const u32 first = unit.packed + mine_at, line = first + warp * 16 + lane / 4;
       all = tiles_of(unit, unit.packed, PAIR * QUERIES, sizes);
       mine = tiles_of(unit, first, HALF, sizes);
       plain = (unit.start + over(first, sizes.by_group) + 1) / KEYS;
+      low = seen_from(unit, unit.packed, sizes);
+      own = seen_from(unit, first, sizes);
+      if (WINDOWED) {
+        whole = (u32)larger((int)(unit.start + over(first + HALF - 1, sizes.by_group) + KEYS - sizes.window), 0) / KEYS;
+        stale = larger((int)(unit.start + 1 - sizes.window), 0);
+      }
 #pragma unroll
       for (u32 r = 0; r < 2; ++r) {
         rows.last[r] = unit.start + over(line + 8 * r, sizes.by_group) - lane % 4 * 2;
-        rows.best[r] = LOWEST;
+        rows.best[r] = NOTHING;
         rows.weight[r] = 0.0f;
       }
     };
@@ -361,16 +381,21 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
 #pragma unroll
       for (u32 i = 0; i < SCORES / 2; ++i) p[i] = rounded(s[2 * i], s[2 * i + 1]);
     };
-    // Slots that the row does not hold may hold anything, and zero times NaN is NaN. Both groups write the same, each before
-    // its own product.
+    // Slots that the row does not hold, or none of its queries sees, may hold anything, and zero times NaN is NaN. Both groups
+    // write the same, each before its own product.
     auto clear = [&](u32 tile) {
       const u32 held = unit.start + unit.n, stop = (tile + 1) * KEYS;
-      if (stop <= held) return;
-      for (u32 i = threadIdx.x % 128; i < PARTS * (stop - held) * 8; i += 128)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values.tile(at) + i / 8 % PARTS * PART_BYTES +
-                                                                      (KEYS - 1 - i / 8 / PARTS) * ROW + i % 8 * 16),
+      if (stop <= held && tile * KEYS >= stale) return;
+      auto zero = [&](u32 slot, u32 i) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values.tile(at) + i / 8 % PARTS * PART_BYTES + slot * ROW +
+                                                                      i % 8 * 16),
                      "r"(0)
                      : "memory");
+      };
+      if (stop > held)
+        for (u32 i = threadIdx.x % 128; i < PARTS * (stop - held) * 8; i += 128) zero(KEYS - 1 - i / 8 / PARTS, i);
+      if (WINDOWED && tile * KEYS < stale)
+        for (u32 i = threadIdx.x % 128; i < PARTS * (stale - tile * KEYS) * 8; i += 128) zero(i / 8 / PARTS, i);
       fence_async();
       sync_group(group);
     };
@@ -380,29 +405,37 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       enter();
       arrived(group);
       if (mine == 0) {
-        skip(all);
+        skip(all - low);
         leave();
         ask_next();
         continue;
       }
+      if (WINDOWED) skip(own - low);
       keys.fetched(at);
       begin_products();
       multiply_keys(at);
       wait<0>(s);
       keys.done(at, lane);
-      weigh<true>(s, rows, 0, scale, room);
+      weigh<true>(s, rows, own * KEYS, scale, room, sizes.window);
       pack();
-      u32 tile = 0, add = 0;
+      u32 tile = own, add = 0;
 #pragma unroll 1
       for (;;) {
         const bool last = tile + 1 == mine;
-        u32 k = at + 1, rest = 0;
+        u32 k = at + 1, rest = 0, early = 0;
         Unit old;
         Rows old_rows;
+        if (WINDOWED && !last && tile * KEYS < stale) {
+          values.fetched(at);
+          clear(tile);
+        }
         if (last) {
-          // On to the next unit, whose first scores are made beside the last values of this one.
+          // On to the next unit, whose first scores are made beside the last values of this one. One tile may be passed by: its
+          // values follow these.
           rest = all - mine;
           if (rest > 1 || tiles_of(next, next.packed + mine_at, HALF, sizes) == 0) break;
+          if (WINDOWED && !rest)
+            early = rest = seen_from(next, next.packed + mine_at, sizes) > seen_from(next, next.packed, sizes);
           if (rest) {
             keys.fetched(k);
             keys.done(k++, lane);
@@ -422,13 +455,13 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         multiply_values(add);
         wait<1>(s);
         keys.done(k, lane);
-        tile = last ? 0 : tile + 1;
+        tile = last ? low + early : tile + 1;
         // In each branch: the assembler moves the wait for values to the start of its block.
         bool grown;
-        if (tile >= plain)
-          grown = weigh<true>(s, rows, tile * KEYS, scale, room);
+        if (tile >= plain || tile < whole)
+          grown = weigh<true>(s, rows, tile * KEYS, scale, room, sizes.window);
         else
-          grown = weigh<false>(s, rows, 0, scale, room);
+          grown = weigh<false>(s, rows, 0, scale, room, 0);
         wait<0>(o);
         values.done(at, lane);
         pack();

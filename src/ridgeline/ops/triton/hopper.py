@@ -1,8 +1,10 @@
-"""Attention of long chunks on Hopper, in CUDA C++ (hopper.cu): plain causal attention of 16-bit floats alone; the rest is chunk's.
+"""Attention of long chunks on Hopper, in CUDA C++ (hopper.cu): causal, also within a window, of 16-bit floats alone; the rest is
+chunk's.
 
 Programs stay for the whole launch and take one unit of work after the other without a stop. Two of them share what they fetch of
 keys and values, and a weight's maximum is renewed only where weights would outgrow 2^8 (as FlashAttention-4 does, 2025): nothing is
-scaled then and no thread asks another, which is what made it faster than the same in Gluon (docs/log.md).
+scaled then and no thread asks another, which is what made it faster than the same in Gluon (docs/log.md). Within a window a unit
+begins with the first tile that its first query sees.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ctypes
 import math
 from ctypes import c_float, c_uint32, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +26,8 @@ QUERIES = pairs.PAIR * GROUPS * HALF
 """Packed queries (tokens times heads of a group) of a unit of work, which a pair of programs shares."""
 THREADS = 128 * (1 + GROUPS)
 HEAD_DIMS = (64, 128)
-SMALLEST_BOX = 16
-"""Slots of a copy below which copies are too many; a page must be a multiple."""
+SMALLEST_PAGE = 16
+"""Slots of which a page must be a multiple, or copies are too many."""
 SHORTEST_CHUNK = 256
 """Tokens below which more and smaller programs are faster."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -33,13 +36,19 @@ WORD, BITS = 16, 31
 LOG2E = 1.4426950408889634
 
 
+class Form(NamedTuple):
+    """Which of its texts a layer takes."""
+
+    windowed: bool
+
+
 class Sizes(ctypes.Structure):
     """As in hopper.cu."""
 
     _fields_ = (
         *((name, c_uint32) for name in ("q_token", "q_head", "page_rows", "kind_rows", "head_rows", "table")),
         *((name, c_uint32) for name in ("units", "kv_heads", "group", "page", "box", "by_group", "by_page")),
-        ("scale", c_float),
+        *(("scale", c_float), ("window", c_uint32)),
     )
 
 
@@ -48,29 +57,36 @@ def shared_bytes(dim: int) -> int:
     return 1024 + 2 * dim * (2 * GROUPS * HALF + 2 * STAGES * KEYS)
 
 
-def source(dim: int, dtype: torch.dtype) -> str:
+def source(dim: int, dtype: torch.dtype, form: Form) -> str:
     """The text that is compiled."""
     sums = {"SCORE": KEYS // 2, "OUT": dim // 2}
-    return pairs.text("hopper.cu", sums, DIM=dim, TYPE=f'"{TYPES[dtype]}"')
+    macros: dict[str, int | str] = {"DIM": dim, "TYPE": f'"{TYPES[dtype]}"'}
+    macros |= {"WINDOWED": int(form.windowed)}
+    return pairs.text("hopper.cu", sums, **macros)
 
 
 @cache
-def kernel(device: torch.device, dim: int, dtype: torch.dtype) -> cuda.Kernel | None:
+def kernel(device: torch.device, dim: int, dtype: torch.dtype, form: Form) -> cuda.Kernel | None:
     """For heads of `dim`; None: not here."""
     if dim not in HEAD_DIMS or dtype not in TYPES:
         return None
-    return pairs.kernel(device, source(dim, dtype), "attend_chunks", shared_bytes(dim))
+    return pairs.kernel(device, source(dim, dtype, form), "attend_chunks", shared_bytes(dim))
 
 
-def takes(q: torch.Tensor, kv: torch.Tensor, page_tokens: int) -> bool:
+def _form(view: KvView) -> Form:
+    return Form(view.window is not None)
+
+
+def takes(q: torch.Tensor, view: KvView) -> bool:
     """Whether its copies take these queries and this cache."""
+    kv = view.kv
     strides = (*q.stride()[:2], q.data_ptr() // q.itemsize)
     return (
         kv.dtype == q.dtype
-        and page_tokens % SMALLEST_BOX == 0
+        and view.page_tokens % SMALLEST_PAGE == 0
         and not any(stride * q.itemsize % WORD for stride in strides)
         and not any(stride % q.shape[2] for stride in kv.stride()[:3])
-        and kernel(q.device, q.shape[2], q.dtype) is not None
+        and kernel(q.device, q.shape[2], q.dtype, _form(view)) is not None
     )
 
 
@@ -86,7 +102,7 @@ def attend(
 
     q [T, Hq, D], which `takes` allows; results: out like q and log-sum-exp float32 [T, Hq], both contiguous. view.scale > 0."""
     kv, dim = view.kv, q.shape[2]
-    attends = kernel(q.device, dim, q.dtype)
+    attends = kernel(q.device, dim, q.dtype, _form(view))
     assert attends is not None
     kv_heads, page, count = kv.shape[2], view.page_tokens, units.shape[1]
     group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS // pairs.PAIR)
@@ -94,5 +110,5 @@ def attend(
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
     pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
     programs = pairs.PAIR * min(count * kv_heads, processors // pairs.PAIR)
-    given = Sizes(*sizes, _inverse(group), _inverse(page), view.scale * LOG2E)
+    given = Sizes(*sizes, _inverse(group), _inverse(page), view.scale * LOG2E, view.window or 0)
     attends(programs, THREADS, cuda.rows_map(kv, (box, HALF)), *pointers, given, early=True)
