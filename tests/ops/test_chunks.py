@@ -26,7 +26,7 @@ from ridgeline.ops.triton.table import TRITON
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILE, KEYS, SMALL = 64, 32, 16
-PLAIN = hopper.Form(windowed=False)
+PLAIN = hopper.Form(windowed=False, capped=False)
 NO_TABLE = torch.zeros(0)
 WAIT = "WARPGROUP.DEPBAR.LE"
 MOST_SHARED = 232448
@@ -117,7 +117,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
-@pytest.mark.parametrize("form", [PLAIN, hopper.Form(windowed=True)], ids=["plain", "windowed"])
+@pytest.mark.parametrize("form", [PLAIN, hopper.Form(windowed=True, capped=True)], ids=["plain", "windowed-capped"])
 @pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
 def test_the_hopper_kernel_compiles(
     dim: int, form: hopper.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +157,8 @@ CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "window-of-all": ([(900, 300), (130, 130)], {"window": 2000}),
     "window-odd-pages": ([(1900, 300), (130, 130)], {"window": 333, "page_tokens": 48}),
     "window-half-heads": ([(1900, 300), (390, 390)], {"window": 128, "heads": 16, "head_dim": 64}),
+    "capped": ([(900, 300), (1000, 17), (130, 130)], {"softcap": 1.5}),
+    "capped-window": ([(900, 300), (130, 130)], {"softcap": 20.0, "window": 150, "head_dim": 64}),
 }
 
 
@@ -196,8 +198,8 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
 @pytest.mark.parametrize("how", ["growing", "low", "steep"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"window": 300}],
-    ids=["plain", "window"],
+    [{}, {"window": 300}, {"softcap": 50.0}],
+    ids=["plain", "window", "capped"],
 )
 def test_maxima_are_renewed_in_time(fields: dict[str, Any], how: str, batch: Callable[..., Any]) -> None:
     """Scores that outgrow the first tile's maximum again and again; that are all far below zero, where floats do not compare as

@@ -77,7 +77,7 @@ class _Call:
     def on_hopper(self) -> bool:
         """Whether the chunks are hopper's: in order of slots, with heads and pages that its copies take."""
         step = self.step
-        plain = self.view.softcap is None and step.ancestors is None and not self.compacted
+        plain = step.ancestors is None and not self.compacted
         return plain and step.max_query >= hopper.SHORTEST_CHUNK and hopper.takes(self.q, self.view)
 
     @property

@@ -1,5 +1,5 @@
 // Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// WINDOWED (0 or 1), TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its
+// WINDOWED and CAPPED (0 or 1), TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its
 // like are: pairs.py.
 //
 // Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
@@ -68,6 +68,12 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// As good as exponentials and an inverse where results have 16 bits, and half the price (docs/log.md).
+__device__ __forceinline__ float tanh_(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float larger(float a, float b) {
   float y;
   asm("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -90,8 +96,9 @@ struct Sizes {
   u32 q_token, q_head, page_rows, kind_rows, head_rows, table;
   u32 units, kv_heads, group, page, box;
   u32 by_group, by_page;  // 2^31 / group and / page, rounded up
-  float scale;            // times log2(e)
+  float scale;            // of what the softmax takes, times log2(e)
   u32 window;
+  float inner;  // what tanh takes of a score, where these are capped
 };
 __device__ __forceinline__ u32 over(u32 x, u32 by) { return (u64)x * by >> 31; }
 
@@ -377,6 +384,11 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       for (u32 i = 0; i < KEYS / 16; ++i) gather(o, p + 4 * i, right + i * (16 * ROW >> 4), add | i);
       end_products();
     };
+    auto cap = [&]() {
+      if (CAPPED)
+#pragma unroll
+        for (u32 i = 0; i < SCORES; ++i) s[i] = tanh_(s[i] * sizes.inner);
+    };
     auto pack = [&]() {
 #pragma unroll
       for (u32 i = 0; i < SCORES / 2; ++i) p[i] = rounded(s[2 * i], s[2 * i + 1]);
@@ -416,6 +428,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       multiply_keys(at);
       wait<0>(s);
       keys.done(at, lane);
+      cap();
       weigh<true>(s, rows, own * KEYS, scale, room, sizes.window);
       pack();
       u32 tile = own, add = 0;
@@ -455,6 +468,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         multiply_values(add);
         wait<1>(s);
         keys.done(k, lane);
+        cap();
         tile = last ? low + early : tile + 1;
         // In each branch: the assembler moves the wait for values to the start of its block.
         bool grown;

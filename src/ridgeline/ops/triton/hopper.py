@@ -1,5 +1,5 @@
-"""Attention of long chunks on Hopper, in CUDA C++ (hopper.cu): causal, also within a window, of 16-bit floats alone; the rest is
-chunk's.
+"""Attention of long chunks on Hopper, in CUDA C++ (hopper.cu): causal, also within a window or of capped scores, of 16-bit floats
+alone; the rest is chunk's.
 
 Programs stay for the whole launch and take one unit of work after the other without a stop. Two of them share what they fetch of
 keys and values, and a weight's maximum is renewed only where weights would outgrow 2^8 (as FlashAttention-4 does, 2025): nothing is
@@ -40,6 +40,7 @@ class Form(NamedTuple):
     """Which of its texts a layer takes."""
 
     windowed: bool
+    capped: bool
 
 
 class Sizes(ctypes.Structure):
@@ -48,7 +49,7 @@ class Sizes(ctypes.Structure):
     _fields_ = (
         *((name, c_uint32) for name in ("q_token", "q_head", "page_rows", "kind_rows", "head_rows", "table")),
         *((name, c_uint32) for name in ("units", "kv_heads", "group", "page", "box", "by_group", "by_page")),
-        *(("scale", c_float), ("window", c_uint32)),
+        *(("scale", c_float), ("window", c_uint32), ("inner", c_float)),
     )
 
 
@@ -61,7 +62,7 @@ def source(dim: int, dtype: torch.dtype, form: Form) -> str:
     """The text that is compiled."""
     sums = {"SCORE": KEYS // 2, "OUT": dim // 2}
     macros: dict[str, int | str] = {"DIM": dim, "TYPE": f'"{TYPES[dtype]}"'}
-    macros |= {"WINDOWED": int(form.windowed)}
+    macros |= {"WINDOWED": int(form.windowed), "CAPPED": int(form.capped)}
     return pairs.text("hopper.cu", sums, **macros)
 
 
@@ -74,7 +75,7 @@ def kernel(device: torch.device, dim: int, dtype: torch.dtype, form: Form) -> cu
 
 
 def _form(view: KvView) -> Form:
-    return Form(view.window is not None)
+    return Form(view.window is not None, view.softcap is not None)
 
 
 def takes(q: torch.Tensor, view: KvView) -> bool:
@@ -110,5 +111,7 @@ def attend(
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
     pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
     programs = pairs.PAIR * min(count * kv_heads, processors // pairs.PAIR)
-    given = Sizes(*sizes, _inverse(group), _inverse(page), view.scale * LOG2E, view.window or 0)
+    # A capped score lies between -1 and 1 before it is scaled.
+    scale = view.scale if view.softcap is None else view.softcap
+    given = Sizes(*sizes, _inverse(group), _inverse(page), scale * LOG2E, view.window or 0, view.scale / scale)
     attends(programs, THREADS, cuda.rows_map(kv, (box, HALF)), *pointers, given, early=True)
