@@ -71,16 +71,19 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
     assert tiles == sorted(tiles)
 
 
-@pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("dim", hopper.KEYS)
 def test_the_text_says_the_same_numbers(dim: int) -> None:
     """The host lays out memory and cuts units by its own constants, and passes a structure that the text declares again."""
     text = hopper.source(dim, torch.bfloat16, PLAIN)
     lines = [line.partition(";")[0] for line in text.splitlines() if line.startswith("constexpr u32")]
     stated = dict(one.split(" = ") for line in lines for one in line.removeprefix("constexpr u32 ").split(", "))
-    for name in ("GROUPS", "HALF", "KEYS", "STAGES"):
+    for name in ("GROUPS", "HALF", "STAGES"):
         assert int(stated[name]) == getattr(hopper, name), name
+    assert stated["QUEUED"] == "DIM < 256 ? 2 : 1" and hopper.KEYS[dim] % (8 * pairs.PAIR) == 0
     assert int(stated["PAIR"]) == pairs.PAIR
-    assert f"m64n{hopper.KEYS}k16" in text and f"m64n{dim}k16" in text
+    assert (
+        f"#define KEYS {hopper.KEYS[dim]}u" in text and f"m64n{hopper.KEYS[dim]}k16" in text and f"m64n{dim}k16" in text
+    )
     assert f"__launch_bounds__({hopper.THREADS}, 1)" in text
     declared = re.findall(r"\b(u32|float) ([a-z_, ]+);", text.partition("struct Sizes {")[2].partition("};")[0])
     names = [(name, kind) for kind, line in declared for name in line.split(", ")]
@@ -98,7 +101,7 @@ def test_a_product_divides(by: int) -> None:
 
 def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads, pages and strides that copies take; nothing where there is no kernel."""
-    monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype, form: dim in hopper.HEAD_DIMS or None)
+    monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype, form: dim in hopper.KEYS or None)
     q, kv = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16)
 
     def takes(q: torch.Tensor, kv: torch.Tensor) -> bool:
@@ -118,7 +121,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
 @pytest.mark.parametrize("form", [PLAIN, hopper.Form(windowed=True, capped=True)], ids=["plain", "windowed-capped"])
-@pytest.mark.parametrize("dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("dim", hopper.KEYS)
 def test_the_hopper_kernel_compiles(
     dim: int, form: hopper.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +133,7 @@ def test_the_hopper_kernel_compiles(
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert code.count(WAIT) == 4
     (_, beside) = code.split(f"{WAIT} gsb0, 0x1")
-    assert beside.partition(WAIT)[0].count("MUFU.EX2") >= 2 * hopper.KEYS // 2
+    assert beside.partition(WAIT)[0].count("MUFU.EX2") >= 2 * hopper.KEYS[dim] // 2
 
 
 CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
@@ -159,6 +162,15 @@ CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "window-half-heads": ([(1900, 300), (390, 390)], {"window": 128, "heads": 16, "head_dim": 64}),
     "capped": ([(900, 300), (1000, 17), (130, 130)], {"softcap": 1.5}),
     "capped-window": ([(900, 300), (130, 130)], {"softcap": 20.0, "window": 150, "head_dim": 64}),
+    "wide": ([(900, 300), (1000, 17), (130, 130), (77, 1), (3, 3)], {"head_dim": 256, "heads": 4}),
+    "wide-uneven": ([(1037, 500), (2001, 333), (401, 400), (300, 257)], {"head_dim": 256}),
+    "wide-alone": ([(901, 301), (130, 130), (517, 400)], {"head_dim": 256, "heads": 2, "page_tokens": 16}),
+    "wide-odd-pages": ([(900, 300), (130, 130)], {"head_dim": 256, "page_tokens": 48, "padding": 9}),
+    "wide-many": ([(128, 128)] * 20 + [(257, 257)], {"head_dim": 256, "heads": 4}),
+    "wide-window": ([(1900, 1300), (1100, 300), (777, 300)], {"head_dim": 256, "heads": 4, "window": 400}),
+    "wide-narrow": ([(901, 301), (130, 130)], {"head_dim": 256, "heads": 2, "window": 7}),
+    "wide-capped": ([(900, 300), (130, 130)], {"head_dim": 256, "heads": 4, "softcap": 1.5}),
+    "wide-capped-window": ([(1700, 1500), (30, 1), (1100, 1100)], {"head_dim": 256, "softcap": 50.0, "window": 700}),
 }
 
 
@@ -198,7 +210,7 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
 @pytest.mark.parametrize("how", ["growing", "low", "steep"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"window": 300}, {"softcap": 50.0}],
+    [{}, {"head_dim": 256, "window": 300}, {"head_dim": 256, "softcap": 50.0}],
     ids=["plain", "window", "capped"],
 )
 def test_maxima_are_renewed_in_time(fields: dict[str, Any], how: str, batch: Callable[..., Any]) -> None:

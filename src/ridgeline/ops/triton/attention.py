@@ -26,8 +26,6 @@ from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
 
-HOPPER_TILE = Tile(hopper.QUERIES, hopper.KEYS, 4 * hopper.GROUPS, hopper.STAGES)
-
 
 @cache
 def _processors(device: torch.device) -> int:
@@ -165,7 +163,7 @@ class _Call:
             tiles = tuning.SNUG_SPLIT_TILES if self.snug else tuning.SPLIT_TILES
             return (tuning.WIDE_SPLIT_TILES if self.wide else tiles)[self.width]
         if self.on_hopper:
-            return HOPPER_TILE
+            return Tile(hopper.QUERIES, hopper.KEYS[self.q.shape[2]], 4 * hopper.GROUPS, hopper.STAGES)
         if self.step.max_query <= tuning.LONGEST_SHORT_CHUNK:
             return tuning.SHORT_CHUNK_TILES[self.width]
         tile = tuning.CHUNK_TILES[self.width]

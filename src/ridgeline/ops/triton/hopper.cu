@@ -1,6 +1,6 @@
 // Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// WINDOWED and CAPPED (0 or 1), TYPE (a 16-bit type as PTX calls it); what SCORE_NAMES and its
-// like are: pairs.py.
+// KEYS (of a tile), WINDOWED and CAPPED (0 or 1), TYPE (a 16-bit type as PTX calls it) and how both products are written; what
+// SCORE_NAMES and its like are: pairs.py.
 //
 // Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
 // fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;
@@ -10,7 +10,7 @@
 
 typedef unsigned short u16;
 
-constexpr u32 GROUPS = 2, HALF = 64, KEYS = 128, STAGES = 2, ROW = 128;
+constexpr u32 GROUPS = 2, HALF = 64, STAGES = 2, ROW = 128;
 constexpr u32 PARTS = DIM / 64, SLOTS = KEYS / PAIR, QUERIES = GROUPS * HALF, WARPS = 4 * GROUPS, CHUNKS = DIM / 8;
 constexpr u32 SCORES = KEYS / 2, OUTS = DIM / 2;  // sums of a thread
 constexpr u32 PART_BYTES = KEYS * ROW, TILE_BYTES = PARTS * PART_BYTES, Q_PART = HALF * ROW, Q_BYTES = PARTS * Q_PART;
@@ -19,29 +19,23 @@ constexpr float LN2 = 0.6931471805599453f;
 // The maximum of nothing. Within a window a group may begin with a tile that none of its queries sees: differences to this have to
 // be numbers, and what is seen later shrinks it to zero.
 #define NOTHING (WINDOWED ? -1e30f : LOWEST)
+constexpr u32 QUEUED = DIM < 256 ? 2 : 1;  // units whose queries are in memory
 constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum they refer to is renewed
 
 // What threads wrote to shared memory is there for products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void score(float (&d)[SCORES], u64 a, u64 b, u32 add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
-               " {" SCORE_NAMES "}, %64, %65, p, 1, 1, 0, 0;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SCORE_ADD ", 0;\nwgmma.mma_async.sync.aligned." SCORE_SHAPE ".f32." TYPE "." TYPE
+               " {" SCORE_NAMES "}, " SCORE_SIDES ", p, 1, 1, 0, 0;\n}"
                : SCORE_REGISTERS
                : "l"(a), "l"(b), "r"(add));
 }
 __device__ __forceinline__ void gather(float (&d)[OUTS], const u32* a, u64 b, u32 add) {
-#if DIM == 128
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
-               " {" OUT_NAMES "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " OUT_ADD ", 0;\nwgmma.mma_async.sync.aligned." OUT_SHAPE ".f32." TYPE "." TYPE
+               " {" OUT_NAMES "}, " OUT_SIDES ", p, 1, 1, 1;\n}"
                : OUT_REGISTERS
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#else
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE
-               " {" OUT_NAMES "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
-               : OUT_REGISTERS
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#endif
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -226,6 +220,35 @@ __device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u3
       lse[(u64)(unit.query + place) * heads + unit.head * sizes.group + packed - place * sizes.group] =
           (rows.best[r] * sizes.scale + log2_(sum)) * LN2;
   }
+  if constexpr (QUEUED == 1) {
+    // Nothing to stage them in: four threads exchange what they have of a query's 32 results, so that each holds 8 that follow each
+    // other.
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r) {
+      const u32 packed = first + warp * 16 + lane / 4 + 8 * r, place = over(packed, sizes.by_group);
+      u16* to = out + ((u64)(unit.query + place) * heads + unit.head * sizes.group + packed - place * sizes.group) * DIM + lane % 4 * 8;
+#pragma unroll
+      for (u32 i = 0; i < OUTS / 16; ++i) {
+        u32 v[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) v[k] = rounded(o[16 * i + 4 * k + 2 * r] * part[r], o[16 * i + 4 * k + 2 * r + 1] * part[r]);
+#pragma unroll
+        for (u32 bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+          for (u32 k = 0; k < 4; ++k) {
+            if (k & bit) continue;
+            const bool high = lane & bit;
+            const u32 got = __shfl_xor_sync(~0u, high ? v[k] : v[k + bit], bit);
+            if (high)
+              v[k] = got;
+            else
+              v[k + bit] = got;
+          }
+        if (place < unit.n) *(uint4*)(to + 32 * i) = make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+    return;
+  }
   sync_group(group);
 #pragma unroll
   for (u32 i = 0; i < OUTS / 8; ++i) {
@@ -280,7 +303,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
   extern __shared__ unsigned char memory[];
   __shared__ __align__(8) u64 barriers[4 * STAGES];
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-  const u32 base = (shared(memory) + 1023) & ~1023u, tiles = base + 2 * GROUPS * Q_BYTES, first_barrier = shared(barriers);
+  const u32 base = (shared(memory) + 1023) & ~1023u, tiles = base + QUEUED * GROUPS * Q_BYTES, first_barrier = shared(barriers);
   const Ring keys{tiles, first_barrier, first_barrier + 8 * STAGES};
   const Ring values{tiles + STAGES * TILE_BYTES, first_barrier + 16 * STAGES, first_barrier + 24 * STAGES};
   const u32 which = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
@@ -327,9 +350,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     const float scale = sizes.scale, room = ROOM / scale;
     u32 turn = 0, at = 0;  // the unit; the ring's tile whose weights are in p
     Unit unit = unit_of(0, units, sizes), next = unit_of(1, units, sizes);
-    auto queries = [&](u32 turn) { return base + (turn & 1) * GROUPS * Q_BYTES + group * Q_BYTES; };
+    auto queries = [&](u32 turn) { return base + turn % QUEUED * GROUPS * Q_BYTES + group * Q_BYTES; };
     ask(queries(0), q, unit, unit.packed + mine_at, sizes);
-    ask(queries(1), q, next, next.packed + mine_at, sizes);
+    if (QUEUED == 2) ask(queries(1), q, next, next.packed + mine_at, sizes);
 
     float s[SCORES], o[OUTS];
     u32 p[SCORES / 2];
@@ -361,6 +384,12 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       next = unit_of(turn + 1, units, sizes);
     };
     auto ask_next = [&]() { ask(queries(turn + 1), q, next, next.packed + mine_at, sizes); };
+    // Where there is room for one unit's queries, the next one's come when this one's last scores are made.
+    auto ask_late = [&]() {
+      if (QUEUED == 2) return;
+      sync_group(group);
+      ask_next();
+    };
     // Tiles that only others of the cluster see: every phase of a barrier has to be followed.
     auto skip = [&](u32 many) {
 #pragma unroll 1
@@ -418,8 +447,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       arrived(group);
       if (mine == 0) {
         skip(all - low);
+        ask_late();
         leave();
-        ask_next();
+        if (QUEUED == 2) ask_next();
         continue;
       }
       if (WINDOWED) skip(own - low);
@@ -442,6 +472,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
           values.fetched(at);
           clear(tile);
         }
+        if (QUEUED == 1 && last) break;
         if (last) {
           // On to the next unit, whose first scores are made beside the last values of this one. One tile may be passed by: its
           // values follow these.
@@ -495,6 +526,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         }
         at = k;
       }
+      ask_late();
       values.fetched(at);
       clear(tile);
       begin_products();
@@ -505,7 +537,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       ++at;
       skip(all - mine);
       leave();
-      ask_next();
+      if (QUEUED == 2) ask_next();
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }

@@ -4,7 +4,7 @@ alone; the rest is chunk's.
 Programs stay for the whole launch and take one unit of work after the other without a stop. Two of them share what they fetch of
 keys and values, and a weight's maximum is renewed only where weights would outgrow 2^8 (as FlashAttention-4 does, 2025): nothing is
 scaled then and no thread asks another, which is what made it faster than the same in Gluon (docs/log.md). Within a window a unit
-begins with the first tile that its first query sees.
+begins with the first tile that its first query sees. Heads of 256 leave room for the queries of one unit at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ridgeline.ops.step import KvView
 from ridgeline.ops.triton import cuda, pairs
 
 # As in hopper.cu.
-GROUPS, HALF, KEYS, STAGES = 2, 64, 128, 2
+GROUPS, HALF, STAGES = 2, 64, 2
 QUERIES = pairs.PAIR * GROUPS * HALF
 """Packed queries (tokens times heads of a group) of a unit of work, which a pair of programs shares."""
 THREADS = 128 * (1 + GROUPS)
-HEAD_DIMS = (64, 128)
+KEYS = {64: 128, 128: 128, 256: 64}
+"""Slots of a tile, by the size of heads. Of 256 memory holds 80, but in copies of 8 slots: a sixth slower than 64."""
 SMALLEST_PAGE = 16
 """Slots of which a page must be a multiple, or copies are too many."""
 SHORTEST_CHUNK = 256
@@ -54,22 +55,32 @@ class Sizes(ctypes.Structure):
 
 
 def shared_bytes(dim: int) -> int:
-    """Of a program: what alignment may take, queries of two units, the ring of keys and values."""
-    return 1024 + 2 * dim * (2 * GROUPS * HALF + 2 * STAGES * KEYS)
+    """Of a program: what alignment may take, queries of two units (of one with heads of 256), the ring of keys and values."""
+    units = 2 if dim < 256 else 1
+    return 1024 + 2 * dim * (units * GROUPS * HALF + 2 * STAGES * KEYS[dim])
+
+
+def _product(what: str, columns: int, left: int) -> dict[str, str]:
+    """How a product of 64 rows and so many columns is written behind its sums, of which a thread has half as many; left: operands
+    that say where its left side is."""
+    after = [f"%{columns // 2 + i}" for i in range(left + 2)]
+    sides = ", ".join(("{" + ", ".join(after[:left]) + "}" if left > 1 else after[0], after[left]))
+    return {f"{what}_SHAPE": f'"m64n{columns}k16"', f"{what}_SIDES": f'"{sides}"', f"{what}_ADD": f'"{after[-1]}"'}
 
 
 def source(dim: int, dtype: torch.dtype, form: Form) -> str:
     """The text that is compiled."""
-    sums = {"SCORE": KEYS // 2, "OUT": dim // 2}
-    macros: dict[str, int | str] = {"DIM": dim, "TYPE": f'"{TYPES[dtype]}"'}
+    keys = KEYS[dim]
+    sums, products = {"SCORE": keys // 2, "OUT": dim // 2}, _product("SCORE", keys, 1) | _product("OUT", dim, 4)
+    macros: dict[str, int | str] = {"DIM": dim, "KEYS": f"{keys}u", "TYPE": f'"{TYPES[dtype]}"'}
     macros |= {"WINDOWED": int(form.windowed), "CAPPED": int(form.capped)}
-    return pairs.text("hopper.cu", sums, **macros)
+    return pairs.text("hopper.cu", sums, **macros, **products)
 
 
 @cache
 def kernel(device: torch.device, dim: int, dtype: torch.dtype, form: Form) -> cuda.Kernel | None:
     """For heads of `dim`; None: not here."""
-    if dim not in HEAD_DIMS or dtype not in TYPES:
+    if dim not in KEYS or dtype not in TYPES:
         return None
     return pairs.kernel(device, source(dim, dtype, form), "attend_chunks", shared_bytes(dim))
 
@@ -106,7 +117,7 @@ def attend(
     attends = kernel(q.device, dim, q.dtype, _form(view))
     assert attends is not None
     kv_heads, page, count = kv.shape[2], view.page_tokens, units.shape[1]
-    group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS // pairs.PAIR)
+    group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS[dim] // pairs.PAIR)
     rows = (stride // dim for stride in kv.stride()[:3])
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
     pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
