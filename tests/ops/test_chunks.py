@@ -26,7 +26,8 @@ from ridgeline.ops.triton.table import TRITON
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 TILE, KEYS, SMALL = 64, 32, 16
-PLAIN = hopper.Form(windowed=False, capped=False)
+PLAIN = hopper.Form(windowed=False, capped=False, bounded=False)
+ALL = hopper.Form(windowed=True, capped=True, bounded=False)
 NO_TABLE = torch.zeros(0)
 WAIT = "WARPGROUP.DEPBAR.LE"
 MOST_SHARED = 232448
@@ -120,7 +121,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
-@pytest.mark.parametrize("form", [PLAIN, hopper.Form(windowed=True, capped=True)], ids=["plain", "windowed-capped"])
+@pytest.mark.parametrize("form", [PLAIN, ALL, ALL._replace(bounded=True)], ids=["plain", "all", "bounded"])
 @pytest.mark.parametrize("dim", hopper.KEYS)
 def test_the_hopper_kernel_compiles(
     dim: int, form: hopper.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +162,7 @@ CHUNKS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "window-odd-pages": ([(1900, 300), (130, 130)], {"window": 333, "page_tokens": 48}),
     "window-half-heads": ([(1900, 300), (390, 390)], {"window": 128, "heads": 16, "head_dim": 64}),
     "capped": ([(900, 300), (1000, 17), (130, 130)], {"softcap": 1.5}),
+    "capped-high": ([(900, 300), (130, 130)], {"softcap": 200.0}),
     "capped-window": ([(900, 300), (130, 130)], {"softcap": 20.0, "window": 150, "head_dim": 64}),
     "wide": ([(900, 300), (1000, 17), (130, 130), (77, 1), (3, 3)], {"head_dim": 256, "heads": 4}),
     "wide-uneven": ([(1037, 500), (2001, 333), (401, 400), (300, 257)], {"head_dim": 256}),

@@ -1,6 +1,6 @@
 // Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// KEYS (of a tile), WINDOWED and CAPPED (0 or 1), TYPE (a 16-bit type as PTX calls it) and how both products are written; what
-// SCORE_NAMES and its like are: pairs.py.
+// KEYS (of a tile), WINDOWED, CAPPED and BOUNDED (0 or 1), TYPE (a 16-bit type as PTX calls it) and how both products are written;
+// what SCORE_NAMES and its like are: pairs.py.
 //
 // Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
 // fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;
@@ -17,8 +17,8 @@ constexpr u32 PART_BYTES = KEYS * ROW, TILE_BYTES = PARTS * PART_BYTES, Q_PART =
 constexpr float LN2 = 0.6931471805599453f;
 #define LOWEST __int_as_float(0xFF800000)
 // The maximum of nothing. Within a window a group may begin with a tile that none of its queries sees: differences to this have to
-// be numbers, and what is seen later shrinks it to zero.
-#define NOTHING (WINDOWED ? -1e30f : LOWEST)
+// be numbers, and what is seen later shrinks it to zero. Of scores that are bounded nobody asks for the maximum.
+#define NOTHING (BOUNDED ? 0.0f : WINDOWED ? -1e30f : LOWEST)
 constexpr u32 QUEUED = DIM < 256 ? 2 : 1;  // units whose queries are in memory
 constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum they refer to is renewed
 
@@ -160,6 +160,8 @@ __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first,
       const int column = i / 4 * 8 + i % 2, last = rows.last[i / 2 % 2] - (int)first;
       if (WINDOWED ? (u32)(last - column) >= window : column > last) s[i] = LOWEST;
     }
+  bool grown = false;
+#if !BOUNDED
   // As integers, three at a time: floats compare as these do unless both are negative.
   int whole[4];
 #pragma unroll
@@ -169,7 +171,6 @@ __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first,
     for (u32 i = 4 + k; i < SCORES - 4; i += 8) whole[k] = larger(larger(whole[k], __float_as_int(s[i])), __float_as_int(s[i + 4]));
     whole[k] = larger(whole[k], __float_as_int(s[SCORES - 4 + k]));
   }
-  bool grown = false;
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {
     const float limit = rows.best[r] + room;
@@ -188,9 +189,10 @@ __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first,
       rows.best[r] = now;
       rows.weight[r] *= rows.shrink[r];
     }
+#endif
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {
-    const float least = rows.best[r] * scale;
+    const float least = BOUNDED ? 0.0f : rows.best[r] * scale;
     float sum[2] = {rows.weight[r], 0.0f};
 #pragma unroll
     for (u32 i = 2 * r; i < SCORES; i += 4)

@@ -31,6 +31,8 @@ SMALLEST_PAGE = 16
 """Slots of which a page must be a multiple, or copies are too many."""
 SHORTEST_CHUNK = 256
 """Tokens below which more and smaller programs are faster."""
+MOST_BOUNDED = 60
+"""Of a cap: weights reach 2^87, which bfloat16 holds, and the sum of a million of them float32."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 WORD, BITS = 16, 31
 """Bytes of queries that are copied at a time; of the numbers that divide (see _inverse)."""
@@ -42,6 +44,8 @@ class Form(NamedTuple):
 
     windowed: bool
     capped: bool
+    bounded: bool
+    """Whether weights need no maximum to refer to: what is capped may be so low that no exponent overflows."""
 
 
 class Sizes(ctypes.Structure):
@@ -73,7 +77,7 @@ def source(dim: int, dtype: torch.dtype, form: Form) -> str:
     keys = KEYS[dim]
     sums, products = {"SCORE": keys // 2, "OUT": dim // 2}, _product("SCORE", keys, 1) | _product("OUT", dim, 4)
     macros: dict[str, int | str] = {"DIM": dim, "KEYS": f"{keys}u", "TYPE": f'"{TYPES[dtype]}"'}
-    macros |= {"WINDOWED": int(form.windowed), "CAPPED": int(form.capped)}
+    macros |= {name.upper(): int(on) for name, on in form._asdict().items()}
     return pairs.text("hopper.cu", sums, **macros, **products)
 
 
@@ -85,8 +89,10 @@ def kernel(device: torch.device, dim: int, dtype: torch.dtype, form: Form) -> cu
     return pairs.kernel(device, source(dim, dtype, form), "attend_chunks", shared_bytes(dim))
 
 
-def _form(view: KvView) -> Form:
-    return Form(view.window is not None, view.softcap is not None)
+def form_of(view: KvView) -> Form:
+    cap = view.softcap
+    bounded = cap is not None and cap <= MOST_BOUNDED and view.kv.dtype == torch.bfloat16
+    return Form(view.window is not None, cap is not None, bounded)
 
 
 def takes(q: torch.Tensor, view: KvView) -> bool:
@@ -98,7 +104,7 @@ def takes(q: torch.Tensor, view: KvView) -> bool:
         and view.page_tokens % SMALLEST_PAGE == 0
         and not any(stride * q.itemsize % WORD for stride in strides)
         and not any(stride % q.shape[2] for stride in kv.stride()[:3])
-        and kernel(q.device, q.shape[2], q.dtype, _form(view)) is not None
+        and kernel(q.device, q.shape[2], q.dtype, form_of(view)) is not None
     )
 
 
@@ -114,7 +120,7 @@ def attend(
 
     q [T, Hq, D], which `takes` allows; results: out like q and log-sum-exp float32 [T, Hq], both contiguous. view.scale > 0."""
     kv, dim = view.kv, q.shape[2]
-    attends = kernel(q.device, dim, q.dtype, _form(view))
+    attends = kernel(q.device, dim, q.dtype, form_of(view))
     assert attends is not None
     kv_heads, page, count = kv.shape[2], view.page_tokens, units.shape[1]
     group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS[dim] // pairs.PAIR)
