@@ -76,7 +76,8 @@ class _Call:
         """Whether the chunks are hopper's: in order of slots, with heads and pages that its copies take."""
         step = self.step
         plain = step.ancestors is None and not self.compacted
-        return plain and step.max_query >= hopper.SHORTEST_CHUNK and hopper.takes(self.q, self.view)
+        long = step.max_query >= hopper.SHORTEST_CHUNK.get(self.q.shape[2], step.max_query + 1)
+        return plain and long and hopper.takes(self.q, self.view)
 
     @property
     def programs(self) -> int:
