@@ -29,7 +29,7 @@ KEYS = {64: 128, 128: 128, 256: 64}
 """Slots of a tile, by the size of heads. Of 256 memory holds 80, but in copies of 8 slots: a sixth slower than 64."""
 SMALLEST_PAGE = 16
 """Slots of which a page must be a multiple, or copies are too many."""
-SHORTEST_CHUNK = {64: 256, 128: 256, 256: 64}
+SHORTEST_CHUNK = {64: 256, 128: 128, 256: 64}
 """Tokens below which more and smaller programs are faster, by the size of heads."""
 MOST_BOUNDED = 60
 """Of a cap: weights reach 2^87, which bfloat16 holds, and the sum of a million of them float32."""
