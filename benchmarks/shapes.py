@@ -50,7 +50,14 @@ MARK = "triu"
 def _config(family: str, sizes: tuple[int, ...], **more: object) -> dict[str, object]:
     """sizes: d_model, d_ff, layers, heads, KV heads, head_dim, vocabulary."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
+    architecture = {
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "gemma2": "Gemma2",
+        "gemma3_text": "Gemma3",
+    }
     return {
         "model_type": family,
         "architectures": [f"{architecture[family]}ForCausalLM"],
@@ -81,6 +88,7 @@ MODELS = {
     "mistral-7b": _config("mistral", (4096, 14_336, 32, 32, 8, 128, 32_000), sliding_window=4096),
     "gemma-2-2b": _config("gemma2", (2304, 9216, 26, 8, 4, 256, 256_000), **_GEMMA),
     "gemma-2-9b": _config("gemma2", (3584, 14_336, 42, 16, 8, 256, 256_000), **_GEMMA),
+    "gemma-3-4b": _config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
 }
 STEPS = (
     *(f"decode:{rows}x256" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
