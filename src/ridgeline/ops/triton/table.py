@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Heads, LayerParts, Normed, Ops, Plain, QkvShape, RunLayers, plain
-from ridgeline.ops.triton import cublas
+from ridgeline.ops.triton import cublas, wide
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
@@ -87,12 +87,15 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
 
 def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See reference.linear_activate."""
+    plainly = kind == "silu" and bias is None
+    if plainly and isinstance(x, torch.Tensor) and (out := wide.gated(x, packed)) is not None:
+        return out
     out = _streamed(x, packed, bias, None, kind)
     if out is not None:
         return out
     if isinstance(x, Normed):
         return linear_activate(plain(x, rms_norm), packed, bias, kind)
-    if kind == "silu" and bias is None and (out := gated_product(x, packed)) is not None:
+    if plainly and (out := gated_product(x, packed)) is not None:
         return out
     return activate(linear(x, packed, bias), kind)
 
