@@ -33,7 +33,8 @@ from ridgeline.ops.triton import integer_shapes
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer import INT_TRITON, pack
 from ridgeline.ops.triton.integer_ring import integer_ring_product
-from ridgeline.ops.triton.integer_shapes import IntRingTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_stream import integer_stream_product
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.table import TRITON
@@ -45,7 +46,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 8192)
 SLOTS = 128
 ALLOWED = 6e-3
-Tile = IntVectorTile | IntRingTile
+Tile = IntVectorTile | IntRingTile | IntStreamTile
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,13 @@ def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: to
         linear = INT_TRITON.linear(values, matrix, None) if stream is None else None
         out = INT_TRITON.linear_add(values, matrix, None, rest) if linear is None else linear
     else:
-        out = integer_ring_product(values, matrix, None, choice.tile, stream, role.kind if choice.gate else None)
+        kind = role.kind if choice.gate else None
+        if isinstance(choice.tile, IntStreamTile):
+            streamed = integer_stream_product(values, matrix, None, choice.tile, stream, kind)
+            assert streamed is not None
+            out = streamed
+        else:
+            out = integer_ring_product(values, matrix, None, choice.tile, stream, kind)
     return activate(out, role.kind) if role.kind is not None and not choice.gate else out
 
 
@@ -226,6 +233,11 @@ PROGRAMS = {2: (528, 792), 4: (264, 396, 528), 8: (132, 264, 396), 16: (132, 264
 FEW = (1, 2, 4)
 # Of a ring: (block, warps, registers); its stages take what memory two programs to a processor have, or one of 8 warps.
 RINGS = ((256, 4, 128), (128, 4, 128), (128, 8, 168))
+# Of a stream: (groups, step, programs on a processor).
+STREAMS = {
+    "int4": ((2, 256, 2), (2, 128, 2), (1, 256, 2), (1, 128, 2), (1, 256, 3), (1, 256, 4)),
+    "int8": ((2, 128, 2), (1, 128, 2), (1, 128, 3), (1, 128, 4)),
+}
 SWEPT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -256,9 +268,20 @@ def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
             yield IntRingTile(batch, block, warps, stages, registers, one, shared)
 
 
+def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
+    """As many programs as fill the chip, and half of them."""
+    batch = next((size for size in (8, 16, 32, 64) if tokens <= size), None)
+    for groups, step, each in STREAMS[form] if batch is not None else ():
+        tile, places = IntStreamTile(batch or 0, groups, step, each), integer_shapes.PROCESSORS * each
+        most = max(1, min(8, places // -(-role.n // tile.rows), role.k // 512)) if role.kind is None else 1
+        split = 1 << most.bit_length() - 1
+        for one in sorted({split, max(1, split // 2)}):
+            yield replace(tile, split=one)
+
+
 def candidates(form: str, role: Role, tokens: int) -> list[Choice]:
     tiles: list[Tile] = [*vector_tiles(form, role, tokens)] if tokens in FEW else []
-    tiles += ring_tiles(form, role, tokens) if tokens > 1 else ()
+    tiles += [*ring_tiles(form, role, tokens), *stream_tiles(form, role, tokens)] if tokens > 1 else ()
     return [Choice(tile, True) for tile in tiles]
 
 
@@ -287,7 +310,9 @@ def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
     for form, role, tokens in itertools.product(forms, MODEL.roles, SWEPT):
         for choice in candidates(form, role, tokens):
             assert choice.tile is not None
-            tile = replace(choice.tile, programs=1 if isinstance(choice.tile, IntVectorTile) else 132)
+            tile = choice.tile
+            if not isinstance(tile, IntStreamTile):
+                tile = replace(tile, programs=1 if isinstance(tile, IntVectorTile) else 132)
             one = (form, role, Choice(tile, True), tokens)
             work[form, role.name != "out" and role, one[2]] = one
     return list(work.values())

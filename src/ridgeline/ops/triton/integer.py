@@ -1,8 +1,9 @@
 """Integer linears: weights of 8, 4 or 3 bits, activations in floating point.
 
-A few tokens are products of a warp's matrix unit (integer_vector), some hundred tokens on Hopper products of the tensor
-cores whose weights are widened on their way (integer_ring). Beyond, arithmetic is the limit: the matrix is widened as a
-whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four: they save nothing here.
+One token, and elsewhere a few, are products of a warp's matrix unit (integer_vector); on Hopper some tokens (integer_stream)
+and some hundred (integer_ring) are products of the tensor cores whose weights are widened on their way. Beyond, arithmetic is
+the limit: the matrix is widened as a whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four: they
+save nothing here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops, Plain, plain
-from ridgeline.ops.triton import cublas
+from ridgeline.ops.triton import cublas, integer_stream
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize
-from ridgeline.ops.triton.integer_shapes import IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.norm import rms_norm
@@ -58,13 +59,21 @@ def _fused(
     if source.dtype not in (torch.bfloat16, torch.float16) or not source.shape[0] or not _gpu(source.device):
         return None
     ring = gluon(source.device, "integer_ring") if _streams(source) else None
-    tile = tile_for(source.shape[0], matrix, kind is not None, ring is not None)
+    streams = _streams(source) and integer_stream.takes(source, matrix, bias)
+    tile = tile_for(source.shape[0], matrix, kind is not None, ring is not None, streams)
+    if isinstance(tile, IntStreamTile):
+        if isinstance(x, Normed):
+            return None
+        out = integer_stream.integer_stream_product(source, matrix, bias, tile, stream, kind)
+        if out is not None:
+            return out
+        tile = tile_for(source.shape[0], matrix, kind is not None, ring is not None, False)
     if isinstance(tile, IntVectorTile):
         # Each program would norm every token by itself.
         if source.stride(1) != 1 or (isinstance(x, Normed) and source.shape[0] > 1):
             return None
         return integer_vector_product(x, matrix, bias, tile, stream, kind)
-    if tile is None or isinstance(x, Normed) or ring is None:
+    if not isinstance(tile, IntRingTile) or isinstance(x, Normed) or ring is None:
         return None
     product: torch.Tensor = ring.integer_ring_product(source, matrix, bias, tile, stream, kind)
     return product

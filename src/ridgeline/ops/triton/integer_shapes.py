@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ridgeline.ops.table import IntMatrix
@@ -31,6 +32,27 @@ class IntRingTile:
     registers: int = 168
     split: int = 1
     programs: int = PROCESSORS
+
+
+@dataclass(frozen=True, slots=True)
+class IntStreamTile:
+    """batch, step: tokens and inputs at a time. groups: of four warps that multiply 64 rows each. each: programs that share a
+    processor. split: programs that share a tile's sum, a power of two."""
+
+    batch: int
+    groups: int
+    step: int
+    each: int
+    split: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of the weight; of gate and of up half as many."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 32
 
 
 MOST_VECTORS = 4
@@ -89,11 +111,46 @@ _RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
         MOST_TOKENS: (IntRingTile(128, 128, 8, 3), IntRingTile(128, 128, 8, 4)),
     },
 }
+FEWEST_STREAMS = 2
+FINEST = 128
+"""Inputs of a scale below which a thread holds those of no more than as many inputs."""
+# Bits below 8 or not -> tokens -> (tiles of gate and up, tiles of others); other counts take the next, and no tiles leave it to
+# the ring. Of several that which has the fewest rows on the processor with the most; of equals the first.
+_STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamTile, ...]]]] = {
+    True: {
+        **{
+            most: ((IntStreamTile(most, 2, 256, 2), IntStreamTile(most, 1, 256, 4)), (IntStreamTile(most, 1, 256, 2),))
+            for most in (8, 16, 32)
+        },
+        64: ((IntStreamTile(64, 2, 128, 2),), ()),
+    },
+    False: {},
+}
 
 
-def tile_for(tokens: int, matrix: IntMatrix, gate: bool, rings: bool = True) -> IntVectorTile | IntRingTile | None:
-    """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it; rings:
-    whether the ring runs on this device. None: the matrix is better widened as a whole."""
+def _streamed(tokens: int, matrix: IntMatrix, gate: bool) -> IntStreamTile | None:
+    table = _STREAMS[matrix.bits < 8]
+    key = next((key for key in table if FEWEST_STREAMS <= tokens <= key), None)
+    tiles = () if key is None else table[key][0 if gate else 1]
+    if not tiles:
+        return None
+
+    def fullest(tile: IntStreamTile) -> int:
+        return -(-matrix.out // (tile.rows * PROCESSORS)) * tile.rows
+
+    tile = min(tiles, key=fullest)
+    if matrix.group < matrix.d_in and math.gcd(matrix.group, FINEST) < FINEST:
+        tile = replace(tile, step=min(tile.step, FINEST))
+    return replace(tile, split=1 if gate else _split(-(-matrix.out // tile.rows), PROCESSORS * tile.each, matrix.d_in))
+
+
+def tile_for(
+    tokens: int, matrix: IntMatrix, gate: bool, rings: bool = True, streams: bool = True
+) -> IntVectorTile | IntRingTile | IntStreamTile | None:
+    """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it; rings,
+    streams: whether these run on this device. None: the matrix is better widened as a whole."""
+    if streams and (stream := _streamed(tokens, matrix, gate)) is not None:
+        return stream
     few, many = _FEW[matrix.bits < 8], _RINGS[matrix.bits < 8]
     columns = next((count for count in few if tokens <= count), None)
     best = not rings or tokens < FEWEST_RINGS[matrix.bits < 8]
@@ -111,7 +168,12 @@ def _dealt(tile: IntRingTile, tokens: int, n: int, k: int) -> IntRingTile:
     that may be split."""
     places = PROCESSORS * (2 if tile.registers == _HALF else 1)
     tiles = -(-n // (16 * tile.warps)) * -(-tokens // tile.batch)
+    return replace(tile, split=_split(tiles, places, k), programs=places)
+
+
+def _split(tiles: int, places: int, k: int) -> int:
+    """Programs that share a tile's sum of k inputs, so that all run at once."""
     split = 1
     while 2 * split * tiles <= places and split < MOST_SPLIT and 2 * split * SMALLEST_PART <= k:
         split *= 2
-    return replace(tile, split=split, programs=places)
+    return split

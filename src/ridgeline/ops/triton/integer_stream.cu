@@ -1,0 +1,370 @@
+// out^T = W x^T for integer weights and some tokens, on Hopper: what it computes and for whom says ops/triton/integer_stream.py,
+// which also defines BATCH (tokens), GROUPS (of four warps), STEP (inputs of a stage), STAGES, SIDES (2: gate and up), EACH (programs
+// on a processor), BITS, GROUP (inputs of a scale; 0: all), ZEROS (whether there are zero points), ZERO (where there are none) and
+// TYPE; what SUM_NAMES and its like are: pairs.py.
+//
+// A program has ROWS rows of the weight, of an activation's half of gate and half of up, and of `split` that share these a part of
+// the inputs. A warp keeps a ring of stages filled with codes and x; each group of four multiplies 64 rows. A thread finds in 16
+// bytes exactly the codes that wgmma wants of it (integer.pack), widens those of the next 64 inputs while the products of the last
+// 64 run, and both sets of registers stay named until the wait that ends their products.
+
+constexpr u32 ROWS = 64 * GROUPS, MULTIPLIERS = 4 * GROUPS, THREADS = 32 * MULTIPLIERS;
+constexpr u32 SUMS = BATCH / 2, PITCH = ROWS + 4;  // of a thread, for 64 rows; floats from token to token: no two in one bank
+constexpr u32 LINE = STEP * BITS / 8, PART = BATCH * 128, X_BYTES = STEP / 64 * PART, CODE_BYTES = ROWS * LINE;
+constexpr u32 STAGE_BYTES = X_BYTES + CODE_BYTES, CHUNKS = LINE / 64, HALVES = 8 / BITS;  // chunks of 64 bytes, of 64 inputs each half
+constexpr u32 OWN = ROWS / SIDES, APART = SIDES == 2 ? OWN : 8;  // outputs; from a thread's one row of 64 to its other
+static_assert(CHUNKS * HALVES % 2 == 0, "both sets of registers are used alike often");
+constexpr u32 ROUND = 64;  // what programs of a tile add to its counter together: as ring.py
+constexpr u32 common(u32 a, u32 b) { return b ? common(b, a % b) : a; }
+constexpr u32 SPAN = GROUP ? common(GROUP, STEP) : STEP, SPANS = STEP / SPAN;  // inputs with one scale
+
+__device__ __forceinline__ void multiply(float (&d)[SUMS], const u32* a, u64 b) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" PRODUCT "k16.f32." TYPE "." TYPE
+               " {" SUM_NAMES "}, " LEFT ", " RIGHT ", p, 1, 1, 0;\n}"
+               : SUM_REGISTERS
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// Until all but the last REST groups of products are done; who reads these registers, or writes to them, does it behind this.
+template <u32 REST>
+__device__ __forceinline__ void wait(u32 (&w)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(REST) : "memory");
+#pragma unroll
+  for (u32 i = 0; i < 16; ++i) asm volatile("" : "+r"(w[i])::"memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ uint4 read(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 rounded(float low, float high) {
+  u32 both;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float from_half(unsigned short x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ float from(unsigned short x) {
+  float y;
+  asm("{\ncvt.f32." TYPE " %0, %1;\n}" : "=f"(y) : "h"(x));
+  return y;
+}
+
+// How codes become floats: a code below a bfloat16's exponent of 0 is itself times 2^-133, and so up to 8 bits, as numbers with an
+// exponent of 1 go on where those without end. One fused operation scales it and subtracts the zero point's part, which is exact if
+// that is a power of two; its result is 2^-DOWN of the weight, so that no scale is too large. float16 has no such range: codes lie
+// above 1,024 there, and come off it before they are scaled.
+constexpr bool BRAIN = sizeof(TYPE) == 5;
+constexpr u32 DOWN = BRAIN ? 22 : 0;
+constexpr u32 MAGIC = (BITS == 8 ? 0x00800080 : 0) | (BRAIN ? 0 : 0x64006400);
+constexpr bool TWICE = GROUP && (ZEROS || !BRAIN);  // the scale is an operation of its own
+
+struct Spot {
+  u32 factor[2], less, odd, scale;  // of codes in the lower and in the upper half of a byte
+};
+__device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char zero_bits) {
+  const float scale = GROUP ? from_half(scale_bits) : 1.0f, zero = ZEROS ? (float)zero_bits : ZERO;
+  Spot s;
+  s.scale = TWICE ? rounded(scale, scale) : 0;
+  if (BRAIN) {
+    const float up = (TWICE ? 1.0f : scale) * 0x1p111f;
+    s.factor[0] = rounded(up, up);
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(s.factor[1]) : "r"(s.factor[0]), "r"(0x3D803D80));  // 2^-4
+    if (ZEROS) {
+      const float less = -zero * 0x1p-22f;
+      s.less = rounded(less, less);
+    } else {  // of the rounded scale, by a number without an exponent: -ZERO * 2^-133
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(s.less) : "r"(s.factor[0]), "r"((0x8000 | (u32)ZERO) * 0x10001));
+    }
+    s.odd = s.less;
+  } else {
+    s.factor[0] = rounded(1.0f, 1.0f);
+    s.factor[1] = rounded(0.0625f, 0.0625f);
+    s.less = rounded(-1024.0f - zero, -1024.0f - zero);
+    s.odd = rounded(-64.0f - zero, -64.0f - zero);
+  }
+  return s;
+}
+
+// Two codes as floats: code J of both halves of c.
+template <u32 J>
+__device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
+  u32 t;
+  constexpr u32 ODD = BITS == 4 ? J % 2 : 0;
+  constexpr u32 MASK = BITS == 8 ? 0x00FF00FF : ODD ? 0x00F000F0 : 0x000F000F;
+  if (BITS * J / 8) c >>= 8;
+  if (MAGIC)
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(t) : "r"(c), "n"(MASK), "r"(magic));
+  else
+    t = c & MASK;
+  asm("fma.rn." TYPE "x2 %0, %0, %1, %2;" : "+r"(t) : "r"(s.factor[ODD]), "r"(ODD ? s.odd : s.less));
+  if (TWICE) asm("mul.rn." TYPE "x2 %0, %0, %1;" : "+r"(t) : "r"(s.scale));
+  return t;
+}
+
+// Scales and zero points of a row's spans in a block, as they lie in memory. LAST: a block that may reach beyond the row's end.
+struct Factors {
+  unsigned short scale[GROUP ? SPANS : 1];
+  unsigned char zero[ZEROS ? SPANS : 1];
+};
+template <bool LAST>
+__device__ __forceinline__ Factors factors(const unsigned short* scales, const unsigned char* zeros, u32 groups, u32 block) {
+  Factors f;
+  constexpr u32 BY = GROUP ? GROUP : 1;
+  const u32 first = !GROUP || LAST ? 0 : SPAN == GROUP ? block * SPANS : block * STEP / BY;
+  const unsigned short* scale = scales + first;
+  const unsigned char* zero = zeros + first;
+#pragma unroll
+  for (u32 i = 0; i < SPANS; ++i) {
+    const u32 group = (block * STEP + i * SPAN) / BY, at = !GROUP ? 0 : LAST ? min(group, groups - 1) : SPAN == GROUP ? i : group - first;
+    if (GROUP) f.scale[i] = __ldg(scale + at);
+    if (ZEROS) f.zero[i] = __ldg(zero + at);
+  }
+  return f;
+}
+
+__device__ __forceinline__ float activated(float gate, float up, u32 kind) {
+  const float inner = kind == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  float s;
+  asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
+      "rcp.approx.ftz.f32 %0, t;\n}"
+      : "=f"(s)
+      : "f"(inner));
+  return gate * s * up;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
+    integer_product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const unsigned short* scales,
+                    const unsigned char* zeros, const unsigned short* bias, const unsigned short* stream, unsigned short* out,
+                    float* parts, u32* arrivals, u32 tokens, u32 features, u32 inputs, u32 groups, u32 batches, u32 split, u32 kind) {
+  extern __shared__ unsigned char memory[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const u32 base = (shared(memory) + 1023) & ~1023u, full = shared(barriers), empty = full + 8 * STAGES;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const u32 rank = blockIdx.x % split, tile = blockIdx.x / split, first = tile / batches * OWN, token = tile % batches * BATCH;
+  const u32 blocks = (inputs + STEP - 1) / STEP, begin = rank * blocks / split, run = (rank + 1) * blocks / split - begin;
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < STAGES; ++i) {
+      init(full + 8 * i, 1);
+      init(empty + 8 * i, MULTIPLIERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (warp == MULTIPLIERS) {
+    if (lane == 0) {
+      auto codes = [&](u32 at, u32 stage) {
+        const u32 barrier = full + 8 * stage, to = base + stage * STAGE_BYTES + X_BYTES;
+        expect(barrier, STAGE_BYTES);
+#pragma unroll
+        for (u32 side = 0; side < SIDES; ++side)
+          load(to + side * OWN * LINE, &weight, barrier, (begin + at) * (LINE / 2), side * features + first);
+      };
+      auto values = [&](u32 at, u32 stage) {
+#pragma unroll
+        for (u32 part = 0; part < STEP / 64; ++part)
+          load(base + stage * STAGE_BYTES + part * PART, &x, full + 8 * stage, (begin + at) * STEP + part * 64, token);
+      };
+      const u32 early = min(run, STAGES);
+      for (u32 at = 0; at < early; ++at) codes(at, at);
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (u32 at = 0; at < early; ++at) values(at, at);
+      for (u32 at = early, stage = 0, parity = 0; at < run; ++at) {
+        await(empty + 8 * stage, parity);
+        codes(at, stage);
+        values(at, stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      }
+    }
+    return;
+  }
+
+  const u32 quad = lane % 4, eighth = lane / 4;
+  // Rows of 128 bytes are swizzled; then rows 0 and 4 are read side by side, so that eight threads meet in no bank.
+  const u32 line = LINE == 128 ? eighth % 2 * 4 + eighth / 2 : eighth;
+  // Of 64 rows a thread has two: 8 apart, or one of gate and one of up.
+  const u32 own = warp * (16 / SIDES) + line;
+  const unsigned short* scales_of[2];
+  const unsigned char* zeros_of[2];
+#pragma unroll
+  for (u32 r = 0; r < 2; ++r) {
+    const u64 row = min(first + own + r * (SIDES == 2 ? features : 8), SIDES * features - 1);
+    scales_of[r] = scales + row * groups;
+    zeros_of[r] = zeros + row * groups;
+    // Held, for the compiler would work them out again in each turn.
+    if (GROUP) asm volatile("" : "+l"(scales_of[r]));
+    if (ZEROS) asm volatile("" : "+l"(zeros_of[r]));
+  }
+
+  float sums[SUMS];
+#pragma unroll
+  for (u32 i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+  u32 w[2][16];
+#pragma unroll
+  for (u32 i = 0; i < 32; ++i) w[i / 16][i % 16] = 0;
+  // Factors of the next block; of all blocks before `whole` they are within a row.
+  Factors ahead[2];
+  const u32 whole = GROUP ? (u64)groups * GROUP / STEP : ~0u;
+  auto ask = [&](u32 block) {
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r)
+      ahead[r] = block < whole ? factors<false>(scales_of[r], zeros_of[r], groups, block)
+                               : factors<true>(scales_of[r], zeros_of[r], groups, block);
+  };
+  if (run) ask(begin);
+  const u32 from_here = base + X_BYTES + own * LINE;
+  u32 pieces[CHUNKS];
+#pragma unroll
+  for (u32 chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = from_here + (LINE == 128 ? (chunk * 4 + quad) ^ line : quad) * 16;
+  u32 stage = 0, parity = 0, before = 0, magic;
+  asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(MAGIC));  // in a register: an instruction takes one constant
+#pragma unroll 1
+  for (u32 at = 0; at < run; ++at) {
+    Spot spots[2][SPANS];
+#pragma unroll
+    for (u32 i = 0; i < 2 * SPANS; ++i)
+      spots[i % 2][i / 2] = spot(ahead[i % 2].scale[GROUP ? i / 2 : 0], ahead[i % 2].zero[ZEROS ? i / 2 : 0]);
+    if (GROUP && at + 1 < run) ask(begin + at + 1);
+    await(full + 8 * stage, parity);
+    const u32 ring = stage * STAGE_BYTES;
+    const u64 right = matrix(base) + (ring >> 4);
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      const u32 place = pieces[chunk] + ring;
+      const uint4 low = read(place), high = read(place + APART * LINE);
+      const u32 c[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+#pragma unroll
+      for (u32 half = 0; half < HALVES; ++half) {
+        constexpr u32 PIECES = 4 / HALVES;  // registers of a row for 64 inputs
+        u32(&left)[16] = w[(chunk * HALVES + half) % 2];
+        u32(&other)[16] = w[(chunk * HALVES + half + 1) % 2];
+#pragma unroll
+        for (u32 p = 0; p < PIECES; ++p)
+#pragma unroll
+          for (u32 r = 0; r < 2; ++r) {
+            const u32 code = c[r][half * PIECES + p], span = ((chunk * HALVES + half) * 64 + p * (64 / PIECES)) / SPAN;
+            const Spot& here = spots[r][span];
+            u32* to = left + p * (16 / PIECES) + r;
+            to[0] = widened<0>(code, here, magic);
+            to[2] = widened<1>(code, here, magic);
+#if BITS == 4
+            to[4] = widened<2>(code, here, magic);
+            to[6] = widened<3>(code, here, magic);
+#endif
+          }
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) multiply(sums, left + 4 * i, right + (chunk * HALVES + half) * (PART >> 4) + 2 * i);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait<1>(other);
+        if (chunk == 0 && half == 0 && at && lane == 0) arrive(empty + 8 * before);
+      }
+    }
+    before = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  wait<0>(w[1]);
+#pragma unroll
+  for (u32 i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  constexpr u32 LINES = OWN / 4, AT_ONCE = 4 / SIDES;
+  const u32 many = min(tokens - token, BATCH);
+  float* const part = parts + (u64)tile * split * (BATCH * ROWS);
+  if (split == 1) {
+    // Sums take the ring's place once all are done with it.
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+#pragma unroll
+    for (u32 i = 0; i < SUMS; ++i) {
+      const u32 at = base + ((i / 4 * 8 + quad * 2 + i % 2) * PITCH + own + i / 2 % 2 * APART) * 4;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(sums[i]) : "memory");
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  } else {
+    float* const to = part + rank * (BATCH * ROWS) + own;
+#pragma unroll
+    for (u32 i = 0; i < SUMS; ++i) {
+      const u32 line = i / 4 * 8 + quad * 2 + i % 2;
+      if (line < many) __stcg(to + line * ROWS + i / 2 % 2 * APART, sums[i]);
+    }
+    // Every thread's part must be out before the one that counts says so. Counters stand at whole rounds before and after.
+    __threadfence();
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    if (threadIdx.x == 0) {
+      u32 arrived;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(arrived) : "l"(arrivals + tile), "r"(ROUND / split) : "memory");
+      const u32 goal = (arrived | (ROUND - 1)) + 1;
+      arrived += ROUND / split;
+      while ((int)(arrived - goal) < 0) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(arrivals + tile) : "memory");
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  }
+  const bool fours = features % 4 == 0;
+#pragma unroll 1
+  for (u32 i = rank * THREADS + threadIdx.x; i < LINES * many; i += split * AT_ONCE * THREADS) {
+    float v[AT_ONCE][SIDES][4];
+    uint2 held[AT_ONCE];
+    u32 line[AT_ONCE], from_row[AT_ONCE];
+    bool real[AT_ONCE];
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; ++j) {
+      const u32 one = i + j * split * THREADS;
+      line[j] = one / LINES;
+      from_row[j] = one % LINES * 4;
+      real[j] = line[j] < many && first + from_row[j] < features;
+      if (fours && stream && real[j]) held[j] = *(const uint2*)(stream + (u64)(token + line[j]) * features + first + from_row[j]);
+    }
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; ++j)
+      if (real[j]) {
+#pragma unroll
+        for (u32 side = 0; side < SIDES; ++side) {
+          float4 sum;
+          if (split == 1) {
+            const uint4 bits = read(base + (line[j] * PITCH + from_row[j] + side * OWN) * 4);
+            sum = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
+          } else {
+            const float* const of = part + line[j] * ROWS + from_row[j] + side * OWN;
+            sum = __ldcg((const float4*)of);
+            for (u32 other = 1; other < split; ++other) {
+              const float4 more = __ldcg((const float4*)(of + other * (BATCH * ROWS)));
+              sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+            }
+          }
+          v[j][side][0] = sum.x, v[j][side][1] = sum.y, v[j][side][2] = sum.z, v[j][side][3] = sum.w;
+        }
+      }
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; ++j)
+      if (real[j]) {
+        const u64 to = (u64)(token + line[j]) * features + first + from_row[j];
+        float r[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) {
+          const u32 feature = min(first + from_row[j] + k, features - 1);
+#pragma unroll
+          for (u32 side = 0; side < SIDES; ++side) {
+            v[j][side][k] *= (float)(1 << DOWN);
+            if (!GROUP) v[j][side][k] *= from_half(__ldg(scales + side * features + feature));
+            if (bias) v[j][side][k] += from(__ldg(bias + side * features + feature));
+          }
+          r[k] = SIDES == 2 ? activated(v[j][0][k], v[j][SIDES - 1][k], kind) : v[j][0][k];
+        }
+        if (fours) {
+          if (stream)
+            r[0] += from(held[j].x & 0xFFFF), r[1] += from(held[j].x >> 16), r[2] += from(held[j].y & 0xFFFF), r[3] += from(held[j].y >> 16);
+          *(uint2*)(out + to) = {rounded(r[0], r[1]), rounded(r[2], r[3])};
+        } else {
+          for (u32 k = 0; k < 4; ++k)
+            if (first + from_row[j] + k < features)
+              out[to + k] = (unsigned short)rounded(stream ? r[k] + from(stream[to + k]) : r[k], 0.0f);
+        }
+      }
+  }
+}

@@ -1,0 +1,187 @@
+"""Integer weights in CUDA C++: which configurations are shipped, that the kernel compiles to products that do not wait for each
+other, and on a Hopper GPU results, and weights to the bit."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.table import IntMatrix
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from ridgeline.ops.triton import cuda, integer_stream
+from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer_matrix import dequantize
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_stream import Form, integer_stream_product
+from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton.shapes import MEMORY, PROCESSORS
+
+HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+DEVICE = "cuda" if HOPPER else "cpu"
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+REGISTERS = 1 << 16
+SIZES = [
+    (48, 64),
+    (4096, 1024),
+    (6144, 4096),
+    (2560, 9728),
+    (4096, 14336),
+    (19456, 2560),
+    (28672, 4096),
+    (128256, 4096),
+]
+
+
+def of(bits: int, group: int, n: int, k: int) -> IntMatrix:
+    none = torch.empty(0)
+    return IntMatrix(none, none, None, bits, group, n, k)
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("group", [32, 96, 128, 1 << 20])
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, gate: bool) -> None:
+    """A processor's programs fit its memory; those that wait for each other all run; tokens are one tile; a thread holds
+    scales of no more than four spans."""
+    tile = tile_for(tokens, of(4, group, n, k), gate)
+    if not isinstance(tile, IntStreamTile):
+        assert tokens > 32 and not gate
+        return
+    stages, shared = integer_stream.ring(tile, 4)
+    assert stages >= 2 and tokens <= tile.batch <= 2 * max(tokens, 8)
+    assert tile.each * (shared + integer_stream.OURS + integer_stream.BARRIERS) <= MEMORY + integer_stream.OURS
+    tiles = -(-n // tile.rows)
+    assert tile.split == 1 or tile.split * tiles <= tile.each * PROCESSORS
+    assert tile.split == 1 or not gate
+    assert tile.step % 128 == 0 and (group >= k or tile.step // min(tile.step, group & -group) <= 4)
+
+
+def test_who_takes_what() -> None:
+    """One token stays with vectors, more than 64 with the ring, and so do 8 bits; where it does not run, all is as without it."""
+    four, eight = of(4, 128, 4096, 4096), of(8, 1 << 20, 4096, 4096)
+    kinds = [type(tile_for(tokens, four, False)) for tokens in (1, 2, 32, 33, 65)]
+    assert kinds == [IntVectorTile, IntStreamTile, IntStreamTile, IntRingTile, IntRingTile]
+    assert [type(tile_for(tokens, four, False, streams=False)) for tokens in (2, 8)] == [IntVectorTile, IntRingTile]
+    assert isinstance(tile_for(16, eight, False), IntRingTile)
+    # Of the tiles for gate and up that which leaves the fullest processor the fewest rows: 256 either way, and 192 for 256.
+    wide, narrow = tile_for(16, of(4, 128, 28672, 4096), True), tile_for(16, of(4, 128, 19456, 2560), True)
+    assert isinstance(wide, IntStreamTile) and isinstance(narrow, IntStreamTile)
+    assert (wide.rows, narrow.rows) == (128, 64)
+
+
+@pytest.mark.skipif(not cuda.available(), reason="needs the compiler that comes with torch for CUDA")
+@pytest.mark.parametrize(
+    ("tile", "form", "sides"),
+    [
+        (IntStreamTile(16, 2, 256, 2), Form(4, 128, 8), 2),
+        (IntStreamTile(64, 2, 128, 2), Form(4, 128, 8), 2),
+        (IntStreamTile(32, 1, 256, 2), Form(4, 128, 8), 1),
+        (IntStreamTile(16, 1, 128, 2), Form(4, 32, None), 1),
+        (IntStreamTile(16, 1, 128, 2), Form(8, 0, 128), 1),
+    ],
+    ids=str,
+)
+def test_it_compiles(
+    tile: IntStreamTile, form: Form, sides: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a card. A stage's products wait for those 64 inputs before, the last for all: the assembler adds a wait to each
+    product where it cannot tell that nobody touches its registers."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "code").write_bytes(cuda.compiled(integer_stream.source(tile, form, torch.bfloat16, sides)))
+    command = (knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "code"))
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert code.count("HGMMA.64x") == tile.step // 16
+    assert code.count("WARPGROUP.DEPBAR") == tile.step // 64 + 1
+
+
+FORMATS = [
+    (4, 128, False),
+    (4, 64, False),
+    (4, 32, True),
+    (4, 1 << 20, True),
+    (3, 96, False),
+    (8, 1 << 20, False),
+    (8, 64, True),
+]
+SMALL = IntStreamTile(16, 1, 128, 2, split=4)
+TILES = {
+    (4, 128, False): (IntStreamTile(16, 2, 256, 2), IntStreamTile(32, 1, 256, 2, split=2)),
+    (4, 64, False): (IntStreamTile(8, 2, 128, 2),),
+    (4, 32, True): (IntStreamTile(64, 2, 128, 2, split=2),),
+    (8, 1 << 20, False): (IntStreamTile(64, 2, 128, 2),),
+}
+CASES = [
+    *((form, torch.bfloat16, tile) for form in FORMATS for tile in (SMALL, *TILES.get(form, ()))),
+    *((form, torch.float16, SMALL) for form in FORMATS),
+    (FORMATS[0], torch.float16, IntStreamTile(16, 2, 256, 2)),
+]
+
+
+def random(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torch.Tensor]:
+    """Packed, and the weights in float64."""
+    bits, group, asymmetric = form
+    groups = -(-k // group)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
+    # Of a size with which products of gate and up stay finite in float16.
+    scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device=DEVICE) if asymmetric else None
+    return pack(codes, scales, zeros, bits, group), dequantized(codes, scales, zeros, bits, group).double()
+
+
+def run(
+    x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, tile: IntStreamTile, *rest: object
+) -> torch.Tensor:
+    assert integer_stream.takes(x, matrix, bias)
+    out = integer_stream_product(x, matrix, bias, tile, *rest)  # type: ignore[arg-type]
+    assert out is not None
+    return out
+
+
+def off(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float((out.double() - want).norm() / want.norm())
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("form", "dtype", "tile"), CASES, ids=str)
+def test_products(form: tuple[int, int, bool], dtype: torch.dtype, tile: IntStreamTile) -> None:
+    """Alone, onto a stream, and with gate and up; with edges in every direction, and each run like the one before."""
+    torch.manual_seed(0)
+    allowed = 6e-3 if dtype == torch.bfloat16 else 1e-3
+    for tokens, n, k in ((7, 1000, 1048), (70, 278, 2048), (16, 4096, 4096)):
+        matrix, weight = random(n, k, form)
+        x = torch.randn(tokens, k, dtype=dtype, device=DEVICE)
+        bias, stream = torch.randn(n, dtype=dtype, device=DEVICE), torch.randn(tokens, n, dtype=dtype, device=DEVICE)
+        want = x.double() @ weight.T
+        assert off(run(x, matrix, None, tile), want) < allowed
+        added = run(x, matrix, bias, tile, stream.clone())
+        assert off(added, want + bias.double() + stream.double()) < allowed
+        for _ in range(3):
+            assert torch.equal(added, run(x, matrix, bias, tile, stream.clone()))
+        gated = run(x, matrix, bias, tile, None, "gelu_tanh")
+        assert off(gated, REFERENCE.activate(want + bias.double(), "gelu_tanh")) < allowed
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 2.0**-12, 2.0**14])
+def test_weights_to_the_bit(dtype: torch.dtype, form: tuple[int, int, bool], size: float) -> None:
+    """One input each: the product is the weight as it is when the whole matrix is widened, also where scales are large or small."""
+    matrix, _ = random(200, 512, form)
+    matrix.scales.copy_((matrix.scales.float() * (1024 * size if dtype == torch.bfloat16 else 1024)).half())
+    tile, weight = replace(SMALL, split=1), dequantize(matrix, dtype)
+    for first in range(0, 512, 80):
+        x = torch.eye(512, dtype=dtype, device=DEVICE)[first : first + 80]
+        assert torch.equal(run(x, matrix, None, tile), weight[:, first : first + 80].T)
