@@ -49,15 +49,16 @@ def of(bits: int, group: int, n: int, k: int) -> IntMatrix:
 @pytest.mark.parametrize("tokens", [2, 5, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("group", [32, 96, 128, 1 << 20])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("gate", [False, True])
-def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, gate: bool) -> None:
+def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, gate: bool, bits: int) -> None:
     """A processor's programs fit its memory; those that wait for each other all run; tokens are one tile; a thread holds
     scales of no more than four spans."""
-    tile = tile_for(tokens, of(4, group, n, k), gate)
+    tile = tile_for(tokens, of(bits, group, n, k), gate)
     if not isinstance(tile, IntStreamTile):
         assert tokens > 32 and not gate
         return
-    stages, shared = integer_stream.ring(tile, 4)
+    stages, shared = integer_stream.ring(tile, bits)
     assert stages >= 2 and tokens <= tile.batch <= 2 * max(tokens, 8)
     assert tile.each * (shared + integer_stream.OURS + integer_stream.BARRIERS) <= MEMORY + integer_stream.OURS
     tiles = -(-n // tile.rows)
@@ -67,12 +68,16 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, ga
 
 
 def test_who_takes_what() -> None:
-    """One token stays with vectors, more than 64 with the ring, and so do 8 bits; where it does not run, all is as without it."""
+    """One token stays with vectors, more than 64 with the ring; where it does not run, all is as without it."""
     four, eight = of(4, 128, 4096, 4096), of(8, 1 << 20, 4096, 4096)
     kinds = [type(tile_for(tokens, four, False)) for tokens in (1, 2, 32, 33, 65)]
     assert kinds == [IntVectorTile, IntStreamTile, IntStreamTile, IntRingTile, IntRingTile]
     assert [type(tile_for(tokens, four, False, streams=False)) for tokens in (2, 8)] == [IntVectorTile, IntRingTile]
-    assert isinstance(tile_for(16, eight, False), IntRingTile)
+    assert [type(tile_for(tokens, eight, False)) for tokens in (1, 2, 33)] == [
+        IntVectorTile,
+        IntStreamTile,
+        IntRingTile,
+    ]
     # Of the tiles for gate and up that which leaves the fullest processor the fewest rows: 256 either way, and 192 for 256.
     wide, narrow = tile_for(16, of(4, 128, 28672, 4096), True), tile_for(16, of(4, 128, 19456, 2560), True)
     assert isinstance(wide, IntStreamTile) and isinstance(narrow, IntStreamTile)

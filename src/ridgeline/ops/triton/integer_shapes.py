@@ -124,7 +124,13 @@ _STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamT
         },
         64: ((IntStreamTile(64, 2, 128, 2),), ()),
     },
-    False: {},
+    False: {
+        **{
+            most: ((IntStreamTile(most, 2, 128, 2), IntStreamTile(most, 1, 128, 4)), (IntStreamTile(most, 1, 128, 2),))
+            for most in (8, 16, 32)
+        },
+        64: ((IntStreamTile(64, 2, 128, 2),), ()),
+    },
 }
 
 
