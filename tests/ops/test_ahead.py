@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -9,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,33 @@ def prepare_with_one_that_hangs(cache: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+class Graph:
+    """What can be freed where it was made alone."""
+
+    def __init__(self, freed: Path) -> None:
+        self.freed, self.held_by = freed, self
+
+    def __del__(self) -> None:
+        self.freed.write_text(str(os.getpid()))
+
+
+def prepare_beside_an_engine_that_went(cache: Path) -> None:
+    """A process that compiles leaves alone what the one it was forked from has yet to free."""
+    gc.disable()
+    Graph(cache / "freed")
+
+    def become(parent: int) -> None:
+        ahead._become_worker(parent, [])
+        gc.collect()
+
+    child = get_context("fork").Process(target=become, args=(os.getpid(),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and not (cache / "freed").exists()
+    gc.collect()
+    assert (cache / "freed").read_text() == str(os.getpid())
+
+
 def name_in_any_order() -> None:
     """A kernel's key is the same whichever kernels were named or launched before it, and no constant in it stands beside
     another of the same name: Triton sorts these by where their modules lie in memory."""
@@ -223,7 +252,9 @@ class Listening(torch.overrides.TorchFunctionMode):
         return torch.zeros(0)
 
 
-@pytest.mark.parametrize("case", [prepare_twice, prepare_with_errors, prepare_with_one_that_hangs])
+@pytest.mark.parametrize(
+    "case", [prepare_twice, prepare_with_errors, prepare_with_one_that_hangs, prepare_beside_an_engine_that_went]
+)
 def test_kernels_compile_side_by_side(apart: Callable[..., Any], case: Callable[[Path], None], tmp_path: Path) -> None:
     apart(case, tmp_path)
 

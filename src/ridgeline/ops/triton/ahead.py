@@ -10,6 +10,7 @@ and a kernel that none of them could compile is compiled when it is launched, as
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -206,7 +207,9 @@ _jobs: list[Job] = []
 
 
 def _become_worker(parent: int, jobs: list[Job]) -> None:
-    """A process that compiles ends with the one it was forked from: it holds that one's pipe to the service open, and its GPU."""
+    """A process that compiles ends with the one it was forked from: it holds that one's pipe to the service open, and its GPU. It
+    frees nothing of what that one had, such as graphs of an engine before, which cannot be freed without their device."""
+    gc.freeze()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
