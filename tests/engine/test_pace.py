@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import astuple
 
 import pytest
 
-from ridgeline.engine.pace import Pace
+from ridgeline.engine.pace import Pace, Reading
 
 SIZES = (0, 1, 2, 3, 4)
 Seconds = Callable[[int, int], float]
@@ -59,7 +60,7 @@ class Steps:
         gained, took = 1 + right / self.rows, self.time(verified, self.drafted)
         self.used[verified] = self.used.get(verified, 0) + 1
         if verified or self.drafted:
-            pace.drafted(self.rows, verified, gained, took, steady=verified == self.drafted, idle=not verified)
+            pace.drafted(Reading(self.rows, gained, took), verified, steady=verified == self.drafted, idle=not verified)
             return [(gained, took)]
         pace.rested(self.rows, took)
         rest = [(1.0, self.time(0, 0)) for _ in range(pace.rest(self.rows, host=False, device=True))]
@@ -205,10 +206,10 @@ def test_no_more_nodes_than_there_is_room_for() -> None:
 
 def test_what_is_saved() -> None:
     pace = Pace((0, 4), fixed=True)
-    assert pace.drafted(2, 4, 3.0, 1.5, steady=True, idle=False) == pytest.approx(3.0), "all there is to compare with"
+    assert pace.drafted(Reading(2, 3.0, 1.5), 4, steady=True, idle=False) == pytest.approx(3.0), "all there is to compare with"
     for _ in range(60):
         pace.rested(2, 1.0)
-    assert pace.drafted(2, 4, 3.0, 1.2, steady=True, idle=False) == pytest.approx(1.8, rel=0.02)
+    assert pace.drafted(Reading(2, 3.0, 1.2), 4, steady=True, idle=False) == pytest.approx(1.8, rel=0.02)
 
 
 def ask(pace: Pace, steps: int, gained: float, took: float, rows: int = 1) -> tuple[float, int]:
@@ -220,7 +221,7 @@ def ask(pace: Pace, steps: int, gained: float, took: float, rows: int = 1) -> tu
         pays = quoted > 0 and pace.affords(rows)
         left = left - 1 if left else 0 if pays else pace.look(rows, new=False)
         if pays or left:
-            _, price = pace.asked(rows, 1, int(not pays), gained / rows, 1 + gained / rows, took)
+            _, price = pace.asked(Reading(rows, 1 + gained / rows, took, gained / rows), 1, int(not pays))
             quoted += 0.2 * (gained - price - quoted)
             tokens, total, asked = tokens + 1 + gained / rows, total + took, asked + 1
         else:
@@ -244,17 +245,66 @@ def test_questions_that_pay_are_asked_and_found_again() -> None:
     assert ask(pace, 1000, 1.5, 1.4)[1] > 700
 
 
+def test_losses_of_what_the_device_drafts_do_not_silence_quotes() -> None:
+    pace = Pace((0, 4))
+    pace.rested(1, 1.0, 100)
+    for _ in range(30):
+        pace.drafted(Reading(1, 1.0, 2.5), 4, steady=True, idle=False)
+    assert pace.affords(1) and ask(pace, 300, 1.5, 1.4)[1] > 250
+    assert pace.choose(1, 4) == 0, "what quotes have gained is not the device's to lose"
+
+
+def test_losses_of_quotes_do_not_silence_the_device() -> None:
+    pace, steps = Pace(SIZES), Steps(two_cores)
+    steps.run(pace, 300, 0.9)
+    for _ in range(30):
+        pace.asked(Reading(1, 1.0, 3.0, 4.0), 1, 0)
+    assert not pace.affords(1)
+    assert steps.run(pace, 300, 0.9) > 1.8
+    assert not pace.affords(1), "nor does the host live on what the device gains"
+    pace.welcome(1, 1)
+    assert pace.affords(1)
+
+
+def test_a_step_in_which_both_drafted_is_booked_to_both() -> None:
+    """Together what it gained and took; the host's part is what its nodes are known to take and bring."""
+    pace = Pace((0, 4))
+    pace.rested(1, 1.0, 100)
+    for _ in range(60):
+        pace.asked(Reading(1, 1.0, 1.6, 4.0), 1, 0)
+    batch = pace._batches[1]
+    batch.host.credit = batch.device.credit = 0.0
+    pace.drafted(Reading(1, 3.0, 2.0, 4.0, quoted=2.0), 0, steady=False, idle=False)
+    assert batch.host.credit == pytest.approx(2.0 - 0.6, abs=0.05)
+    assert batch.device.credit + batch.host.credit == pytest.approx(3.0 - 1.5), "a step of no known form may surprise by a half"
+
+
+def test_what_a_new_form_takes_says_nothing_of_its_steps_to_come() -> None:
+    """To build and to record it may take many plain steps, for which nobody is silenced."""
+    pace = Pace((0, 4))
+    pace.rested(1, 1.0, 100)
+    for _ in range(10):
+        pace.drafted(Reading(1, 2.0, 9.0, fresh=True), 4, steady=True, idle=False)
+        _, price = pace.asked(Reading(1, 2.0, 9.0, 4.0, 1.0, fresh=True), 1, 0)
+    batch = pace._batches[1]
+    assert 4 not in batch.ratio and batch.device.credit > 0 and pace.affords(1) and price < 1
+    for _ in range(10):
+        pace.drafted(Reading(1, 2.0, 1.5), 4, steady=True, idle=False)
+    pace.drafted(Reading(1, 2.0, 9.0, fresh=True), 4, steady=True, idle=False)
+    assert batch.ratio[4] == pytest.approx(1.5)
+
+
 def test_nodes_worth_verifying_for_one_request() -> None:
     pace = Pace((0, 1, 2, 4, 8))
     assert pace.worth(1, 0.95) == 8
     pace.rested(1, 1.0)
     for _ in range(50):
-        pace.asked(1, 1, 0, 4.0, 2.0, 1.1)
+        pace.asked(Reading(1, 2.0, 1.1, 4.0), 1, 0)
     assert pace.worth(1, 0.95) == 8
     assert 1 <= pace.worth(1, 0.3) <= 3
     assert pace.worth(1, 0.0) == 1
     for _ in range(50):
-        pace.asked(1, 1, 0, 4.0, 2.0, 2.9)
+        pace.asked(Reading(1, 2.0, 2.9, 4.0), 1, 0)
     assert pace.worth(1, 0.5) == 1
 
 
@@ -263,8 +313,8 @@ def test_questions_without_an_answer_tell_that_plain_steps_have_become_shorter()
     pace = Pace(SIZES)
     ask(pace, 200, 1.5, 1.2)
     for _ in range(100):
-        pace.asked(1, 1, 0, 0.0, 1.0, 0.5)
-    saved, price = pace.asked(1, 1, 0, 4.0, 2.0, 1.2)
+        pace.asked(Reading(1, 1.0, 0.5, 0.0), 1, 0)
+    saved, price = pace.asked(Reading(1, 2.0, 1.2, 4.0), 1, 0)
     assert saved < 0
     assert price > 0.9
 
@@ -275,10 +325,10 @@ def test_what_is_known_of_plain_steps_does_not_stay_too_high() -> None:
     pace = Pace((0, 4))
     for seconds in (1.0, *[0.001] * 20):
         pace.rested(1, seconds)
-    assert pace.drafted(1, 4, 2.0, 0.0, steady=True, idle=False) == pytest.approx(0.002, rel=0.3), "seconds saved"
+    assert pace.drafted(Reading(1, 2.0, 0.0), 4, steady=True, idle=False) == pytest.approx(0.002, rel=0.3), "seconds saved"
     for _ in range(30):
-        pace.drafted(1, 4, 1.0, 0.0005, steady=True, idle=True)
-    assert pace.drafted(1, 4, 2.0, 0.0, steady=True, idle=False) == pytest.approx(0.001, rel=0.05)
+        pace.drafted(Reading(1, 1.0, 0.0005), 4, steady=True, idle=True)
+    assert pace.drafted(Reading(1, 2.0, 0.0), 4, steady=True, idle=False) == pytest.approx(0.001, rel=0.05)
 
 
 def test_bad_luck_of_a_later_node_is_forgotten() -> None:
@@ -313,6 +363,7 @@ def test_one_plain_step_may_stand_for_several() -> None:
     for pace in paces:
         batch = pace._batches[2]
         assert (batch.count, batch.plain) == (100, pytest.approx(0.003))
-        assert pace.drafted(2, 4, 3.0, 0.006, steady=True, idle=False) == pytest.approx(0.003)
+        assert pace.drafted(Reading(2, 3.0, 0.006), 4, steady=True, idle=False) == pytest.approx(0.003)
     one, other = (pace._batches[2] for pace in paces)
-    assert (one.spare, one.credit, one.won) == pytest.approx((other.spare, other.credit, other.won))
+    for account, same in ((one.device, other.device), (one.host, other.host)):
+        assert astuple(account) == pytest.approx(astuple(same))

@@ -197,5 +197,5 @@ def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeyp
         bench.run()
         assert bench.tokens[f"{number}", 0] == oracle(list(range(20)), 60)
     assert sum(plain) < len(plain), "some draft"
-    assert set(booked) == {1, 4} and len(booked) < 0.6 * sum(plain)
-    assert 0.8 * sum(plain) < sum(booked) < 1.1 * sum(plain)
+    assert max(booked) >= 8 and len(booked) < 0.4 * sum(plain)
+    assert 0.9 * sum(plain) < sum(booked) <= sum(plain)

@@ -150,7 +150,7 @@ class StepResult:
     the nodes kept, in the order of their depth.
     worth: index in the step -> nodes of what the device drafted in it that are worth verifying; without an entry all.
     scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
-    between the end of the step before and its begin.
+    between the end of the step before and its begin. fresh: part of that went into what later steps of its form are spared.
     lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
     error: the step failed; its rows end with this reason and nothing of it may be used.
     """
@@ -168,5 +168,6 @@ class StepResult:
     worth: dict[int, int] = field(default_factory=dict)
     device_s: float = 0.0
     gap_s: float = 0.0
+    fresh: bool = False
     lost: Sequence[int] = ()
     error: str | None = None

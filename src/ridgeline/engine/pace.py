@@ -1,11 +1,12 @@
 """How many nodes to draft, and when to ask: what promises most tokens per second, found out with a small share of the time.
 
 Nothing is assumed of the hardware. Times are counted in plain steps (steps without drafts) of batches alike, which moves them
-along as contexts grow. Two accounts, both in plain steps, bound what drafting costs:
+along as contexts grow. What the device drafts and what the host is asked for have an account each, so that the losses of one do not
+silence the other. Two sums in each, both in plain steps, bound what drafting costs:
 
 - `spare` is _SHARE of the time so far. A look at something else than what seems best is bought from it, at the price of what it is
   expected to lose: whatever is best, steps lose no more than that share against it.
-- `credit` is what drafting of any kind has really gained against plain steps, a share of whose time it is given. Without credit
+- `credit` is what such drafts have really gained against plain steps, a share of whose time it is given. Without credit
   nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share, _CREDIT steps, and what requests
   bring.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 _SHARE = 0.0125
 _CREDIT, _START = 4.0, 2.0
@@ -45,24 +47,25 @@ _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What is known of steps with about so many rows. plain: mean seconds of a plain one, 0 before any; count: readings. ratio: by
-    number of nodes, how many times as long a step is. node: what a node per row adds that the host drafted. asking: what a question
-    to a host drafter loses if it is asked to find out. size, left: what is drafted, and steps for which that stands; won: what it
-    has gained since. tried: the size looked at last."""
+class Reading(NamedTuple):
+    """A step that gave each of its rows `gained` tokens. nodes, quoted: nodes a row that the host had drafted, and tokens of those
+    gained that were theirs. fresh: it was the first of its form, or recorded for those to come, which will take less."""
 
-    plain: float = 0.0
-    count: int = 0
-    ratio: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    node: float = 0.05
-    asking: float = 0.15
+    rows: int
+    gained: float
+    seconds: float
+    nodes: float = 0.0
+    quoted: float = 0.0
+    fresh: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """What drafts of one kind may cost. won: what they have gained since somebody last looked."""
+
     spare: float = 1.0
     credit: float = _START
-    size: int = 0
-    left: int = 0
     won: float = 0.0
-    tried: int = 0
 
     def steps_to(self, price: float, keep: float = 0.0) -> int:
         """Plain steps after which a look can be paid, 0 if it can be now. keep: what must be left to spare."""
@@ -73,6 +76,36 @@ class _Batch:
         self.won += gained - took
         self.credit = min(_CREDIT, self.credit + gained - took)
         self.spare = min(_CREDIT, self.spare + _SHARE * took)
+
+    def forgive(self, share: float) -> None:
+        self.credit, self.spare = max(self.credit, share * _NEW_CREDIT), max(self.spare, share * _NEW_SPARE)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is known of steps with about so many rows. plain: mean seconds of a plain one, 0 before any; count: readings. ratio: by
+    number of nodes, how many times as long a step is. node: what a node per row adds that the host drafted. asking: what a question
+    to a host drafter loses if it is asked to find out. device, host: the accounts of what either drafts. size, left: what the device
+    drafts, and steps for which that stands. tried: the size looked at last."""
+
+    plain: float = 0.0
+    count: int = 0
+    ratio: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    node: float = 0.05
+    asking: float = 0.15
+    device: _Account = field(default_factory=_Account)
+    host: _Account = field(default_factory=_Account)
+    size: int = 0
+    left: int = 0
+    tried: int = 0
+
+    def took(self, step: Reading, most: float) -> float:
+        """Plain steps that a step took, at most so many."""
+        return min(step.seconds / max(self.plain, 1e-9), most)
+
+    def quoting(self, nodes: float) -> float:
+        """Plain steps that it adds to verify so many nodes a row of the host's: to verify at all about as long as two."""
+        return self.node * (nodes + 2) if nodes else 0.0
 
 
 @dataclass(slots=True)
@@ -97,15 +130,16 @@ class Pace:
             return found
         larger = min((other for other, one in self._batches.items() if other > key and one.count >= _WARM), default=0)
         known = self._batches.get(larger, _Batch())
-        own = replace(known, plain=0.0, ratio=dict(known.ratio), spare=1.0, credit=_START, left=0, won=0.0)
+        own = replace(known, plain=0.0, ratio=dict(known.ratio), device=_Account(), host=_Account(), left=0)
         self._batches[key] = own
         return own
 
     def welcome(self, rows: int, new: int) -> None:
         """Of so many rows some are new: what was learned may not hold for them."""
         batch, share = self._of(rows), min(1.0, new / rows)
+        batch.host.forgive(share)
         if min((ratio for size, ratio in batch.ratio.items() if size), default=0.0) < _DEAR:
-            batch.credit, batch.spare = max(batch.credit, share * _NEW_CREDIT), max(batch.spare, share * _NEW_SPARE)
+            batch.device.forgive(share)
 
     # --- what the device drafts ---------------------------------------------------------------------------------------
 
@@ -121,8 +155,9 @@ class Pace:
 
     def _begin(self, batch: _Batch, sizes: list[int]) -> None:
         """Choose for some steps: what is best, or a look at another size."""
-        won, batch.won = batch.won, 0.0
-        if batch.credit <= 0 or batch.count < _WARM:
+        account = batch.device
+        won, account.won = account.won, 0.0
+        if account.credit <= 0 or batch.count < _WARM:
             batch.size, batch.left = 0, _REST
             return
         best = max((size for size in sizes if size in batch.ratio), key=lambda size: self._rate(batch, size))
@@ -132,11 +167,11 @@ class Pace:
         other = self._other(batch, sizes, best)
         loses = 1 - self._rate(batch, other) / self._rate(batch, best)
         price = min(_CREDIT, max(_LEAST, _LOOK * loses * batch.ratio.get(other, 1.0)))
-        if other != best and (price <= batch.spare if best else not batch.steps_to(price)):
-            batch.spare -= price
+        if other != best and (price <= account.spare if best else not account.steps_to(price)):
+            account.spare -= price
             batch.size, batch.left, batch.tried = other, _LOOK, other
         else:
-            batch.size, batch.left = best, _REST if best else max(_REST, min(_LONGEST, batch.steps_to(price)))
+            batch.size, batch.left = best, _REST if best else max(_REST, min(_LONGEST, account.steps_to(price)))
 
     def _other(self, batch: _Batch, sizes: list[int], best: int) -> int:
         """What to look at: a size that was never tried if it could be best, beside none the one that promises most, beside
@@ -178,15 +213,15 @@ class Pace:
 
     def affords(self, rows: int) -> bool:
         """Whether a request may be asked because that pays."""
-        return self.fixed or self._of(rows).credit > 0
+        return self.fixed or self._of(rows).host.credit > 0
 
     def look(self, rows: int, *, new: bool) -> int:
         """Begin to ask for a request to find out, if that can be paid: for so many tokens. new: for the first time; others leave
         enough for that."""
         batch, price = self._of(rows), self._price(rows)
-        if not self.fixed and (batch.count < _WARM or batch.steps_to(price, 0.0 if new else price)):
+        if not self.fixed and (batch.count < _WARM or batch.host.steps_to(price, 0.0 if new else price)):
             return 0
-        batch.spare -= price
+        batch.host.spare -= price
         return _ASKS
 
     def _price(self, rows: int) -> float:
@@ -195,7 +230,7 @@ class Pace:
     def rest(self, rows: int, *, host: bool, device: bool) -> int:
         """Steps for which drafting is off, when nothing is drafted or asked now."""
         batch, price = self._of(rows), self._price(rows)
-        steps = max(_REST, min(_LONGEST, batch.steps_to(price, price))) if host else _LONGEST
+        steps = max(_REST, min(_LONGEST, batch.host.steps_to(price, price))) if host else _LONGEST
         if device:
             steps, batch.left = min(steps, batch.left), 0
         return steps
@@ -216,42 +251,41 @@ class Pace:
         batch.count += steps
         batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first of a process may take seconds
         batch.plain += max(_MEMORY, 1 / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
-        batch.book(steps, steps * (1.0 + _SHARE))
+        for account in (batch.device, batch.host):
+            account.book(steps, steps * (1.0 + _SHARE))
 
-    def drafted(self, rows: int, size: int, gained: float, seconds: float, *, steady: bool, idle: bool) -> float:
-        """A step that drafts on the device or verifies gave `rows` rows `gained` tokens each; steady: it verified `size` nodes
-        a row, or what of them was worth it, and as many were drafted; idle: it verified none. Returns the seconds saved."""
-        batch = self._of(rows)
-        if idle and seconds < batch.plain:  # a plain step takes less: what is known of those is old
-            batch.plain += 4 * _MEMORY * (seconds - batch.plain)
-        took = self._took(batch, size, seconds, _UNTRIED)
-        batch.book(took, gained)
-        ruined = size > 0 and batch.credit < -_CREDIT
-        if (steady and batch.left < _LOOK - _COLD) or ruined:
+    def drafted(self, step: Reading, size: int, *, steady: bool, idle: bool) -> float:
+        """A step that drafts on the device or verifies; steady: it verified `size` nodes a row, or what of them was worth it, and as
+        many were drafted; idle: it verified none. Returns the seconds saved."""
+        batch = self._of(step.rows)
+        if idle and step.seconds < batch.plain:  # a plain step takes less: what is known of those is old
+            batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
+        known = batch.ratio.get(size)
+        batch.plain = batch.plain or step.seconds / (known or 1.0)
+        took = batch.took(step, (known or 1.0) if step.fresh else _SURPRISE * (known or _UNTRIED))
+        quoting = batch.quoting(step.nodes)
+        batch.host.book(quoting, step.quoted)
+        batch.device.book(took - quoting, step.gained - step.quoted)
+        ruined = size > 0 and batch.device.credit < -_CREDIT
+        if (steady and not step.fresh and batch.left < _LOOK - _COLD) or ruined:
             batch.ratio[size] = took + (1 - 4 * _MEMORY) * (batch.ratio.get(size, took) - took)
         if ruined:  # before the look was over
             batch.left = 0
-        return (gained - took) * batch.plain
+        return (step.gained - took) * batch.plain
 
-    def asked(
-        self, rows: int, questions: int, looks: int, nodes: float, gained: float, seconds: float
-    ) -> tuple[float, float]:
-        """A step for which the host was asked for so many requests, for `looks` of them to find out, and which verified `nodes`
-        nodes a row of its. Returns the seconds saved, and the tokens that each question must have gained to pay."""
-        batch, each = self._of(rows), rows / questions
-        if not nodes and seconds < batch.plain:
+    def asked(self, step: Reading, questions: int, looks: int) -> tuple[float, float]:
+        """A step for which the host was asked for so many requests, for `looks` of them to find out, and the device drafted nothing.
+        Returns the seconds saved, and the tokens that each question must have gained to pay."""
+        batch, each = self._of(step.rows), step.rows / questions
+        if not step.nodes and step.seconds < batch.plain:
             # Nothing was said, so a plain step would have taken less: what is known of those is old.
-            batch.plain += 4 * _MEMORY * (seconds - batch.plain)
-        took = self._took(batch, -1, seconds, _ASKED)
-        batch.book(took, gained)
+            batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
+        batch.plain = batch.plain or step.seconds
+        took = batch.took(step, 1 + batch.quoting(step.nodes) if step.fresh else _SURPRISE * _ASKED)
+        batch.host.book(took, step.gained)
+        batch.device.book(took, took)
         if looks == questions:
-            batch.asking += _MEMORY * (max(0.0, took - gained) * each - batch.asking)
-        if nodes:
-            # To verify at all takes about as long as two nodes.
-            batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (nodes + 2) - batch.node)
-        return (gained - took) * batch.plain, max(_FREE, (took - 1) * each)
-
-    def _took(self, batch: _Batch, size: int, seconds: float, untried: float) -> float:
-        """Plain steps that a step with so many nodes took, -1: whatever the host drafted. untried: what a first one may take."""
-        batch.plain = batch.plain or seconds / batch.ratio.get(size, 1.0)
-        return min(seconds / max(batch.plain, 1e-9), _SURPRISE * batch.ratio.get(size, untried))
+            batch.asking += _MEMORY * (max(0.0, took - step.gained) * each - batch.asking)
+        if step.nodes and not step.fresh:
+            batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (step.nodes + 2) - batch.node)
+        return (step.gained - took) * batch.plain, max(_FREE, (took - 1) * each)

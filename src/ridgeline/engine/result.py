@@ -57,13 +57,14 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 @dataclass(slots=True)
 class Pending:
     """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive. lost:
-    places in the step whose rows the device does not hold."""
+    places in the step whose rows the device does not hold. fresh: see StepResult."""
 
     plan: StepPlan
     batch: Batch
     outcome: Outcome
     clock: Clock
     lost: Sequence[int] = ()
+    fresh: bool = False
 
     @classmethod
     def of(
@@ -88,7 +89,7 @@ class Pending:
         seconds = self.clock.wait()
         plan, shape = self.plan, self.batch.shape
         result = without(plan, None)
-        result.device_s, result.lost = seconds, self.lost
+        result.device_s, result.lost, result.fresh = seconds, self.lost, self.fresh
         places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
         # A graph's batch is padded at the end.
         found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]

@@ -38,6 +38,9 @@ BATCHES = 64
 """Batches kept without graphs: a request alone has one for each number of its drafts, and comes back to each, as whoever sits in
 its row after it does."""
 
+RECORDED = 2
+"""Steps of a batch without graphs that take longer than those to come: one builds it, one is recorded (Ops.again)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -82,15 +85,16 @@ class _Uncaptured:
     def replay(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Built:
     """A batch, to be used again while nothing but lengths changes. plan: the first one it served. graph: its forward graph's
-    padding, None if it runs without; run(bound): the step without graphs."""
+    padding, None if it runs without; run(bound): the step without graphs, recorded the second time; served: how often."""
 
     plan: StepPlan
     batch: Batch
     graph: Room | None
     run: Callable[[int], Outcome]
+    served: int = 0
 
 
 class Runner:
@@ -236,7 +240,10 @@ class Runner:
         if built.plan is plan:
             self._remember(built)
         self._built = plan, built
-        return Pending.of(plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.to_host, lost)
+        built.served += 1
+        pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.to_host, lost)
+        pending.fresh = built.graph is None and built.served <= RECORDED
+        return pending
 
     def _repeated(self, plan: StepPlan) -> _Built | None:
         """The batch of an earlier step that serves this one."""

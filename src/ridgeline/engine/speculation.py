@@ -14,7 +14,7 @@ from operator import attrgetter
 from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter, repeats
 from ridgeline.core.plan import StepResult
 from ridgeline.engine.flight import FlyingStep, Share
-from ridgeline.engine.pace import Pace
+from ridgeline.engine.pace import Pace, Reading
 from ridgeline.engine.request import Request
 
 
@@ -61,12 +61,12 @@ _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
 _PRICE = 0.15
 """Plain steps that a question takes, where the device drafts as well and nobody can tell."""
-_BOOKED = 4
+_BOOKED = 8
 """While drafting rests, one in so many steps stands for all."""
 _BETWEEN = 32
 """Tokens of a request after which it is asked again whether its text can be quoted."""
 _GLANCE, _HOPE = 4, 0.5
-"""Steps without drafts after which requests are looked at again for whether their last tokens repeat; tokens that a question is
+"""Steps of a rest after which requests are looked at again for whether their last tokens repeat; tokens that a question is
 expected to win then."""
 
 
@@ -102,7 +102,7 @@ class Drafts(Speculation):
         self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
         """The first nodes of the device's draft that are a chain."""
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
-        self._rest = self._waiting = self._new = 0
+        self._rest = self._waiting = self._new = self._plain = 0
         self._asked: list[Request] = []
         self._quoted = 0.0
         """What a question won lately that was asked to find out: what is expected for a new request."""
@@ -176,7 +176,7 @@ class Drafts(Speculation):
     def ahead(self, step: FlyingStep) -> None:
         if self.resting:
             self._rest -= 1
-            self.resting = self._rest > 0 and not step.plan.joins
+            self.resting = self._rest > 0 and not (step.plan.joins or self._glance(step))
             return
         device, plan, rows = self._device, step.plan, sum(step.plan.samples)
         self._rows, self._pace = max(1, rows), self._paces[any(map(_HEAT, step.requests))]
@@ -197,9 +197,13 @@ class Drafts(Speculation):
             self._offer(step, device)
         if rows and not (step.drafting or waiting or plan.joins or self.reach):
             self._rest = self._pace.rest(rows, host=self._host is not None, device=device is not None)
-            if self._host is not None and self._host.quotes:
-                self._rest = min(_GLANCE, self._rest)
             self.resting = self._rest > 0
+
+    def _glance(self, step: FlyingStep) -> bool:
+        """Whether somebody's text is worth a question all at once. Steps that rest are not thought over for that."""
+        if self._host is None or self._rest % _GLANCE or not (self._host.quotes and self._pace.affords(self._rows)):
+            return False
+        return any(request.quoted > 0 and repeats(request.tokens) for request in step.requests)
 
     def _offer(self, step: FlyingStep, device: OnDevice) -> None:
         """Note what the step drafts for each of its requests."""
@@ -226,6 +230,7 @@ class Drafts(Speculation):
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
+        self._plain += not step.drafting
         if self.resting and not step.drafting and self._rest % _BOOKED:
             return 0.0
         for place, worth in result.worth.items():
@@ -239,17 +244,19 @@ class Drafts(Speculation):
             return 0.0
         seconds = result.device_s + result.gap_s
         if not step.drafting:
-            self._pace.rested(rows, seconds, _BOOKED if self.resting else 1)
+            if not result.fresh:
+                self._pace.rested(rows, seconds, self._plain)
+                self._plain = 0
             return 0.0
-        gained = len(result.tokens) / rows
+        nodes = sum(node != DEVICE for node in plan.drafts) if step.asked else 0
+        quoted = sum(one.gained for one in step.asked)
+        read = Reading(rows, len(result.tokens) / rows, seconds, nodes / rows, quoted / rows, result.fresh)
         if step.asked and not (plan.ahead or step.size):
-            looking = sum(map(_looking, step.asked))
-            nodes = len(plan.drafts) / rows
-            saved, price = self._pace.asked(rows, len(step.asked), looking, nodes, gained, seconds)
+            saved, price = self._pace.asked(read, len(step.asked), sum(map(_looking, step.asked)))
         else:
             # A step that drafts otherwise than it verifies tells nothing of either size.
-            steady, idle = not step.asked and plan.ahead == step.size, not any(plan.n_draft)
-            saved, price = self._pace.drafted(rows, step.size, gained, seconds, steady=steady, idle=idle), _PRICE
+            steady, idle = not step.asked and plan.ahead == step.size, not plan.drafts
+            saved, price = self._pace.drafted(read, step.size, steady=steady, idle=idle), _PRICE
         for request in step.asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
             if _looking(request):
