@@ -5,8 +5,11 @@
 FOLDER holds spec_bench.jsonl and humaneval.jsonl; held-out text is in the repository. Three ways to write: greedy, at temperature
 0.8, and forced, where the target says what stands in a real text whatever it computes, since a small model's greedy text
 loops and flatters every drafter (the share of greedy answers that loop is a row's `loop_rate`). copy: forced answers that quote
-their prompt, some words changed. Plain and drafted runs of a prompt follow each other; tok_s counts from the first token on.
+their prompt, some words changed. Plain and drafted runs of a prompt follow each other. tok_s: without steps that read prompts.
 accepted_len: tokens gained per step, steps without a draft among them, because a drafter that does not pay is off.
+
+With --batch 8 --each 24, say, requests come and go: all of a kind, 8 at a time, who ends makes room for the next. They are of
+different lengths (a quarter to all of 128 tokens), so that plain ones do not end together, and tok_s counts while 8 are open.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops.rows import Int, RowState, Spread
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Submit
+from ridgeline.wire.messages import StepStats, Submit
 
 ASSETS = shipped_model().parent
 WAYS = {
@@ -62,41 +65,48 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sum:
-    """Of all prompts of one kind: tokens behind the first, their seconds, the steps that made them, texts that loop."""
+    """Of all prompts of one kind: tokens of steps that read no prompt, their seconds, their number, texts that loop."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     loops: list[bool] = field(default_factory=list)
 
+    def add(self, other: Sum) -> None:
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.steps += other.steps
+        self.loops += other.loops
+
 
 class Text:
-    """What the target is made to say: of all rows alike, the token at each place; None: what it draws."""
+    """What the target is made to say, by row and place; nothing: what it draws."""
 
     def __init__(self) -> None:
-        self.tokens: torch.Tensor | None = None
+        self.said: dict[int, torch.Tensor] = {}
         self._held: dict[torch.Size, torch.Tensor] = {}
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def say(self, tokens: Sequence[int]) -> None:
-        """From now on; nothing: what is drawn."""
-        self.tokens = torch.tensor(tokens, dtype=torch.int32) if tokens else None
+    def say(self, row: int, tokens: Sequence[int]) -> None:
+        """From now on, in this row."""
+        self.said[row] = torch.tensor(tokens, dtype=torch.int32)
         for held in self._held.values():
-            self._write(held)
+            self._write(held[row], self.said[row])
 
-    def _write(self, held: torch.Tensor) -> None:
+    @staticmethod
+    def _write(held: torch.Tensor, tokens: torch.Tensor) -> None:
         """At each place what is to be said behind it, as it goes on at its end."""
-        if self.tokens is not None:
-            held.fill_(int(self.tokens[-1]))
-            held[:, : len(self.tokens) - 1] = self.tokens[1:]
+        held.fill_(int(tokens[-1]))
+        held[: len(tokens) - 1] = tokens[1:]
 
     def _behind(self, rows: RowState) -> RowState:
         """Rows that hold it, in the same memory for every text, so that recorded steps serve the next one too."""
         shape = rows.tokens.shape
         if shape not in self._held:
             with torch.inference_mode(False):  # what is made within could not be written to outside
-                self._held[shape] = torch.empty(shape, dtype=torch.int32)
-            self._write(self._held[shape])
+                self._held[shape] = torch.zeros(shape, dtype=torch.int32)
+            for row, tokens in self.said.items():
+                self._write(self._held[shape][row], tokens)
         return replace(rows, tokens=self._held[shape])
 
     def _nodes(self, ragged: Ragged, wide: int) -> Spread:
@@ -116,7 +126,7 @@ class Text:
 
         def drawn_of(step: Any, batch: Any, hidden: Any, bound: int, learn: bool | None) -> Any:
             drawn, logprobs = plain(step, batch, hidden, bound, learn)
-            if self.tokens is None:
+            if not self.said:
                 return drawn, logprobs
             ragged, wide = batch.ragged, batch.shape.wide
             if ragged is None or batch.even:
@@ -124,8 +134,9 @@ class Text:
                 return step.ops.gather(self._behind(step.rows.state), batch.sampled, spread).tokens, logprobs
             # Rows that read a prompt beside rows that verify: nothing that is recorded.
             node = torch.arange(wide) if ragged.tree is None else ragged.tree.depth.view(-1, wide)
-            place = (step.rows.ints[batch.sampled, Int.KNOWN].unsqueeze(1) + node).flatten()
-            return self.tokens[place.clamp(max=len(self.tokens) - 1)], logprobs
+            place = step.rows.ints[batch.sampled, Int.KNOWN].unsqueeze(1) + node
+            held = self._behind(step.rows.state).tokens
+            return held[batch.sampled.unsqueeze(1), (place - 1).clamp(max=held.shape[1] - 1)].flatten(), logprobs
 
         device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:
@@ -139,31 +150,50 @@ def loops(tokens: Sequence[int]) -> bool:
     return len(tail) == TAIL and any(tail[period:] == tail[:-period] for period in range(1, PERIOD + 1))
 
 
-def run(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temperature: float, total: Sum) -> None:
-    """Prompts at once, `length` tokens each, twice; the faster run counts, since whatever disturbs one makes it longer."""
-    first, second = (_once(engine, prompts, length, temperature) for _ in range(2))
-    best = min(first, second, key=lambda one: one.seconds)
-    total.tokens += best.tokens
-    total.seconds += best.seconds
-    total.steps += best.steps
-    total.loops += best.loops
+class Timed:
+    """An engine whose steps are counted while `full`, but for those that read prompts."""
 
+    def __init__(self, option: str, threads: int | None) -> None:
+        config = EngineConfig(speculate=option, device="cpu", threads=threads, max_num_seqs=16)
+        self.engine = LocalEngine.start(ModelConfig(), config, on_step=self._step)
+        self.full, self.count, self._last = False, Sum(), 0.0
 
-def _once(engine: LocalEngine, prompts: Sequence[Sequence[int]], length: int, temperature: float) -> Sum:
-    sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7)
-    for index, tokens in enumerate(prompts):
-        engine.submit(Submit(f"{time.monotonic_ns()}-{index}", list(tokens), sampling, time.time(), cache=False))
-    said: dict[str, list[int]] = defaultdict(list)
-    began, first = 0.0, 0
-    frames = 0
-    for delta in engine.news():
-        said[delta.id] += delta.tokens
-        if not began and len(said) == len(prompts):
-            began, first, frames = time.perf_counter(), sum(map(len, said.values())), 0
-        elif began:
-            frames += 1
-    seconds = time.perf_counter() - began
-    return Sum(sum(map(len, said.values())) - first, seconds, frames, [loops(one) for one in said.values()])
+    def _step(self, stats: StepStats) -> None:
+        now = time.perf_counter()
+        if self.full and stats.steps and not stats.prompt_tokens:
+            self.count.tokens += stats.output_tokens
+            self.count.seconds += now - self._last
+            self.count.steps += 1
+        self._last = now
+
+    def run(self, work: Sequence[Prompt], forced: bool, temperature: float, batch: int, text: Text) -> Sum:
+        """Answers to all, `batch` at a time."""
+        self.count, said, chance = Sum(), dict[str, list[int]](), random.Random(len(work))
+        waiting, scheduler = list(enumerate(work))[::-1], self.engine.engine.loop.scheduler
+        text.said.clear()
+
+        def submit() -> None:
+            number, one = waiting.pop()
+            if forced:  # the row that it will sit in
+                text.say(scheduler._free_rows[-1 - len(scheduler.waiting)], one.tokens + one.answer)
+            length = min(OUTPUT, len(one.answer)) if forced else OUTPUT
+            if batch > 1:
+                length = chance.randint(length // 4, length)
+            sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7 + number)
+            said[name := f"{time.monotonic_ns()}-{number}"] = []
+            self.engine.submit(Submit(name, list(one.tokens), sampling, time.time(), cache=False))
+
+        for _ in range(min(batch, len(waiting))):
+            submit()
+        self.full = True
+        for delta in self.engine.news():
+            said[delta.id] += delta.tokens
+            if delta.finish and waiting:
+                submit()
+            elif delta.finish:
+                self.full = False
+        self.full, self.count.loops = False, [loops(one) for one in said.values()]
+        return self.count
 
 
 def prompts(data: Path, each: int) -> list[Prompt]:
@@ -184,38 +214,44 @@ def prompts(data: Path, each: int) -> list[Prompt]:
     return [one for kind in kinds for one in [one for one in found if one.work == kind][:each]]
 
 
-def writings(one: Prompt) -> list[tuple[str, float, list[int]]]:
-    """(how, temperature, forced answer) of the ways in which a prompt is answered."""
+def writings(one: Prompt) -> list[tuple[str, float]]:
+    """(how, temperature) of the ways in which a prompt is answered."""
     # Drafts are the likeliest tokens then: noise that a drafter shares with the target says nothing of a text neither drew.
-    forced = [("forced", 0.0, one.answer)] if one.answer else []
+    forced = [("forced", 0.0)] if one.answer else []
     if one.work.startswith("copy"):
         return forced
-    return [("greedy", 0.0, []), ("sampled", 0.8, []), *forced]
+    return [("greedy", 0.0), ("sampled", 0.8), *forced]
 
 
-def measure(args: argparse.Namespace, engines: dict[str, LocalEngine], text: Text) -> dict[tuple[str, str, str], Sum]:
+def measure(args: argparse.Namespace, engines: dict[str, Timed], text: Text) -> dict[tuple[str, str, str], Sum]:
     """By (way of drafting, work, writing)."""
     found: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
-    work = [(number, one, *way) for number, one in enumerate(prompts(args.data, args.each)) for way in writings(one)]
+    kinds: dict[tuple[str, str, float], list[Prompt]] = defaultdict(list)
+    for one in prompts(args.data, args.each):
+        for how, temperature in writings(one):
+            kinds[one.work, how, temperature].append(one)
+    alone = args.batch == 1
+    groups = [(kind, part) for kind, work in kinds.items() for part in ([[one] for one in work] if alone else [work])]
     for dictated in (False, True):
-        for engine in engines.values():
-            engine.engine.loop.runner._forget()  # type: ignore[attr-defined]  # a recorded step draws, or is dictated to
-        for number, one, how, temperature, answer in work:
-            if bool(answer) != dictated:
+        for timed in engines.values():
+            timed.engine.engine.loop.runner._forget()  # type: ignore[attr-defined]  # a recorded step draws, or is dictated to
+        for number, ((work, how, temperature), part) in enumerate(groups):
+            if (how == "forced") != dictated:
                 continue
-            text.say(one.tokens + answer if answer else ())
-            length = min(OUTPUT, len(answer)) if answer else OUTPUT
             names = list(engines)
             # Who comes first changes, so that no way is always measured on a warmer machine.
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                run(engines[name], [one.tokens] * args.batch, length, temperature, found[name, one.work, how])
+                # The faster of two runs counts, since whatever disturbs one makes it longer.
+                runs = [engines[name].run(part, dictated, temperature, args.batch, text) for _ in range(2)]
+                found[name, work, how].add(min(runs, key=lambda one: one.seconds / max(1, one.tokens)))
     return found
 
 
 def added(parts: Sequence[Sum]) -> Sum:
-    texts = [loop for part in parts for loop in part.loops]
-    tokens, seconds = sum(part.tokens for part in parts), sum(part.seconds for part in parts)
-    return Sum(tokens, seconds, sum(part.steps for part in parts), texts)
+    total = Sum()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
@@ -241,7 +277,7 @@ def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> It
             "ratio": round(tok_s / plain_tok_s, 3),
             "accepted_len": round(own.tokens / max(1, own.steps), 3) if args.batch == 1 else None,
             "loop_rate": round(sum(own.loops) / len(own.loops), 3) if how == "greedy" else None,
-            "prompts": len(own.loops) // args.batch,
+            "prompts": len(own.loops),
         }
 
 
@@ -250,7 +286,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--each", type=int, default=3, help="prompts of each kind of work")
-    parser.add_argument("--batch", type=int, default=1, help="copies of a prompt that run at once")
+    parser.add_argument("--batch", type=int, default=1, help="requests open at once; give --each more than that")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", default="benchmarks/results/speculation.json")
@@ -258,9 +294,7 @@ def main() -> None:
     text = Text()
     with text.dictate():
         engines = {
-            name: LocalEngine.start(
-                ModelConfig(), EngineConfig(speculate=option, device="cpu", threads=args.threads, max_num_seqs=16)
-            )
+            name: Timed(option, args.threads)
             for name, option in {"plain": "", **{name: WAYS[name] for name in args.ways.split(",")}}.items()
         }
         found = measure(args, engines, text)
