@@ -22,11 +22,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 _SHARE = 0.0125
-_CREDIT, _START = 4.0, 2.0
+_CREDIT, _START = 5.0, 2.0
 """Steps of credit at most, and at first."""
 _NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
 """What a request that is alone has of both when it comes; in a batch its share of that."""
-_DEAR = 2.0
+_BUILDING = 16.0
+"""Plain steps that may go, once, into the first steps of their forms: what those take longer than steps to come is no loss."""
+_DEAR = 3.0
 """Plain steps from which on the shortest step with drafts leaves a debt that nobody new is forgiven."""
 _WARM = 16
 """Plain steps before anything is tried: the first ones of an engine are slow."""
@@ -84,9 +86,9 @@ class _Account:
 @dataclass(slots=True)
 class _Batch:
     """What is known of steps with about so many rows. plain: mean seconds of a plain one, 0 before any; count: readings. ratio: by
-    number of nodes, how many times as long a step is. node: what a node per row adds that the host drafted. asking: what a question
-    to a host drafter loses if it is asked to find out. device, host: the accounts of what either drafts. size, left: what the device
-    drafts, and steps for which that stands. tried: the size looked at last."""
+    number of nodes, how many times as long a step is. node: what a node per row adds that the host drafted. asking: what a
+    question to a host drafter loses if it is asked to find out. device, host: the accounts of what either drafts. size, left: what
+    the device drafts, and steps for which that stands. tried: the size looked at last. building: see _BUILDING."""
 
     plain: float = 0.0
     count: int = 0
@@ -98,10 +100,16 @@ class _Batch:
     size: int = 0
     left: int = 0
     tried: int = 0
+    building: float = _BUILDING
 
-    def took(self, step: Reading, most: float) -> float:
-        """Plain steps that a step took, at most so many."""
-        return min(step.seconds / max(self.plain, 1e-9), most)
+    def took(self, step: Reading, known: float, most: float) -> float:
+        """Plain steps that a step took, at most so many. known: what steps like it take, which is all that counts of a fresh one
+        while there is something for building."""
+        took = min(step.seconds / max(self.plain, 1e-9), most)
+        if step.fresh and took > known:
+            free = min(took - known, self.building)
+            self.building, took = self.building - free, took - free
+        return took
 
     def quoting(self, nodes: float) -> float:
         """Plain steps that it adds to verify so many nodes a row of the host's: to verify at all about as long as two."""
@@ -255,33 +263,34 @@ class Pace:
             account.book(steps, steps * (1.0 + _SHARE))
 
     def drafted(self, step: Reading, size: int, *, steady: bool, idle: bool) -> float:
-        """A step that drafts on the device or verifies; steady: it verified `size` nodes a row, or what of them was worth it, and as
-        many were drafted; idle: it verified none. Returns the seconds saved."""
+        """A step that drafts on the device or verifies; steady: it verified `size` nodes a row, or what of them was worth it, and
+        as many were drafted; idle: it verified none. Returns the seconds saved."""
         batch = self._of(step.rows)
         if idle and step.seconds < batch.plain:  # a plain step takes less: what is known of those is old
             batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
-        known = batch.ratio.get(size)
+        known = batch.ratio.get(size) if size else max(batch.ratio.values())
         batch.plain = batch.plain or step.seconds / (known or 1.0)
-        took = batch.took(step, (known or 1.0) if step.fresh else _SURPRISE * (known or _UNTRIED))
+        took = batch.took(step, known or 1.0, _SURPRISE * (known or _UNTRIED))
         quoting = batch.quoting(step.nodes)
         batch.host.book(quoting, step.quoted)
         batch.device.book(took - quoting, step.gained - step.quoted)
-        ruined = size > 0 and batch.device.credit < -_CREDIT
-        if (steady and not step.fresh and batch.left < _LOOK - _COLD) or ruined:
+        ruined = size > 0 and batch.device.credit <= 0
+        warm = steady and batch.left < _LOOK - _COLD
+        if not step.fresh and (warm or (ruined and size not in batch.ratio)):
             batch.ratio[size] = took + (1 - 4 * _MEMORY) * (batch.ratio.get(size, took) - took)
         if ruined:  # before the look was over
             batch.left = 0
         return (step.gained - took) * batch.plain
 
     def asked(self, step: Reading, questions: int, looks: int) -> tuple[float, float]:
-        """A step for which the host was asked for so many requests, for `looks` of them to find out, and the device drafted nothing.
-        Returns the seconds saved, and the tokens that each question must have gained to pay."""
+        """A step for which the host was asked for so many requests, for `looks` of them to find out, and the device drafted
+        nothing. Returns the seconds saved, and the tokens that each question must have gained to pay."""
         batch, each = self._of(step.rows), step.rows / questions
         if not step.nodes and step.seconds < batch.plain:
             # Nothing was said, so a plain step would have taken less: what is known of those is old.
             batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
         batch.plain = batch.plain or step.seconds
-        took = batch.took(step, 1 + batch.quoting(step.nodes) if step.fresh else _SURPRISE * _ASKED)
+        took = batch.took(step, 1 + batch.quoting(step.nodes), _SURPRISE * _ASKED)
         batch.host.book(took, step.gained)
         batch.device.book(took, took)
         if looks == questions:

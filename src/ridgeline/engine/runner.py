@@ -249,7 +249,10 @@ class Runner:
         """The batch of an earlier step that serves this one."""
         if self._built is not None and plan.repeats(self._built[0]):
             return self._built[1]
-        return self._known.get(plan.form(self._residents.kinds)) if self._known else None
+        form = plan.form(self._residents.kinds) if self._known else None
+        if (found := self._known.pop(form, None)) is not None:
+            self._known[form] = found  # the last one of those of late
+        return found
 
     def _remember(self, built: _Built) -> None:
         form = None if self._graphs is not None or built.batch.shape.chunked else built.plan.form(self._residents.kinds)
