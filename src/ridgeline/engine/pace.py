@@ -1,8 +1,8 @@
 """How many nodes to draft, and when to ask: what promises most tokens per second, found out with a small share of the time.
 
 Nothing is assumed of the hardware. Times are counted in plain steps (steps without drafts) of batches alike, which moves them
-along as contexts grow. What the device drafts and what the host is asked for have an account each, so that the losses of one do not
-silence the other. Two sums in each, both in plain steps, bound what drafting costs:
+along as contexts grow. What the device drafts and what the host is asked for have an account each, so that the losses of one do
+not silence the other. Two sums in each, both in plain steps, bound what drafting costs:
 
 - `spare` is _SHARE of the time so far. A look at something else than what seems best is bought from it, at the price of what it is
   expected to lose: whatever is best, steps lose no more than that share against it.
@@ -27,7 +27,7 @@ _CREDIT, _START = 5.0, 2.0
 _NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
 """What a request that is alone has of both when it comes; in a batch its share of that."""
 _BUILDING = 16.0
-"""Plain steps that may go, once, into the first steps of their forms: what those take longer than steps to come is no loss."""
+"""Plain steps by which the first steps of a form may, once, take longer than those to come without that being a loss."""
 _DEAR = 3.0
 """Plain steps from which on the shortest step with drafts leaves a debt that nobody new is forgiven."""
 _WARM = 16
@@ -102,14 +102,13 @@ class _Batch:
     tried: int = 0
     building: float = _BUILDING
 
-    def took(self, step: Reading, known: float, most: float) -> float:
-        """Plain steps that a step took, at most so many. known: what steps like it take, which is all that counts of a fresh one
-        while there is something for building."""
-        took = min(step.seconds / max(self.plain, 1e-9), most)
-        if step.fresh and took > known:
-            free = min(took - known, self.building)
-            self.building, took = self.building - free, took - free
-        return took
+    def took(self, step: Reading, known: float, most: float) -> tuple[float, bool]:
+        """Plain steps that a step took, at most so many, and whether it says what those like it take. known: what they do, which
+        is all that counts of a fresh one while there is something for building."""
+        took, says = min(step.seconds / max(self.plain, 1e-9), most), not (step.fresh and self.building)
+        free = 0.0 if says else min(max(0.0, took - known), self.building)
+        self.building -= free
+        return took - free, says
 
     def quoting(self, nodes: float) -> float:
         """Plain steps that it adds to verify so many nodes a row of the host's: to verify at all about as long as two."""
@@ -270,13 +269,12 @@ class Pace:
             batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
         known = batch.ratio.get(size) if size else max(batch.ratio.values())
         batch.plain = batch.plain or step.seconds / (known or 1.0)
-        took = batch.took(step, known or 1.0, _SURPRISE * (known or _UNTRIED))
+        took, says = batch.took(step, known or 1.0, _SURPRISE * (known or _UNTRIED))
         quoting = batch.quoting(step.nodes)
         batch.host.book(quoting, step.quoted)
         batch.device.book(took - quoting, step.gained - step.quoted)
         ruined = size > 0 and batch.device.credit <= 0
-        warm = steady and batch.left < _LOOK - _COLD
-        if not step.fresh and (warm or (ruined and size not in batch.ratio)):
+        if says and ((steady and batch.left < _LOOK - _COLD) or (ruined and size not in batch.ratio)):
             batch.ratio[size] = took + (1 - 4 * _MEMORY) * (batch.ratio.get(size, took) - took)
         if ruined:  # before the look was over
             batch.left = 0
@@ -290,11 +288,11 @@ class Pace:
             # Nothing was said, so a plain step would have taken less: what is known of those is old.
             batch.plain += 4 * _MEMORY * (step.seconds - batch.plain)
         batch.plain = batch.plain or step.seconds
-        took = batch.took(step, 1 + batch.quoting(step.nodes), _SURPRISE * _ASKED)
+        took, says = batch.took(step, 1 + batch.quoting(step.nodes), _SURPRISE * _ASKED)
         batch.host.book(took, step.gained)
         batch.device.book(took, took)
         if looks == questions:
             batch.asking += _MEMORY * (max(0.0, took - step.gained) * each - batch.asking)
-        if step.nodes and not step.fresh:
+        if step.nodes and says:
             batch.node += 2 * _MEMORY * (max(0.0, took - 1) / (step.nodes + 2) - batch.node)
         return (step.gained - took) * batch.plain, max(_FREE, (took - 1) * each)
