@@ -25,9 +25,10 @@ _SHARE = 0.0125
 _CREDIT, _START = 5.0, 2.0
 """Steps of credit at most, and at first."""
 _NEW_CREDIT, _NEW_SPARE = 0.5, 0.3
-"""What a request that is alone has of both when it comes; in a batch its share of that."""
+"""What a request that is alone has of both when it comes, whatever was owed; in a batch it counts by its share."""
 _BUILDING = 16.0
-"""Plain steps by which the first steps of a form may, once, take longer than those to come without that being a loss."""
+"""Plain steps by which the first steps of a form may, once, take longer than those to come without that being a loss, where one
+request is alone; of more rows, whose forms seldom come again, a share."""
 _DEAR = 3.0
 """Plain steps from which on the shortest step with drafts leaves a debt that nobody new is forgiven."""
 _WARM = 16
@@ -80,7 +81,9 @@ class _Account:
         self.spare = min(_CREDIT, self.spare + _SHARE * took)
 
     def forgive(self, share: float) -> None:
-        self.credit, self.spare = max(self.credit, share * _NEW_CREDIT), max(self.spare, share * _NEW_SPARE)
+        """Such a share of the requests is new."""
+        self.credit += share * max(0.0, _NEW_CREDIT - self.credit)
+        self.spare += share * max(0.0, _NEW_SPARE - self.spare)
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class _Batch:
     size: int = 0
     left: int = 0
     tried: int = 0
-    building: float = _BUILDING
+    building: float = 0.0
 
     def took(self, step: Reading, known: float, most: float) -> tuple[float, bool]:
         """Plain steps that a step took, at most so many, and whether it says what those like it take. known: what they do, which
@@ -138,6 +141,7 @@ class Pace:
         larger = min((other for other, one in self._batches.items() if other > key and one.count >= _WARM), default=0)
         known = self._batches.get(larger, _Batch())
         own = replace(known, plain=0.0, ratio=dict(known.ratio), device=_Account(), host=_Account(), left=0)
+        own.building = _BUILDING / rows
         self._batches[key] = own
         return own
 
@@ -232,7 +236,7 @@ class Pace:
         return _ASKS
 
     def _price(self, rows: int) -> float:
-        return max(_LEAST, min(_CREDIT, _ASKS * self._of(rows).asking)) / rows
+        return min(_CREDIT, max(_LEAST, _ASKS * self._of(rows).asking) / rows)
 
     def rest(self, rows: int, *, host: bool, device: bool) -> int:
         """Steps for which drafting is off, when nothing is drafted or asked now."""
@@ -257,7 +261,7 @@ class Pace:
         batch = self._of(rows)
         batch.count += steps
         batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first of a process may take seconds
-        batch.plain += max(_MEMORY, 1 / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
+        batch.plain += max(_MEMORY, steps / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
         for account in (batch.device, batch.host):
             account.book(steps, steps * (1.0 + _SHARE))
 
