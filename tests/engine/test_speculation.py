@@ -119,6 +119,28 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(quotes: bool, mon
     assert asked and any(token % 2 for token in asked) is not quotes
 
 
+@pytest.mark.parametrize("glances", [False, True])
+def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who begins to repeat what was said is asked within a few steps, however long drafting was to be off; nobody else is."""
+    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 64)
+    monkeypatch.setattr(speculation, "repeats", lambda tokens: glances and len(tokens) >= 50)
+    asked: list[int] = []
+
+    class Noted(Host):
+        def start(self, tokens: Sequence[int]) -> Listener:
+            asked.append(len(tokens))
+            return super().start(tokens)
+
+    prompt = list(range(20))
+    host = Noted(prompt + oracle(prompt, 80))
+    host.quotes = True
+    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    bench.submit("one", prompt, max_tokens=80)
+    bench.run()
+    assert bench.tokens["one", 0] == oracle(prompt, 80)
+    assert (50 <= asked[0] <= 56) if glances else not asked
+
+
 def test_what_the_device_drafted_is_verified_once() -> None:
     """Even if the steps that follow draft nothing and tell nobody so."""
     speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))

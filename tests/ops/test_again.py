@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine import runner as module
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
@@ -242,6 +243,38 @@ def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, L
         assert said[0] == said[1]
         if not engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
             assert (set(known) != before) is new
+
+
+def test_the_batch_used_longest_ago_is_dropped(
+    engines: tuple[LocalEngine, LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two for which there is room the one that serves steps in between stays, though it came first. fresh: the two steps of a
+    batch that build and record it."""
+    engine, _ = engines
+    runner: Any = engine.engine.loop.runner
+    monkeypatch.setattr(module, "BATCHES", 2)
+    runner._forget()
+    if engine.engine.loop.scheduler._speculation.most:
+        pytest.skip("how many nodes are verified depends on times")
+    seen: list[bool] = []
+    collect = runner.collect
+
+    def noted() -> Any:
+        result = collect()
+        seen.append(result.fresh)
+        return result
+
+    monkeypatch.setattr(runner, "collect", noted)
+    fresh = []
+    for number, temperature in enumerate((0.8, 0.0, 0.8, 0.5, 0.8)):
+        # A bias of its own makes the fourth one's batch another.
+        bias = ((7, 5.0),) if temperature == 0.5 else ()
+        sampling = SamplingParams(temperature=temperature, max_tokens=6, ignore_eos=True, seed=number, logit_bias=bias)
+        engine.submit(Submit(f"used {number}", list(range(20)), sampling, time.time(), cache=False))
+        seen.clear()
+        assert sum(len(delta.tokens) for delta in engine.news()) == 6
+        fresh.append(sum(seen[1:]))  # but for the prompt's
+    assert fresh == [2, 2, 0, 2, 0]
 
 
 def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
