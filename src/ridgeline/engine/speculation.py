@@ -201,9 +201,9 @@ class Drafts(Speculation):
 
     def _glance(self, step: FlyingStep) -> bool:
         """Whether somebody's text is worth a question all at once. Steps that rest are not thought over for that."""
-        if self._host is None or self._rest % _GLANCE or not (self._host.quotes and self._pace.affords(self._rows)):
-            return False
-        return any(request.quoted > 0 and repeats(request.tokens) for request in step.requests)
+        host = self._host
+        due = host is not None and host.quotes and not self._rest % _GLANCE and self._pace.affords(self._rows)
+        return due and any(one.quoted > 0 and repeats(one.tokens) for one in step.requests)
 
     def _offer(self, step: FlyingStep, device: OnDevice) -> None:
         """Note what the step drafts for each of its requests."""
@@ -249,8 +249,8 @@ class Drafts(Speculation):
                 self._plain = 0
             return 0.0
         nodes = sum(node != DEVICE for node in plan.drafts) if step.asked else 0
-        quoted = sum(one.gained for one in step.asked)
-        read = Reading(rows, len(result.tokens) / rows, seconds, nodes / rows, quoted / rows, result.fresh)
+        each = len(result.tokens) / rows, seconds, nodes / rows, sum(one.gained for one in step.asked) / rows
+        read = Reading(rows, *each, result.fresh)
         if step.asked and not (plan.ahead or step.size):
             saved, price = self._pace.asked(read, len(step.asked), sum(map(_looking, step.asked)))
         else:
