@@ -22,9 +22,9 @@ def test_steps_and_requests_are_accounted() -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=6 - index, ignore_eos=True)
         local.submit(Submit(f"r{index}", list(range(100, 100 + length)), sampling, 0.0, cache=False))
     spent = {delta.id: delta.times for delta in local.news() if delta.finish}
+    cost = local.engine.setup.account.cost
     local.close()
     ran = [step for step in steps if step.steps]
-    cost = local.engine.setup.account.cost
     assert not cost.calibrated, "no file was given"
     expected = [[(0, 40), (0, 25)], *([(39 + turn, 1), (24 + turn, 1)] for turn in range(1, 5)), [(44, 1)]]
     for step, shares in zip(ran, expected, strict=True):
