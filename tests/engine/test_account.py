@@ -23,7 +23,6 @@ def test_steps_and_requests_are_accounted() -> None:
         local.submit(Submit(f"r{index}", list(range(100, 100 + length)), sampling, 0.0, cache=False))
     spent = {delta.id: delta.times for delta in local.news() if delta.finish}
     cost = local.engine.setup.account.cost
-    local.close()
     ran = [step for step in steps if step.steps]
     assert not cost.calibrated, "no file was given"
     expected = [[(0, 40), (0, 25)], *([(39 + turn, 1), (24 + turn, 1)] for turn in range(1, 5)), [(44, 1)]]
@@ -35,4 +34,5 @@ def test_steps_and_requests_are_accounted() -> None:
     # Every device second belongs to somebody, by query tokens.
     assert sum(times[4] for times in spent.values() if times) == pytest.approx(sum(step.device_s for step in ran))
     ceilings = local.engine.setup.facts["ceilings"]
+    local.close()
     assert ceilings["measured_bytes"] > 1e9 and ceilings["measured_flops"] > 1e9
