@@ -108,7 +108,7 @@ class LLM:
                 raise (RequestError if choice.finish == "refused" else EngineFailed)(choice.error)
 
     def close(self) -> None:
-        """Give all memory back; EngineFailed for whoever asks afterwards."""
+        """Give the device's memory back; EngineFailed for whoever asks afterwards."""
         self._engine.close()
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:

@@ -401,3 +401,20 @@ def test_one_plain_step_may_stand_for_several() -> None:
     one, other = (pace._batches[2] for pace in paces)
     for account, same in ((one.device, other.device), (one.host, other.host)):
         assert astuple(account) == pytest.approx(astuple(same))
+
+
+def test_a_question_is_paid_by_who_asks_and_bought_while_the_device_drafts() -> None:
+    pace = Pace((0, 2, 4))
+    pace.rested(1, 1.0, 100)
+    while pace.look(1, new=False):  # until nothing is left to spare
+        pass
+    for _ in range(400):
+        pace.drafted(Reading(1, 3.0, 1.5), 4, steady=True, idle=False)
+    assert pace.look(1, new=False), "the time of drafted steps counts as well"
+    pace.welcome(1, 1)
+    one = pace._of(1)
+    before = one.device.credit, one.host.credit
+    for _ in range(10):
+        pace.drafted(Reading(1, 1.0, 1.15, asked=1.0), 4, steady=False, idle=False)
+    assert one.device.credit == pytest.approx(before[0]), "it gained what it took"
+    assert one.host.credit == pytest.approx(before[1] - 1.5)

@@ -54,7 +54,7 @@ def test_rapl_sums_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert (counter.kind, counter.read(0, 0), counter.wraps) == ("rapl", 5.0, 16.0)
 
 
-def test_a_slow_counter_holds_nobody_up_and_loses_nothing() -> None:
+def test_a_slow_counter_holds_nobody_up_and_its_joules_come_later() -> None:
     shown, there = iter([100.0, 160.0, 190.0]), threading.Semaphore(1)
 
     def read() -> float:

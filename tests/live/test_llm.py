@@ -225,7 +225,10 @@ def test_a_closed_engine_has_given_all_back() -> None:
     held = [weakref.ref(one) for one in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
     del runner
+    stream = model.stream(PROMPT)
+    assert next(stream)
     model.close()
+    assert list(stream) == []
     assert [one() for one in held] == [None] * 3
     model.close()
     with pytest.raises(EngineFailed, match="closed: start another"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine import runner as module
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
@@ -275,6 +275,11 @@ def test_the_batch_used_longest_ago_is_dropped(
         assert sum(len(delta.tokens) for delta in engine.news()) == 6
         fresh.append(sum(seen[1:]))  # but for the prompt's
     assert fresh == [2, 2, 0, 2, 0]
+    seen.clear()
+    sampling = SamplingParams(max_tokens=6, grammar=Grammar("regex", "[a-z ]{20,}"))
+    engine.submit(Submit("masked", list(range(20)), sampling, time.time(), cache=False))
+    assert sum(len(delta.tokens) for delta in engine.news()) == 6
+    assert not any(seen), "built each time, so none to come takes less"
 
 
 def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:

@@ -250,7 +250,18 @@ def test_every_operation_was_judged() -> None:
     """What a token's own program computes may be shared with the faster set (`apart` and `embed` do), sums of integers, which are
     exact in any order (`w8a8`), and what neither has (`chain`, `again` and others); a new operation must be looked at."""
     shared = {one.name for one in fields(Ops) if getattr(INVARIANT, one.name) is getattr(TRITON, one.name)}
-    assert shared == {"rms_norm", "activate", "sample", "gather", "advance", "last", "to_host", "verify", "apart", "w8a8"} | {
+    assert shared == {
+        "rms_norm",
+        "activate",
+        "sample",
+        "gather",
+        "advance",
+        "last",
+        "to_host",
+        "verify",
+        "apart",
+        "w8a8",
+    } | {
         "cap",
         "norm_add",
         "again",

@@ -109,7 +109,7 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A step to its draws. told: what its runs told the host, held so that no other graph is given this memory."""
+    """A step to its draws. told: what its last run tells the host, held so that no other graph is given this memory."""
 
     graph: Replay
     told: list[torch.Tensor]
@@ -117,7 +117,7 @@ class _Drawn:
     def replay(self) -> torch.Tensor:
         """Outcome.packed, until the next time."""
         self.graph.replay()
-        return self.told[-1]
+        return self.told[0]
 
 
 class Graphs:
@@ -275,7 +275,7 @@ class Graphs:
             return self._draw(rows, hidden)
 
         told = [work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))]
-        return _Drawn(self._record(lambda: told.append(work(self._step, rows))), told)
+        return _Drawn(self._record(lambda: told.__setitem__(0, work(self._step, rows))), told)
 
     def _forward_graph(self, size: int) -> Replay:
         step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
@@ -295,7 +295,7 @@ class Graphs:
     def _finish_graph(self, size: int) -> _Drawn:
         hidden, rows = self._picked[:size], self._drawing[:size]
         told = [self._draw(torch.zeros_like(rows), hidden)]
-        return _Drawn(self._record(lambda: told.append(self._draw(rows, hidden))), told)
+        return _Drawn(self._record(lambda: told.__setitem__(0, self._draw(rows, hidden))), told)
 
     def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Plain draws of `rows`; what the host is told of them."""

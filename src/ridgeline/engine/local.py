@@ -79,8 +79,8 @@ class LocalEngine:
                 for request_id in list(self._open):
                     self.engine.handle(Cancel(request_id))
                 self._open.clear()
-                while not self.engine.idle:
-                    whole(self.engine.turn)
+                while self._engine is not None and not self._engine.idle:
+                    whole(self._engine.turn)
 
     def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
         """Submit all and yield their news."""
@@ -89,14 +89,19 @@ class LocalEngine:
         yield from self.news()
 
     def close(self) -> None:
-        """Give all memory back, for whoever comes next in this process. Nothing runs any more."""
-        if self._engine is None:
+        """Give the device's memory back, for whoever comes next in this process. Nothing runs any more, and open requests end."""
+        engine, self._engine = self._engine, None
+        if engine is None:
             return
-        self._engine.loop.runner.close()
-        self._engine = None
-        gc.unfreeze()
-        gc.collect()  # graphs and their step hold each other
-        torch.cuda.empty_cache()
+        self._open.clear()
+        self._refused.clear()
+        try:
+            engine.loop.runner.close()
+        finally:
+            del engine
+            gc.unfreeze()
+            gc.collect()  # graphs and their step hold each other
+            torch.cuda.empty_cache()
 
     def _ended(self, request_id: str) -> None:
         left = self._open.get(request_id, 0) - 1

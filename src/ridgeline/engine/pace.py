@@ -7,8 +7,8 @@ not silence the other. Two sums in each, both in plain steps, bound what draftin
 - `spare` is _SHARE of the time so far. A look at something else than what seems best is bought from it, at the price of what it is
   expected to lose: whatever is best, steps lose no more than that share against it.
 - `credit` is what such drafts have really gained against plain steps, a share of whose time it is given. Without credit
-  nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share, _CREDIT steps, and what requests
-  bring.
+  nothing is drafted: whatever was misjudged, plain decoding is faster by no more than that share, _CREDIT steps, what requests
+  bring, and _BUILDING.
 
 What one request's text taught says little of the next one's: who comes new brings a little of both, enough to try again.
 
@@ -46,13 +46,16 @@ _FORGETS = 0.0125
 """Weight of what a node that is not drafted promises by those that are."""
 _UNTRIED, _ASKED = 4.0, 2.0
 """Plain steps that one may take whose drafts the device makes and that was never timed, and one that asks the host."""
+PRICE = 0.15
+"""Plain steps that a question takes, where the device drafts as well and nobody can tell."""
 _PRIOR = 0.65
 """Chance that a node is kept if the one above it was, before anything was measured."""
 
 
 class Reading(NamedTuple):
     """A step that gave each of its rows `gained` tokens. nodes, quoted: nodes a row that the host had drafted, and tokens of those
-    gained that were theirs. fresh: it was the first of its form, or recorded for those to come, which will take less."""
+    gained that were theirs. fresh: it was the first of its form, or recorded for those to come, which will take less. asked:
+    questions a row to the host."""
 
     rows: int
     gained: float
@@ -60,6 +63,7 @@ class Reading(NamedTuple):
     nodes: float = 0.0
     quoted: float = 0.0
     fresh: bool = False
+    asked: float = 0.0
 
 
 @dataclass(slots=True)
@@ -274,8 +278,8 @@ class Pace:
         known = batch.ratio.get(size) if size else max(batch.ratio.values())
         batch.plain = batch.plain or step.seconds / (known or 1.0)
         took, says = batch.took(step, known or 1.0, _SURPRISE * (known or _UNTRIED))
-        quoting = batch.quoting(step.nodes)
-        batch.host.book(quoting, step.quoted)
+        quoting = batch.quoting(step.nodes) + PRICE * step.asked
+        batch.host.book(took, took - quoting + step.quoted)
         batch.device.book(took - quoting, step.gained - step.quoted)
         ruined = size > 0 and batch.device.credit <= 0
         if says and ((steady and batch.left < _LOOK - _COLD) or (ruined and size not in batch.ratio)):

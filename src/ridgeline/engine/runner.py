@@ -39,7 +39,8 @@ BATCHES = 64
 its row after it does."""
 
 RECORDED = 2
-"""Steps of a batch without graphs that take longer than those to come: one builds it, one is recorded (Ops.again)."""
+"""Steps of a batch without graphs that take longer than those to come: one builds it, one is recorded (Ops.again). Steps with
+masks or scores are built each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +220,10 @@ class Runner:
 
     def close(self) -> None:
         """Wait for the device and forget what is in flight."""
-        self._pending.clear()
-        self._forget()
         if self._cuda:
             torch.cuda.synchronize(self.device)
+        self._pending.clear()
+        self._forget()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Runner:
         self._built = plan, built
         built.served += 1
         pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.to_host, lost)
-        pending.fresh = built.graph is None and built.served <= RECORDED
+        pending.fresh = built.graph is None and built.served <= RECORDED and not (plan.masks or plan.score_ids)
         return pending
 
     def _repeated(self, plan: StepPlan) -> _Built | None:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from ridgeline.core.draft import DEVICE, NOTHING, Draft, HostDrafter, repeats
 from ridgeline.core.plan import StepResult
 from ridgeline.engine.flight import FlyingStep, Share
-from ridgeline.engine.pace import Pace, Reading
+from ridgeline.engine.pace import PRICE, Pace, Reading
 from ridgeline.engine.request import Request
 
 
@@ -59,8 +59,6 @@ NO_DRAFTS = NoDrafts()
 _HEAT = attrgetter("sampling.temperature")
 _MEMORY = 0.2
 """Weight of a new draft in what is remembered of a request's drafts."""
-_PRICE = 0.15
-"""Plain steps that a question takes, where the device drafts as well and nobody can tell."""
 _BOOKED = 8
 """While drafting rests, one in so many steps stands for all."""
 _BETWEEN = 32
@@ -102,7 +100,9 @@ class Drafts(Speculation):
         self._straight = next((node for node, parent in enumerate(parents) if parent != node - 1), self.most)
         """The first nodes of the device's draft that are a chain."""
         self._rows, self._size, self._logit_rows = 1, 0, logit_rows
-        self._rest = self._waiting = self._new = self._plain = 0
+        self._rest = self._waiting = self._new = 0
+        self._plain = self._paces[0], 0, 0
+        """Steps without drafts one after the other that nobody has booked: their pace, rows and number."""
         self._asked: list[Request] = []
         self._quoted = 0.0
         """What a question won lately that was asked to find out: what is expected for a new request."""
@@ -230,7 +230,9 @@ class Drafts(Speculation):
 
     def measure(self, step: FlyingStep, result: StepResult) -> float:
         plan, rows = step.plan, len(step.requests)
-        self._plain += not step.drafting
+        if not step.drafting:
+            pace, many, steps = self._plain
+            self._plain = self._pace, rows, steps + 1 if pace is self._pace and many == rows else 1
         if self.resting and not step.drafting and self._rest % _BOOKED:
             return 0.0
         for place, worth in result.worth.items():
@@ -245,18 +247,18 @@ class Drafts(Speculation):
         seconds = result.device_s + result.gap_s
         if not step.drafting:
             if not result.fresh:
-                self._pace.rested(rows, seconds, self._plain)
-                self._plain = 0
+                self._pace.rested(rows, seconds, self._plain[2])
+                self._plain = self._pace, rows, 0
             return 0.0
         nodes = sum(node != DEVICE for node in plan.drafts) if step.asked else 0
         each = len(result.tokens) / rows, seconds, nodes / rows, sum(one.gained for one in step.asked) / rows
-        read = Reading(rows, *each, result.fresh)
+        read = Reading(rows, *each, result.fresh, len(step.asked) / rows)
         if step.asked and not (plan.ahead or step.size):
             saved, price = self._pace.asked(read, len(step.asked), sum(map(_looking, step.asked)))
         else:
             # A step that drafts otherwise than it verifies tells nothing of either size.
             steady, idle = not step.asked and plan.ahead == step.size, not plan.drafts
-            saved, price = self._pace.drafted(read, step.size, steady=steady, idle=idle), _PRICE
+            saved, price = self._pace.drafted(read, step.size, steady=steady, idle=idle), PRICE
         for request in step.asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
             if _looking(request):

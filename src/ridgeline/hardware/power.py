@@ -28,7 +28,7 @@ class Counter:
 
 class Behind:
     """A reading that may take 20 ms, as NVIDIA's library does in a virtual machine, for whoever cannot wait: each call gives the
-    last that has come, and has another thread take the next."""
+    last that has come, and has another thread take the next. So what is told lags by a reading."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read, self._known = read, read()

@@ -133,7 +133,8 @@ ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, there once the device has come so far; a tensor of the host is returned as it is."""
+    """A copy in the host's memory, there once the device has come so far; until then it must be held, as torch does not know who
+    writes to it. A tensor of the host is returned as it is."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -92,9 +92,10 @@ class StepStats(msgspec.Struct, array_like=True):
     failed: steps that failed. dropped: tokens drawn for choices that had ended (behind a stop string, or after a cancel).
     flops, bytes: what the step had to compute and move by the model's formula (weights once as they are stored, keys and
     values read and written). predicted_s: what the cost model expected of device_s. idle_s: how long the device waited
-    for this step although there was work. joules: energy since the last record that had some. drafts: how many were
-    verified; accepted_at: of the accepted draft tokens, how many stood first in their draft, second, and so on. saved_s:
-    seconds that drafts saved. late: kernels compiled and graphs captured while requests waited.
+    for this step although there was work. joules: energy since the last record that had some, up to a reading a quarter of a
+    second before. drafts: how many were verified; accepted_at: of the accepted draft tokens, how many stood first in their
+    draft, second, and so on. saved_s: seconds that drafts saved. late: kernels compiled and graphs captured while requests
+    waited.
     """
 
     step: int

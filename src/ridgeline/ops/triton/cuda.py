@@ -103,9 +103,9 @@ def _compile(text: str) -> bytes:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> TensorMap:
-    """Of a bfloat16 matrix with contiguous rows of whole 16 bytes. box: rows and columns of one copy; in shared memory rows of
-    128 bytes are swizzled, so that eight of them below each other lie in different banks. Only to be read: the same memory has
-    the same map each time."""
+    """Of a matrix of 16-bit numbers with contiguous rows of whole 16 bytes. box: rows and columns of one copy; in shared memory
+    rows of 128 bytes are swizzled, so that eight of them below each other lie in different banks. Only to be read: the same
+    memory has the same map each time."""
     return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *box)
 
 

@@ -20,7 +20,6 @@ from ridgeline.ops.triton import cuda, pairs
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer_shapes import IntStreamTile
 from ridgeline.ops.triton.launch import is_hopper
-from ridgeline.ops.triton.ring import COUNTERS, _arrivals
 from ridgeline.ops.triton.shapes import MEMORY
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -28,6 +27,8 @@ OURS = 1 << 10
 """Bytes of each program that the driver takes; what alignment may take is as much."""
 BARRIERS = 256
 MOST_STAGES = 8
+COUNTERS = 4096
+"""Tiles that may be shared: more than this are dealt whole."""
 SMALLEST_STEP = 128
 
 
@@ -77,6 +78,12 @@ def source(tile: IntStreamTile, form: Form, dtype: torch.dtype, sides: int) -> s
 @cache
 def kernel(device: torch.device, tile: IntStreamTile, form: Form, dtype: torch.dtype, sides: int) -> cuda.Kernel | None:
     return pairs.kernel(device, source(tile, form, dtype, sides), "integer_product", ring(tile, form.bits)[1])
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of the programs that have written their part of a tile: whole rounds before and after every product."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def takes(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None) -> bool:
