@@ -314,8 +314,8 @@ class Whole:
         return found
 
     def seconds(self, case: Case) -> tuple[float, float]:
-        """(median seconds on the device, seconds from one step's end to the next); steps that are taken back have no next
-        one."""
+        """(median seconds on the device, seconds from one step's end to the next, with the first one's upload shared by all); steps
+        that are taken back have no next one."""
         self.run(case, 0, WARMING)
         started = time.perf_counter()
         found = self.run(case, WARMING, self._repeats)

@@ -275,7 +275,11 @@ class Graphs:
             return self._draw(rows, hidden)
 
         told = [work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))]
-        return _Drawn(self._record(lambda: told.__setitem__(0, work(self._step, rows))), told)
+
+        def drawn() -> None:
+            told[0] = work(self._step, rows)
+
+        return _Drawn(self._record(drawn), told)
 
     def _forward_graph(self, size: int) -> Replay:
         step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
@@ -295,7 +299,11 @@ class Graphs:
     def _finish_graph(self, size: int) -> _Drawn:
         hidden, rows = self._picked[:size], self._drawing[:size]
         told = [self._draw(torch.zeros_like(rows), hidden)]
-        return _Drawn(self._record(lambda: told.__setitem__(0, self._draw(rows, hidden))), told)
+
+        def drawn() -> None:
+            told[0] = self._draw(rows, hidden)
+
+        return _Drawn(self._record(drawn), told)
 
     def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Plain draws of `rows`; what the host is told of them."""

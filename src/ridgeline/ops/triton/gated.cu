@@ -23,12 +23,7 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, u32 add
 __device__ __forceinline__ float gated(float gate, float up) {
   const u32 both = pair(gate, up);
   const float g = __uint_as_float(both << 16);
-  float s;
-  asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
-      "rcp.approx.ftz.f32 %0, t;\n}"
-      : "=f"(s)
-      : "f"(g));
-  return g * s * __uint_as_float(both & 0xFFFF0000);
+  return g * sigmoid(g) * __uint_as_float(both & 0xFFFF0000);
 }
 
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1)

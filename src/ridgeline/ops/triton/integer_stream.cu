@@ -130,12 +130,7 @@ __device__ __forceinline__ Factors factors(const unsigned short* scales, const u
 
 __device__ __forceinline__ float activated(float gate, float up, u32 kind) {
   const float inner = kind == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-  float s;
-  asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
-      "rcp.approx.ftz.f32 %0, t;\n}"
-      : "=f"(s)
-      : "f"(inner));
-  return gate * s * up;
+  return gate * sigmoid(inner) * up;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)

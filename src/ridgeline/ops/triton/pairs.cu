@@ -62,6 +62,15 @@ __device__ __forceinline__ u32 pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+// As activation.py's, to the bit.
+__device__ __forceinline__ float sigmoid(float x) {
+  float s;
+  asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
+      "rcp.approx.ftz.f32 %0, t;\n}"
+      : "=f"(s)
+      : "f"(x));
+  return s;
+}
 
 struct Place {
   u32 token, feature;

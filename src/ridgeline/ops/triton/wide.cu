@@ -33,12 +33,7 @@ __device__ __forceinline__ void load_once(u32 to, const TensorMap* from, u32 bar
 }
 // As two kernels do it, to the bit (activation.py): both products are 16 bits.
 __device__ __forceinline__ float gated(float gate, float up) {
-  float s;
-  asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
-      "rcp.approx.ftz.f32 %0, t;\n}"
-      : "=f"(s)
-      : "f"(gate));
-  return gate * s * up;
+  return gate * sigmoid(gate) * up;
 }
 __device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000); }
