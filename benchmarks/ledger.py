@@ -12,6 +12,9 @@ Each line is timed by itself, over all layers (on a GPU as a CUDA graph): first 
 operations that such calls fuse, and attention the naive way, with the scores materialised. `step` is a whole step of the
 engine's runner by device events, `step to step` the time between the ends of two. `rest` is the step less the sum: gaps,
 gathering and advancing rows, uploads; where kernels overlap in the step it is negative.
+
+--joules adds what the board takes while a line repeats for a second, by its own counter (NVIDIA's): at a card's power limit, where
+products of many tokens and reads of memory both stand, it is joules that take time.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import cpu_name, provenance, write_rows
-from pieces import ALONE, NAIVE, RUNS, Call, Pieces, Shares, place
+from pieces import ALONE, NAIVE, RUNS, Pieces, Shares, place
+from stopwatch import Reading, Stopwatch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import StepWork, step_work
@@ -43,6 +46,7 @@ from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
 from ridgeline.decoding.drafters import NoDrafter
 from ridgeline.engine.runner import Runner, Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.hardware.power import board_joules
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.choose import choose
@@ -50,12 +54,8 @@ from ridgeline.ops.choose import choose
 MATRICES = frozenset(("qkv", "out", "gate+up", "down"))
 QUANTIZED = MATRICES | {name for name, parts in RUNS.items() if MATRICES & set(parts)}
 """The operations and runs whose FLOPs are at the rate of quantized products, where the model has them."""
-BATCHED = 16
-"""Least calls that are timed together on a GPU, so that one launch is not what is measured."""
 WARMING = 3
 """Steps before those that are timed."""
-LEAST_ROUNDS, LONG_S = 3, 0.5
-"""Rounds are timed until they have taken this long together, but at least so many."""
 
 
 # --- what to run ------------------------------------------------------------------------------------------------------
@@ -162,69 +162,6 @@ def _cpu_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
 
-# --- clocks -----------------------------------------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Times calls on one device: the median of up to `repeats` rounds, after those that warm up."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self._cuda, self._repeats = device.type == "cuda", repeats
-
-    def seconds(self, calls: Sequence[Call]) -> float:
-        """Seconds of one round of all calls. On a GPU they are replayed from a CUDA graph, so that the host is not seen."""
-        return self._device_seconds(calls) if self._cuda else self._wall_seconds(calls)
-
-    def _rounds(self, first_s: float) -> int:
-        """How many rounds to time: fewer of those that take long."""
-        return min(self._repeats, max(LEAST_ROUNDS, int(LONG_S / first_s)))
-
-    def _wall_seconds(self, calls: Sequence[Call]) -> float:
-        def turn() -> float:
-            started = time.perf_counter()
-            for call in calls:
-                call()
-            return time.perf_counter() - started
-
-        turn()
-        return statistics.median(turn() for _ in range(self._rounds(turn())))
-
-    def _device_seconds(self, calls: Sequence[Call]) -> float:
-        turns = -(-BATCHED // len(calls))
-        for call in calls:
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in [*calls] * turns:
-                call()
-
-        def replays(number: int) -> float:
-            """Median; all are enqueued before the first is waited for."""
-            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(number)]
-            for begin, end in events:
-                begin.record()
-                graph.replay()
-                end.record()
-            torch.cuda.synchronize()
-            return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end in events)
-
-        replays(1)
-        return replays(self._rounds(replays(1))) / turns
-
-    def peak_bytes(self, call: Call) -> int:
-        """Memory of torch's allocator that one call needs beyond what is held before it, its result included."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-            call()
-            return torch.cuda.max_memory_allocated() - held
-        with torch.autograd.profiler.profile(profile_memory=True) as seen:
-            call()
-        assert seen.kineto_results is not None
-        changes = [event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"]
-        return max(accumulate(changes, initial=0))
-
-
 # --- the whole step ---------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +266,8 @@ class Whole:
 @dataclass(frozen=True, slots=True)
 class Line:
     """One operation of a step. bytes: of weights, keys and values, as memory must move them (`activation_bytes` beside).
-    share: of the step's time on the device. lost_us: measured less floor. peak_bytes: of one run of `count`."""
+    share: of the step's time on the device. lost_us: measured less floor. peak_bytes: of one run of `count`. joules: of all of
+    them, if they were asked for."""
 
     step: str
     operation: str
@@ -341,6 +279,7 @@ class Line:
     measured_us: float | None
     share: float | None
     peak_bytes: int | None
+    joules: float | None
 
     @property
     def intensity(self) -> float | None:
@@ -386,48 +325,38 @@ def lines(model: LoadedModel, whole: Whole, case: Case, ceilings: Ceilings, watc
     pieces = Pieces(model, place(model, whole.runner, case.shares), case.shares)
     parts = operations(model.spec, case.shares)
     floors = total = 0.0
+    joules: float | None = 0.0
 
-    def line(one: Operation, floor: float, measured: float | None, peak: int | None = None) -> Line:
-        share = None if measured is None else measured / device_s
+    def line(one: Operation, floor: float, read: Reading) -> Line:
+        share = None if read.seconds is None else read.seconds / device_s
         sizes = (one.count, one.flops, one.bytes, one.activation_bytes)
-        return Line(case.name, one.name, *sizes, floor * 1e6, measured and measured * 1e6, share, peak)
+        taken = (read.seconds and read.seconds * 1e6, share, read.peak_bytes, read.joules)
+        return Line(case.name, one.name, *sizes, floor * 1e6, *taken)
 
     for name, one in covered(model.spec, case.shares, parts).items():
         floor = ceilings.floor_s(one)
-        measured, peak = timed(partial(pieces.run, name), watch)
-        if measured is None:
+        read = watch.read(partial(pieces.run, name))
+        if read.seconds is None:
             raise SystemExit(f"{case.name}: {name} does not fit beside the model; ask for a smaller step")
-        floors, total = floors + floor, total + measured
-        yield line(one, floor, measured, peak)
+        floors, total = floors + floor, total + read.seconds
+        joules = None if read.joules is None or joules is None else joules + read.joules
+        yield line(one, floor, read)
     work = step_work(model.spec, case.shares)
     everything = (1, work.flops, work.bytes, sum(one.activation_bytes for one in parts))
     bound = ceilings.step_floor_s(work, parts)
-    yield line(Operation("sum", *everything), floors, total)
-    yield line(Operation("step", *everything), bound, device_s)
-    yield line(Operation("step to step", *everything), bound, wall_s)
-    yield line(Operation("rest", 1, 0, 0, 0), 0.0, device_s - total)
+    yield line(Operation("sum", *everything), floors, Reading(total, joules=joules))
+    yield line(Operation("step", *everything), bound, Reading(device_s))
+    yield line(Operation("step to step", *everything), bound, Reading(wall_s))
+    yield line(Operation("rest", 1, 0, 0, 0), 0.0, Reading(device_s - total))
     by_name = {one.name: one for one in parts}
     for name in ALONE:
         one = replace(by_name["attention" if name == NAIVE else name], name=name)
-        yield line(one, ceilings.floor_s(one), *timed(partial(pieces.alone, name), watch))
-
-
-def timed(make: Callable[[], list[Call]], watch: Stopwatch) -> tuple[float | None, int | None]:
-    """(seconds of all calls, memory that the first takes); None for what memory does not hold."""
-    try:
-        calls = make()
-        peak = watch.peak_bytes(calls[0])
-        return watch.seconds(calls), peak
-    except torch.OutOfMemoryError:
-        return None, None
-    finally:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        yield line(one, ceilings.floor_s(one), watch.read(partial(pieces.alone, name)))
 
 
 HEADER = (
     f"{'':17}{'runs':>5}{'MB':>10}{'GFLOP':>10}{'FLOP/B':>8}"
-    f"{'floor us':>11}{'us':>11}{'share':>8}{'lost us':>11}{'peak MiB':>10}"
+    f"{'floor us':>11}{'us':>11}{'share':>8}{'lost us':>11}{'peak MiB':>10}{'mJ':>10}"
 )
 
 
@@ -439,7 +368,7 @@ def text(one: Line) -> str:
         f"{one.operation:17}{one.count:5}",
         f"{one.bytes / 1e6:10.2f}{one.flops / 1e9:10.2f}{dash(one.intensity, '.1f'):>8}",
         f"{one.floor_us:11.1f}{dash(one.measured_us, '.1f'):>11}{dash(one.share, '.1%'):>8}",
-        f"{dash(one.lost_us, '.1f'):>11}{dash(size, '.1f'):>10}",
+        f"{dash(one.lost_us, '.1f'):>11}{dash(size, '.1f'):>10}{dash(one.joules and one.joules * 1e3, '.1f'):>10}",
     ]
     return "".join(cells)
 
@@ -452,6 +381,16 @@ def load(arguments: argparse.Namespace, device: torch.device) -> LoadedModel:
     return build(folder, model=config, ops=ops, device=device)
 
 
+def _energy(device: torch.device) -> Callable[[], float]:
+    """What the board has taken so far. SystemExit where nobody counts it."""
+    counter = board_joules(device.index or 0) if device.type == "cuda" else None
+    if counter is None:
+        raise SystemExit(
+            "--joules: only NVIDIA's GPUs of Volta and later count what they take, and their library must be there"
+        )
+    return counter
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with a config.json")
@@ -459,6 +398,9 @@ def main() -> None:
     parser.add_argument("--quantization", default="", help="number format of the layers' matrices (fp8)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--joules", action="store_true", help="energy of each line too; a second and a half more for each"
+    )
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
     arguments = parser.parse_args()
@@ -469,6 +411,7 @@ def main() -> None:
         raise SystemExit(
             "--steps: a step that verifies has several draws a row, which the lines do not know: use timeline.py"
         )
+    watch = Stopwatch(device, arguments.repeats, _energy(device) if arguments.joules else None)
     with torch.inference_mode():
         model = load(arguments, device)
         spec = model.spec
@@ -480,7 +423,7 @@ def main() -> None:
             f"{name} on {machine}, ops {model.ops.name}: reads {ceilings.bytes_s / 1e9:,.0f} GB/s, multiplies", end=" "
         )
         print(f"{ceilings.flops_s / 1e12:,.1f} TFLOP/s (matrices {ceilings.matrices_flops_s / 1e12:,.1f})")
-        watch, whole = Stopwatch(device, arguments.repeats), Whole(model, cases, arguments.repeats)
+        whole = Whole(model, cases, arguments.repeats)
         for case in cases:
             print(f"\n{case.name}\n{HEADER}", flush=True)
             rows = []

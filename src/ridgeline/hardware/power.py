@@ -75,8 +75,9 @@ def _weighted(seconds: float, busy: float) -> float:
     return busy + IDLE_SHARE * (seconds - busy)
 
 
-def _nvml(index: int) -> Counter | None:
-    """The board's own energy counter in NVIDIA's management library (Volta and later), in millijoules."""
+def board_joules(index: int) -> Callable[[], float] | None:
+    """Joules that an NVIDIA GPU has taken so far, by its own counter in NVIDIA's management library (Volta and later, in
+    millijoules); None where there is none. A reading may take 20 ms."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -89,7 +90,12 @@ def _nvml(index: int) -> Counter | None:
         library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy))
         return energy.value / 1e3
 
-    if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)):
+    return None if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)) else read
+
+
+def _nvml(index: int) -> Counter | None:
+    read = board_joules(index)
+    if read is None:
         return None
     behind = Behind(read)
     return Counter("nvml", lambda seconds, busy: behind())
