@@ -81,7 +81,7 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     out = _streamed(x, packed, bias, stream, None) if stream.is_contiguous() else None
     if out is not None:
         return out
-    if bias is None and wide.added(x, packed, stream):
+    if bias is None and (wide.added(x, packed, stream) or cublas.added(x, packed, stream)):
         return stream
     # A bias is the one summand that cuBLAS takes, the stream the other.
     return stream.addmm_(x, packed.t()) if bias is None else stream.add_(F.linear(x, packed, bias))
