@@ -83,7 +83,7 @@ LAST_ROUND = 0.28
 RAGGED, THIN = 0.8, 1.15
 """A last tile of tokens that is less full than that takes one group by itself longer, at times by half: measured at up to one
 round, and not explained."""
-FULLEST = 0.74
+FULLEST = 0.78
 """Of the chip: where the best of these kernels makes less of it (few tiles, or small ones), torch's is as good."""
 
 
