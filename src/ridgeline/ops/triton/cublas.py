@@ -34,8 +34,9 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 TRANSPOSED, SCALES, FAST, MODES, EACH_ROW = 3, (17, 18), 25, (31, 32), 3
 # cublasLtMatmulAlgoConfigAttributes_t.
 TILE, SPLITS, FORM, STAGES_ID, CLUSTER = 1, 2, 5, 6, 8
-LISTED, MOST_LISTED = (2048, 4096, 4096), 8
-"""Tokens, outputs and inputs of which the heuristic's list is compared with what is named here, and how many it names."""
+LISTED, MOST_LISTED, FEWEST_ALIKE = (2048, 4096, 4096), 8, 3
+"""Tokens, outputs and inputs of which the heuristic's list is compared with what is named here, how many it lists, and how many of
+them must be among those."""
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +171,18 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _names(dtype: torch.dtype) -> bool:
-    """Whether this cublasLt means by numbers what is meant here: at least half of the kernels that its heuristic lists for one
-    shape are, to the last bit, some that are named here."""
+    """Whether this cublasLt means by numbers what is meant here: of the kernels that its heuristic lists for one shape, some are
+    to the last bit what is named here."""
     library, (tokens, n, k) = _library(), LISTED
     if library is None:
         return False
     product, handle = Product(library, dtype, n, k), c_void_p(torch.cuda.current_blas_handle())
-    listed = {bytes(one) for one in product.listed(handle, tokens)}
-    return 2 * len(listed & {bytes(product.named(handle, one)) for one in KERNELS}) >= MOST_LISTED
+    try:
+        listed = {bytes(one) for one in product.listed(handle, tokens)}
+        return len(listed & {bytes(product.named(handle, one)) for one in KERNELS}) >= FEWEST_ALIKE
+    except RuntimeError:
+        log.warning("kernels of cuBLASLt are chosen by torch", exc_info=True)
+        return False
 
 
 @cache
