@@ -83,8 +83,9 @@ LAST_ROUND = 0.28
 RAGGED, THIN = 0.8, 1.15
 """A last tile of tokens that is less full than that takes one group by itself longer, at times by half: measured at up to one
 round, and not explained."""
-FULLEST = 0.78
-"""Of the chip: where the best of these kernels makes less of it (few tiles, or small ones), torch's is as good."""
+FULLEST, LEAST = 0.78, 1 << 33
+"""Of the chip, and products of numbers: where the best of these kernels makes less of it (few tiles, or small ones), torch's is as
+good; below some 20 us nothing was gained by whole layers, and a launch from Python costs more than torch's."""
 
 
 def _time(kernel: Kernel, tokens: int, n: int, k: int) -> float | None:
@@ -122,4 +123,5 @@ def _fastest(tokens: int, n: int, k: int) -> Kernel | None:
     """As above, once for each multiple of WIDTH."""
     times = [(time, place) for place, one in enumerate(KERNELS) if (time := _time(one, tokens, n, k)) is not None]
     time, place = min(times, default=(0.0, 0))
-    return KERNELS[place] if tokens * n * k > FULLEST * PROCESSORS * time > 0 else None
+    wanted = tokens * n * k
+    return KERNELS[place] if time and wanted >= LEAST and wanted > FULLEST * PROCESSORS * time else None
