@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -140,18 +140,19 @@ class Product:
     ) -> bool:
         """Whether the library did it. scales: of the weight and of x, where there are any."""
         # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
-        handle, tokens = c_void_p(torch.cuda.current_blas_handle()), len(out)
+        handle, tokens = torch.cuda.current_blas_handle(), len(out)
         for attribute, one in zip(SCALES, scales, strict=False):
             self._set("MatmulDesc", self._product, attribute, c_void_p(one.data_ptr()))
         if tokens not in self._uses:
-            self._uses[tokens] = self._use(handle, tokens)
+            self._uses[tokens] = self._use(c_void_p(handle), tokens)
         if (use := self._uses[tokens]) is None:
             return False
-        left, right, target = (c_void_p(one.data_ptr()) for one in (weight, x, out))
-        operands = left, self._weight, right, use.x, byref(self._betas[add]), target, use.out, target, use.out
-        where = c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
-        rest = byref(use.algorithm), None, c_size_t(0), where
-        if status := self._library.cublasLtMatmul(handle, self._product, byref(self._alpha), *operands, *rest):
+        # Plain numbers: made once, and cheaper to hand over than objects; a launch must not take longer than torch's.
+        target, where = out.data_ptr(), torch._C._cuda_getCurrentRawStream(out.device.index)
+        sides = weight.data_ptr(), self._weight.value, x.data_ptr(), use.x.value
+        rest = target, use.out.value, target, use.out.value, addressof(use.algorithm), None, 0, where
+        given = addressof(self._alpha), *sides, addressof(self._betas[add]), *rest
+        if status := self._library.cublasLtMatmul(handle, self._product.value, *given):
             # Said before anything is launched, so others can.
             log.warning("cuBLASLt does not multiply %d tokens by %d x %d: %d", tokens, self._n, self._k, status)
             self._uses[tokens] = None
@@ -166,6 +167,7 @@ def _library() -> ctypes.CDLL | None:
     except OSError:
         return None
     library.cublasLtGetVersion.restype = c_size_t
+    library.cublasLtMatmul.argtypes = (*(c_void_p,) * 14, c_size_t, c_void_p)
     return library if library.cublasLtGetVersion() in VERSIONS else None
 
 
