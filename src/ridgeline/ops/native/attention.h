@@ -55,11 +55,8 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
     }
 }
 
-template <class T> void fetch_first(const Call<T>& c, const Item& item) {
-    fetch(c, Row(c.view, item.row), item.kv_head, item.begin, std::min(item.begin + CHUNK, item.end));
-}
-
-template <class T> void compute(const Call<T>& c, const Item& item, Work<T>& w, Partial* partials) {
+// Its first chunk is foreseen. next: the item behind it, null for none.
+template <class T> void compute(const Call<T>& c, const Item& item, const Item* next, Work<T>& w, Partial* partials) {
     const View& v = c.view;
     const Row row(v, item.row);
     const bool by_tiles = fits_tiles<T>(v);
@@ -81,10 +78,15 @@ template <class T> void compute(const Call<T>& c, const Item& item, Work<T>& w, 
         pack_queries(c, row, item, w);
     }
     for (index begin = item.begin, n; begin < item.end; begin += n) {
-        // In a fixed order all chunks end at multiples of CHUNK, wherever a window begins.
-        n = std::min(CHUNK - (v.fixed ? begin % CHUNK : 0), item.end - begin);
-        find_keys(c, row, item.kv_head, begin, n, w);
-        fetch(c, row, item.kv_head, begin + n, std::min(begin + n + CHUNK, item.end));
+        n = w.coming;
+        w.coming = 0;
+        std::swap(w.keys, w.ahead);
+        if (begin + n < item.end) {
+            foresee(c, row, item.kv_head, begin + n, item.end, w);
+        } else if (next) {
+            foresee(c, Row(v, next->row), next->kv_head, next->begin, next->end, w);
+        }
+        if (by_tiles || sizeof(T) == 4) ask_all(v, w);
         if constexpr (sizeof(T) == 2)
             if (by_tiles) {
                 chunk_by_tiles(v, row, lanes, item.count, begin, n, w);
@@ -210,7 +212,7 @@ template <class T> Schedule schedule(const View& v, index heads) {
     return made;
 }
 
-// Numbers handed out one by one to whoever asks next; from 0 on.
+// Numbers handed out one by one to whoever asks next; of the items each thread has one from the start.
 struct Tickets {
     std::atomic<index> items{0}, merges{0};
 };
@@ -219,11 +221,17 @@ struct Tickets {
 template <class T>
 void attend(const Call<T>& c, const Schedule& s, Partial* partials, Tickets& tickets, Work<T>& w, Team team) {
     const index n = index(s.items.size());
+    const auto item = [&](index i) { return i < n ? &s.items[n - 1 - i] : nullptr; };
+    w.coming = 0;
+    if (const Item* first = item(team.who)) {
+        foresee(c, Row(c.view, first->row), first->kv_head, first->begin, first->end, w);
+        ask_all(c.view, w);
+    }
     if (team.who == 0) clear_idle(c);
     // The next item is known before this one is computed, so that its first keys can be on their way.
-    for (index i = tickets.items++, next; i < n; i = next) {
-        if ((next = tickets.items++) < n) fetch_first(c, s.items[n - 1 - next]);
-        compute(c, s.items[n - 1 - i], w, partials);
+    for (index i = team.who, next; i < n; i = next) {
+        next = team.of + tickets.items++;
+        compute(c, *item(i), item(next), w, partials);
     }
     if (!s.partials) return;
     team.wait();

@@ -37,7 +37,10 @@ template <class T> struct Work {
     alignas(64) float sums[MAX_TILES * LANES * MAX_DIM];
     alignas(64) T weights[MAX_TILES * CHUNK * LANES];  // per tile [CHUNK / 32][16][32]; bfloat16 only
     alignas(64) T values[CHUNK * MAX_DIM];             // [CHUNK / 32][dim / 16][16][16][2]; tiles only
-    const T* keys[CHUNK + LANES];
+    const T* lists[2][CHUNK + LANES];
+    const T** keys = lists[0];   // of the chunk under way
+    const T** ahead = lists[1];  // of the one behind it,
+    index coming = 0;            // so many
     // Of each query: the largest score so far, the sum of weights relative to it, what older sums shrink by.
     alignas(64) float top[MAX_TILES][LANES], total[MAX_TILES][LANES], fade[MAX_TILES][LANES];
 };
@@ -67,32 +70,38 @@ template <class T> void list_queries(const Call<T>& c, const Row& row, const Ite
     }
 }
 
-template <class T> void find_keys(const Call<T>& c, const Row& row, index kv_head, index begin, index n, Work<T>& w) {
+// How many of an item's keys are computed together from `begin` on: in a fixed order all chunks end at multiples of CHUNK,
+// wherever a window begins.
+inline index chunk_of(const View& v, index begin, index end) {
+    return std::min(CHUNK - (v.fixed ? begin % CHUNK : 0), end - begin);
+}
+
+// Where the keys of the chunk to come lie.
+template <class T> void foresee(const Call<T>& c, const Row& row, index kv_head, index begin, index end, Work<T>& w) {
     const View& v = c.view;
+    const index n = w.coming = chunk_of(v, begin, end);
     const std::int32_t* table = v.table + row.device_row * v.table_stride;
     const T* head = c.cache + kv_head * v.head_stride;
     index page = begin / v.page_tokens, place = begin % v.page_tokens;
     for (index i = 0; i < n;) {
         const T* from = head + table[page] * v.page_stride + place * v.place_stride;
-        for (; place < v.page_tokens && i < n; ++place, ++i, from += v.place_stride) w.keys[i] = from;
+        for (; place < v.page_tokens && i < n; ++place, ++i, from += v.place_stride) w.ahead[i] = from;
         ++page;
         place = 0;
     }
 }
 
-// Ask for the keys and values of a chunk ahead of time: pages lie anywhere, so nothing else foresees them.
-template <class T> void fetch(const Call<T>& c, const Row& row, index kv_head, index begin, index end) {
-    const View& v = c.view;
-    const std::int32_t* table = v.table + row.device_row * v.table_stride;
-    const index bytes = v.dim * sizeof(T);
-    for (index slot = begin; slot < end; ++slot) {
-        const index place = slot % v.page_tokens * v.place_stride;
-        const T* key = c.cache + kv_head * v.head_stride + table[slot / v.page_tokens] * v.page_stride + place;
-        for (index line = 0; line < bytes; line += 64) {
-            _mm_prefetch((const char*)key + line, _MM_HINT_T0);
-            _mm_prefetch((const char*)(key + v.kind_stride) + line, _MM_HINT_T1);
-        }
-    }
+// Ask for some of the keys to come, or for what lies so far behind each, its value. Pages lie anywhere, so nothing else foresees
+// them; and a few at a time, between other work, as all at once would wait for each other.
+template <class T> void ask(const View& v, index from, index count, index behind, const Work<T>& w) {
+    const index end = std::min(from + count, w.coming), bytes = v.dim * sizeof(T);
+    for (; from < end; ++from)
+        for (index line = 0; line < bytes; line += 64) _mm_prefetch((const char*)(w.ahead[from] + behind) + line, _MM_HINT_T0);
+}
+
+template <class T> void ask_all(const View& v, const Work<T>& w) {
+    ask(v, 0, w.coming, 0, w);
+    ask(v, 0, w.coming, v.kind_stride, w);
 }
 
 inline f32x16 score_step(f32x16 sum, const bf16* k, const bf16* q) {
@@ -110,6 +119,7 @@ template <class T> void score_vectors(const View& v, index tile, index n, Work<T
     const T* q = w.q + tile * LANES * v.dim;
     for (index i = n; i % KEYS; ++i) w.keys[i] = w.keys[n - 1];
     for (index key = 0; key < n; key += KEYS) {
+        if (!tile) ask(v, key, KEYS, 0, w);
         f32x16 sum[KEYS] = {zeros(), zeros(), zeros(), zeros()};
         for (index d = 0; d < v.dim; d += pair)
 #pragma GCC unroll 4

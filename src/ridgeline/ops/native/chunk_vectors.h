@@ -61,11 +61,13 @@ inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index 
 // times 32 numbers of each value from `d` on.
 template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index tile, index first, index d, index n, Work<bf16>& w) {
     const bf16* weights = w.weights + tile * CHUNK * LANES + first * 32;
+    const bool asks = !(tile || first || d);
     const LinePart kept[2] = {first_numbers(v.dim - d), first_numbers(v.dim - d - 32)};
     f32x16 sum[QUERIES][2 * HALVES];
     for (auto& of_query : sum)
         for (auto& one : of_query) one = zeros();
     for (index key = 0; key < n; key += 2) {
+        if (asks) ask(v, key, 2, v.kind_stride, w);
         const bf16* a = w.keys[key] + v.kind_stride + d;
         // Behind the last key comes nothing: what lies there times a weight of 0 could be NaN.
         const bool both = key + 1 < n;
@@ -141,6 +143,7 @@ template <int QUERIES> void score_few(const View& v, index first, index n, Work<
     const bf16* q = w.q + first * MAX_DIM;
     for (index i = n; i % LANES; ++i) w.keys[i] = w.keys[n - 1];
     for (index key = 0; key < n; key += LANES) {
+        if (!first) ask(v, key, LANES, 0, w);
         f32x16 fours[QUERIES][4];
 #pragma GCC unroll 4
         for (int four = 0; four < 4; ++four) {
