@@ -101,7 +101,7 @@ void stream8(const Call8<T>& c, const bf16* x, const Widener& widen, index block
             for (int r = 0; r < ROWS; ++r) {
                 const index k = at + i * PAIR;
                 const bf16* numbers = FORM == Form::MIXED ? x + k * LANES + r * PAIR : rows[r] + k;
-                sum[r][i % SPLIT] = step(sum[r][i % SPLIT], numbers, line[i]);
+                sum[r][i % SPLIT] = step(sum[r][i % SPLIT], spread(numbers), line[i]);
             }
     }
     for (int r = 0; r < ROWS && r < p.m; ++r) {

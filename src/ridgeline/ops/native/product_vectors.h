@@ -8,27 +8,31 @@
 namespace ridgeline {
 
 constexpr index PREFETCH_BYTES = 4096;
+constexpr index IN_FLIGHT = 1 << 14;  // bytes that are asked for ahead, of all blocks side by side
 constexpr bool MANY_SUMS = SUMS >= 24;
 constexpr index FEWER_ROWS = MANY_SUMS ? 8 : 2;  // up to so many a register points to each
 constexpr index FEW_ROWS = MANY_SUMS ? 16 : 2;   // up to so many every weight is read once
 
-// What one step along K takes: two bfloat16 numbers or one float32 of x, times 64 bytes of weights.
-inline f32x16 step(f32x16 sum, const bf16* x, i32x16 w) {
+// What one step along K takes: two bfloat16 numbers or one float32 of x in every lane, times 64 bytes of weights.
+inline i32x16 spread(const bf16* x) {
     std::int32_t both;
     std::memcpy(&both, x, 4);
-    return dot_pairs(sum, splat(both), w);
+    return splat(both);
 }
-inline f32x16 step(f32x16 sum, const float* x, i32x16 w) {
-    return fma(splat(*x), floats_of(w), sum);
-}
+inline f32x16 spread(const float* x) { return splat(*x); }
+inline f32x16 step(f32x16 sum, i32x16 x, i32x16 w) { return dot_pairs(sum, x, w); }
+inline f32x16 step(f32x16 sum, f32x16 x, i32x16 w) { return fma(x, floats_of(w), sum); }
+
+constexpr int power_of_two(int most) { return most < 2 ? 1 : 2 * power_of_two(most / 2); }
 
 // ROWS of x times BLOCKS blocks of weights from `block` on; up to MOST_SPLIT independent sums along K hide the latency of the
 // multiply-adds; blocks take turns where registers do not hold the sums of all. GATED: the second half of the blocks is of the
-// second half of the outputs. Only `rows` of ROWS are there.
-template <class T, int ROWS, int BLOCKS, int MOST_SPLIT, bool GATED, Form FORM, class Out>
-void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index block) {
+// second half of the outputs. Only `rows` of ROWS are there, but where all are for SURE. Weights are asked for where they are read
+// once, those of the next blocks while these end, unless they are the last.
+template <class T, int ROWS, int BLOCKS, int MOST_SPLIT, bool GATED, Form FORM, bool SURE = false, class Out>
+void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index block, bool last = false) {
     constexpr index each = sizeof(T) == 2 ? PAIR : 1;
-    constexpr int OWN = GATED ? BLOCKS / 2 : BLOCKS, SPLIT = std::clamp(SUMS / (ROWS * BLOCKS), 1, MOST_SPLIT);
+    constexpr int OWN = GATED ? BLOCKS / 2 : BLOCKS, SPLIT = power_of_two(std::min(SUMS / (ROWS * BLOCKS), MOST_SPLIT));
     constexpr int TOGETHER = ROWS * BLOCKS * SPLIT <= SUMS ? BLOCKS : 1;
     const index wide = padded_k<T>(p.k);
     const T* w[BLOCKS];
@@ -40,26 +44,37 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     for (auto& of_row : sum)
         for (auto& of_block : of_row)
             for (auto& one : of_block) one = zeros();
-    const auto go = [&](index at, int part, int first) __attribute__((always_inline)) {
+    const bool asks = TOGETHER < 4 || p.m <= ROWS;
+    constexpr index AHEAD = std::min<index>(8192, IN_FLIGHT / BLOCKS);
+    const auto go = [&](index at, index ahead, int part, int first) __attribute__((always_inline)) {
+        i32x16 line[TOGETHER];
 #pragma GCC unroll 4
-        for (int b = first; b < first + TOGETHER; ++b) {
-            const T* weights = w[b] + at * LANES;
-            if (TOGETHER < 4) _mm_prefetch((const char*)weights + PREFETCH_BYTES, _MM_HINT_T0);
-            const i32x16 line = load_bits(weights);
+        for (int b = 0; b < TOGETHER; ++b) {
+            const T* weights = w[first + b] + at * LANES;
+            if (asks) _mm_prefetch((const char*)weights + ahead, _MM_HINT_T0);
+            line[b] = load_bits(weights);
+        }
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                const T* numbers = FORM == Form::MIXED ? mixed + at * LANES + r * each : from[r] + at;
-                sum[r][b][part] = step(sum[r][b][part], numbers, line);
-            }
+        for (int r = 0; r < ROWS; ++r) {
+            const T* own = SURE ? x + r * wide : from[r];
+            const auto numbers = spread(FORM == Form::MIXED ? mixed + at * LANES + r * each : own + at);
+#pragma GCC unroll 4
+            for (int b = 0; b < TOGETHER; ++b) sum[r][first + b][part] = step(sum[r][first + b][part], numbers, line[b]);
         }
     };
+    const auto go_on = [&](index at, index end, index ahead, int first) __attribute__((always_inline)) {
+        for (; at + SPLIT * each <= end; at += SPLIT * each)
+#pragma GCC unroll 8
+            for (int part = 0; part < SPLIT; ++part) go(at + part * each, ahead, part, first);
+        for (; at < end; at += each) go(at, ahead, 0, first);
+    };
+    constexpr index NUMBERS = AHEAD / (LANES * sizeof(T));
+    const index turn = std::max<index>(0, wide - NUMBERS);
+    const index next = last ? 0 : AHEAD + (TOGETHER > 1 ? OWN - 1 : 0) * wide * LANES * index(sizeof(T));
 #pragma GCC unroll 4
     for (int first = 0; first < BLOCKS; first += TOGETHER) {
-        index at = 0;
-        for (; at + SPLIT * each <= wide; at += SPLIT * each)
-#pragma GCC unroll 8
-            for (int part = 0; part < SPLIT; ++part) go(at + part * each, part, first);
-        for (; at < wide; at += each) go(at, 0, first);
+        go_on(0, turn, AHEAD, first);
+        go_on(turn, wide, next, first);
     }
     for (int r = 0; r < ROWS && r < rows; ++r) {
         for (int b = 0; b < BLOCKS; ++b)
@@ -72,23 +87,26 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// MOST_SPLIT for 1 to 8 rows, of one block and of a pair.
-constexpr int SPLITS[2][8] = {{8, 4, 4, 4, 2, 2, 2, 2}, {4, 4, 4, 2, 1, 1, 1, 1}};
+// Blocks side by side for 1 to 8 rows, and independent sums of each. What is read of x serves all blocks, as loads are what several
+// rows are held up by; and so many streams of weights come quickest from a slow last cache, where more sums ask for more at once and
+// make it slower.
+constexpr int SIDE[8] = {2, MANY_SUMS ? 2 : 1, 2, 4, 4, 4, 2, 2}, SPLITS[8] = {8, 2, 2, 2, 2, 2, 2, 2};
+template <bool GATED> constexpr int side(index rows) { return std::max(GATED ? 2 : 1, SIDE[rows - 1]); }
 
-// Each number of rows up to 8 has its own: with weights in the caches the multiply-adds are what takes the time, one a cycle.
-template <bool GATED, class T, class Out, int... BEFORE>
-void as_many_rows(const Problem<T, Out>& p, const T* x, index block, std::integer_sequence<int, BEFORE...>) {
+// Each number of rows up to 8 has its own. BLOCKS 0: as many as SIDE says.
+template <bool GATED, int BLOCKS, class T, class Out, int... BEFORE>
+void as_many_rows(const Problem<T, Out>& p, const T* x, index block, bool last, std::integer_sequence<int, BEFORE...>) {
     ((p.m == BEFORE + 1
-          ? stream<T, BEFORE + 1, GATED ? 2 : 1, SPLITS[GATED][BEFORE], GATED, Form::ROWS>(p, x, 0, p.m, block)
+          ? stream<T, BEFORE + 1, BLOCKS ? BLOCKS : side<GATED>(BEFORE + 1), SPLITS[BEFORE], GATED, Form::ROWS, true>(
+                p, x, 0, p.m, block, last)
           : void()),
      ...);
 }
 
 // Up to 16 rows by one block, or one pair of blocks.
-template <bool GATED, class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, index block) {
+template <bool GATED, class T, class Out> void some_rows(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form MIXED = Form::MIXED;
     const index m = p.m;
-    if (m <= 8) return as_many_rows<GATED>(p, x, block, std::make_integer_sequence<int, 8>());
     if (m <= 12) return stream<T, 12, GATED ? 2 : 1, 2, GATED, MIXED>(p, x, 0, m, block);
     if constexpr (GATED) {
         stream<T, 8, 2, 1, true, MIXED>(p, x, 0, m, block);
@@ -96,6 +114,20 @@ template <bool GATED, class T, class Out> void few_rows(const Problem<T, Out>& p
     } else {
         stream<T, 16, 1, 1, false, MIXED>(p, x, 0, m, block);
     }
+}
+
+template <bool GATED, class T, class Out> void few_rows(const Problem<T, Out>& p, const T* x, Range own) {
+    constexpr auto UP_TO_8 = std::make_integer_sequence<int, 8>();
+    index block = own.begin;
+    if (p.m <= 8)
+        for (const index units = side<GATED>(p.m) / (GATED ? 2 : 1); block + units <= own.end; block += units)
+            as_many_rows<GATED, 0>(p, x, block, block + units == own.end, UP_TO_8);
+    for (; block < own.end; ++block)
+        if (p.m <= 8) {
+            as_many_rows<GATED, GATED ? 2 : 1>(p, x, block, block + 1 == own.end, UP_TO_8);
+        } else {
+            some_rows<GATED>(p, x, block);
+        }
 }
 
 // Many rows: as many times so many blocks as there are registers for, x and a few blocks of weights staying in the cache.
@@ -140,7 +172,7 @@ template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p
 template <class T, class Out> void by_vectors(const Problem<T, Out>& p, const T* x, Range own) {
     if (p.fixed) return p.gated() ? in_order<T, true>(p, x, own) : in_order<T, false>(p, x, own);
     if (p.m > FEW_ROWS) return p.gated() ? many_rows<T, true>(p, x, own) : many_rows<T, false>(p, x, own);
-    for (index block = own.begin; block < own.end; ++block) p.gated() ? few_rows<true>(p, x, block) : few_rows<false>(p, x, block);
+    p.gated() ? few_rows<true>(p, x, own) : few_rows<false>(p, x, own);
 }
 
 }  // namespace ridgeline
