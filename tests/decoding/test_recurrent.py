@@ -309,6 +309,25 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
     assert found.shape == (len(KNOWN), COUNT)
 
 
+@torch.no_grad()
+def test_drafts_of_one_size_and_other_trees_take_turns(folder: Path) -> None:
+    """What a tree grows from is kept from draft to draft."""
+    native, why = native_cpu.load()
+    if native is None:
+        pytest.skip(why)
+    size = min(len(CHAIN), len(TREE))
+    forms = [nodes[:size] for nodes in (CHAIN, TREE)]
+    assert [node.parent for node in forms[0]] != [node.parent for node in forms[1]]
+    alone = []
+    for nodes in forms:
+        for count in (1, size):  # the first one ends what is kept of another tree
+            found = drafted(drafter(folder, native, nodes=nodes), 0.9, count=count)
+        alone.append(found)
+    for turn in (0, 1, 0, 0, 1):
+        found = drafted(drafter(folder, native, nodes=forms[turn]), 0.9, count=size)
+        assert all(torch.equal(own, other) for own, other in zip(found, alone[turn], strict=True))
+
+
 def chances(
     folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float
 ) -> tuple[list[bool], torch.Tensor]:

@@ -79,15 +79,30 @@ struct Level {
     std::vector<Grown> grown;
     std::vector<Child> nodes;
     index most = 0;  // children of one
-    std::vector<std::int32_t> position;  // of its queries, of each row
+    // Of one call: of its queries, of each row; levels that grow as many nodes share a schedule.
+    std::vector<std::int32_t> position;
     View view;
-    Schedule schedule;
+    Schedule own;
+    const Schedule* schedule;
     Tickets tickets;
 };
 
-// What the first `count` nodes grow from, level by level.
-template <class T> std::deque<Level> levels_of(const Parts<T>& p, index count) {
+// What the first `count` nodes grow from, level by level; kept from call to call, as to make it takes a dozen cold allocations.
+struct Levels {
+    std::vector<std::int32_t> parents, ranks;
     std::deque<Level> levels;
+};
+
+template <class T> std::deque<Level>& levels_of(const Parts<T>& p, index count) {
+    thread_local Levels known;
+    const auto are = [&](const std::vector<std::int32_t>& old, const std::int32_t* now) {
+        return index(old.size()) == count && std::equal(old.begin(), old.end(), now);
+    };
+    std::deque<Level>& levels = known.levels;
+    if (are(known.parents, p.parents) && are(known.ranks, p.ranks)) return levels;
+    known.parents.assign(p.parents, p.parents + count);
+    known.ranks.assign(p.ranks, p.ranks + count);
+    levels.clear();
     std::vector<index> depth(count), at(count, -1);  // of each node, and where its level has it if it is grown
     index root = -1;
     for (index node = 0; node < count; ++node) {
@@ -197,8 +212,8 @@ template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& 
     });
     fills.wait();
     const index heads = p.queries / v.dim * index(level.grown.size());
-    attend(Call<T>{v, room.packed, room.attended, c.cache, heads, heads * v.dim}, level.schedule, room.partials, level.tickets, work,
-           team);
+    attend(Call<T>{v, room.packed, room.attended, c.cache, heads, heads * v.dim}, *level.schedule, room.partials, level.tickets,
+           work, team);
     team.wait();
     each_head(c, level, fills, [&](index, index to, index from) { widen_row(room.attended + from, room.turned + to, v.dim); });
     fills.wait();
@@ -308,7 +323,11 @@ index lines(index floats) { return (floats + LANES - 1) / LANES * LANES; }
 
 // How a level's queries are attended with: a token of each row, which sees all slots that the row holds.
 template <class T>
-void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const std::int32_t* length, Level& level) {
+void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const std::int32_t* length,
+          std::deque<Level>& levels) {
+    Level& level = levels[depth];
+    level.position.clear();
+    level.tickets.items = level.tickets.merges = 0;
     for (index row = 0; row < c.n; ++row) level.position.push_back(std::int32_t(c.known(row) - 1 + depth));
     level.view = *c.view;
     level.view.rows = c.rows;
@@ -316,7 +335,11 @@ void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const
     level.view.length = length;
     level.view.position = level.position.data();
     level.view.n_rows = level.view.n_tokens = c.n;
-    level.schedule = schedule<T>(level.view, c.parts->queries / c.view->dim * index(level.grown.size()));
+    level.schedule = &level.own;
+    for (index before = 0; before < depth; ++before)
+        if (levels[before].grown.size() == level.grown.size()) level.schedule = levels[before].schedule;
+    if (level.schedule == &level.own)
+        level.own = schedule<T>(level.view, c.parts->queries / c.view->dim * index(level.grown.size()));
 }
 
 // How many nodes promise more than they cost, the same for all rows.
@@ -336,7 +359,7 @@ template <class T> std::int32_t worth_of(const Recurrent<T>& c, const std::vecto
 
 template <class T> void run(const Recurrent<T>& c) {
     const Parts<T>& p = *c.parts;
-    std::deque<Level> levels = levels_of(p, c.count);
+    std::deque<Level>& levels = levels_of(p, c.count);
     std::vector<std::int32_t> q_start(c.n + 1), length(c.n);
     for (index row = 0; row < c.n; ++row) {
         q_start[row + 1] = std::int32_t(row + 1);
@@ -344,10 +367,10 @@ template <class T> void run(const Recurrent<T>& c) {
     }
     index widest = 0, most = 0, partials = 1, depth = 0;
     for (Level& level : levels) {
-        plan(c, depth++, q_start.data(), length.data(), level);
+        plan(c, depth++, q_start.data(), length.data(), levels);
         widest = std::max(widest, index(level.grown.size()) * c.n);
         most = std::max(most, level.most);
-        partials = std::max(partials, level.schedule.room());
+        partials = std::max(partials, level.schedule->room());
     }
     const int threads = threads_for(p.outputs * p.d_model, 1 << 14);
     const index d = p.d_model, own = std::max(widest, OWN_ROWS);
