@@ -133,6 +133,39 @@ def test_biases_as_clients_write_them(llm: LLM):
     assert llm.generate(PROMPT, params)[0].choices[0].token_ids == [300, 300, 300]
 
 
+def test_lists_are_as_good_as_tuples(llm: LLM):
+    whole = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0]
+    end, text = whole.choices[0].token_ids[5], whole.text.split()[4]
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[end], logit_bias=[[end, 0.5]], stop=None)  # type: ignore[arg-type]
+    assert params == SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(end,), logit_bias=((end, 0.5),))
+    assert end not in llm.generate(PROMPT, params)[0].choices[0].token_ids[:-1]
+    for one in (SamplingParams(temperature=0, stop=[text]), SamplingParams(temperature=0, allowed_token_ids=[end])):  # type: ignore[arg-type]
+        assert hash(one) == hash(one) and llm.generate(PROMPT, one)[0].text != whole.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", [5]),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("stop_token_ids", [True]),
+        ("allowed_token_ids", "ab"),
+        ("logit_bias", [5]),
+        ("logit_bias", [[5]]),
+        ("logit_bias", {"5": 1}),
+        ("grammar", "json"),
+        ("ignore_eos", "no"),
+        ("skip_special_tokens", None),
+    ],
+)
+def test_values_of_the_wrong_kind_name_their_field(name: str, value: Any):
+    with pytest.raises(RequestError, match=f"{name} is ") as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+
+
 def test_logprobs(llm: LLM, server: Served):
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=3, prompt_logprobs=0)
     found = llm.generate(CODE, params)[0]

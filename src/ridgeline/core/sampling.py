@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
-from typing import Literal
+from types import NoneType
+from typing import Any, Literal
 
 from ridgeline.core.errors import RequestError
 
@@ -32,7 +34,7 @@ class SamplingParams:
     positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
     `logprobs` / `prompt_logprobs`: None, or how many alternatives per token (0..20) beside the token itself.
     `seed` None draws one per request. `max_tokens` None means up to the context's end. `stop` may be given as one
-    string, `logit_bias` as a dict of token id to number. Raises RequestError naming the field.
+    string, `logit_bias` as a dict of token id to number, every tuple as a list. Raises RequestError naming the field.
     """
 
     temperature: float = 1.0
@@ -62,6 +64,13 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, dict):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        for name, whole, of in _LISTS:
+            object.__setattr__(self, name, _tuple(name, getattr(self, name), whole, of))
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}: give True or False.", param=name)
+        if not isinstance(self.grammar, (Grammar, NoneType)):
+            raise RequestError(f"grammar is {self.grammar!r}: give a Grammar(kind, source).", param="grammar")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty: nothing could be drawn; leave it out.", param="allowed_token_ids"
@@ -99,6 +108,29 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+_LISTS: tuple[tuple[str, str, type], ...] = (
+    ("stop", "texts", str),
+    ("stop_token_ids", "token ids", int),
+    ("allowed_token_ids", "token ids", int),
+    ("logit_bias", "pairs of a token id and a number", tuple),
+)
+"""Fields of several values: what they hold, in words and as a type."""
+
+
+def _tuple(name: str, value: Any, whole: str, of: type) -> tuple[Any, ...] | None:
+    """The values of such a field; its type alone is looked at, as thousands of token ids may come with each request."""
+    if value is None:
+        return None if name == "allowed_token_ids" else ()
+    found = (
+        tuple(tuple(one) if isinstance(one, list) else one for one in value)
+        if isinstance(value, (tuple, list))
+        else None
+    )
+    if found is None or set(map(type, found)) - {of} or (of is tuple and set(map(len, found)) - {2}):
+        raise RequestError(f"{name} is {reprlib.repr(value)}: give a list of {whole}.", param=name)
+    return found
 
 
 def _number(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
