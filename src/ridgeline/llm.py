@@ -77,29 +77,32 @@ class LLM:
                 f"prompts is {reprlib.repr(prompts)}: give a text, or a list of prompts.", param="prompt"
             )
         given = [prompts] if isinstance(prompts, str) else list(prompts)
-        work = [_Work(self, self._ids(prompt), sampling or SamplingParams()) for prompt in given]
-        for _ in self._run(work):
-            pass
-        return [one.completion for one in work]
+        return self._answers(
+            [_Work(self, self._ids(prompt), sampling or SamplingParams(), goes_on=True) for prompt in given]
+        )
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **template: Any
     ) -> Completion:
         """Answer a conversation ({"role", "content"} messages)."""
-        return self.generate([self._chat_ids(messages, template)], sampling)[0]
+        ids = self._chat_ids(messages, template)
+        return self._answers([_Work(self, ids, sampling or SamplingParams(), goes_on=False)])[0]
 
     def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
     ) -> Iterator[str]:
-        """Pieces of the answer's text as they come; closing the iterator cancels the request. One call at a time.
+        """Pieces of the one answer's text as they come; closing the iterator cancels the request. One call at a time.
 
-        Raises RequestError for a prompt that is refused, EngineFailed when its step fails.
+        Raises RequestError for a prompt that is refused and for more answers than one, whose texts nobody could tell apart,
+        EngineFailed when its step fails.
         """
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self._chat_ids(prompt, {})  # type: ignore[arg-type]
-        work = _Work(self, self._ids(prompt), sampling or SamplingParams())  # type: ignore[arg-type]
+        talk = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self._chat_ids(prompt, {}) if talk else self._ids(prompt)  # type: ignore[arg-type]
+        work = _Work(self, ids, sampling or SamplingParams(), goes_on=not talk)
+        if work.sampling.n > 1:
+            raise RequestError(f"n is {work.sampling.n}: a stream has one answer; `generate` gives several.", param="n")
         for _, piece in self._run([work]):
             if piece:
                 yield piece
@@ -110,6 +113,11 @@ class LLM:
     def close(self) -> None:
         """Give the device's memory back; EngineFailed for whoever asks afterwards."""
         self._engine.close()
+
+    def _answers(self, work: Sequence[_Work]) -> list[Completion]:
+        for _ in self._run(work):
+            pass
+        return [one.completion for one in work]
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
         options = RenderOptions(add_generation_prompt=True, variables=template)
@@ -165,9 +173,12 @@ class LLM:
 
 
 class _Work:
-    """One prompt on its way: turns deltas into text, and notices stop strings."""
+    """One prompt on its way: turns deltas into text, and notices stop strings.
 
-    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams) -> None:
+    goes_on: the answers go on in the prompt's text, as those of /v1/completions do.
+    """
+
+    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams, *, goes_on: bool) -> None:
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
         llm._check(sampling)
@@ -175,8 +186,10 @@ class _Work:
         self.sampling = sampling
         self.completion = Completion(ids, [Choice(index) for index in range(sampling.n)])
         self.hit: int | None = None
-        skip = sampling.skip_special_tokens
-        self._texts = [Detokenizer(llm.tokenizer, skip_special_tokens=skip) for _ in range(sampling.n)]
+        self._texts = [
+            Detokenizer(llm.tokenizer, skip_special_tokens=sampling.skip_special_tokens, context=ids if goes_on else ())
+            for _ in range(sampling.n)
+        ]
         self._stops = [
             StopStrings(sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens)
             for _ in range(sampling.n)

@@ -111,6 +111,21 @@ def test_closing_a_stream_cancels(llm: LLM):
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5))[0].choices[0].finish == "length"
 
 
+def test_text_goes_on_in_its_prompt_as_the_servers_does(llm: LLM, server: Served):
+    """A character whose first bytes end the prompt comes out whole (and the space behind it, where a vocabulary would strip it)."""
+    *half, last = llm.tokenizer.encode("👍", add_special_tokens=False)
+    (answer,) = llm.generate([half], SamplingParams(max_tokens=1, allowed_token_ids=(last,)))
+    assert (
+        answer.text == server.complete(half, max_tokens=1, allowed_token_ids=[last]).json["choices"][0]["text"] == "👍"
+    )
+    assert list(llm.stream(half, SamplingParams(max_tokens=1, allowed_token_ids=(last,)))) == ["👍"]
+
+
+def test_a_stream_of_several_answers_is_refused(llm: LLM):
+    with pytest.raises(RequestError, match="n is 2: a stream has one answer"):
+        next(llm.stream(PROMPT, SamplingParams(n=2)))
+
+
 def test_stop_strings(llm: LLM):
     whole = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))[0].text
     stop = whole.split()[4]
