@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from os import PathLike, fspath
 from typing import Any
 
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -53,10 +54,14 @@ class LLM:
     """A model in this process. Options are the fields of ModelConfig and EngineConfig (max_model_len, dtype, ...)."""
 
     def __init__(
-        self, model: str = "", *, progress: Callable[[str, int, int], None] | None = None, **options: Any
+        self,
+        model: str | PathLike[str] = "",
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
     ) -> None:
         model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
-        config = ModelConfig(model=model, **model_options)
+        config = ModelConfig(model=fspath(model or ""), **model_options)
         folder = resolve_model(config)
         self.tokenizer = Tokenizer.load(folder)
         self._engine = LocalEngine.start(config, EngineConfig(**engine_options), progress)

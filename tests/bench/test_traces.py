@@ -86,6 +86,12 @@ def test_prompts() -> None:
     assert found.asks[0].output == 12
 
 
+def test_a_prompt_may_hold_other_separators_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [ask.text for ask in read_trace(path).asks] == ["a\u2028b", "c"]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -122,12 +122,12 @@ def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("def\n\nghi\n")
+    file.write_text("\ufeffdef\r\n\ngh\u2028i\n", encoding="utf-8")
     words = ["generate", str(tiny), *DUMMY, "-p", "abc", "--file", str(file), "--max-tokens", "6", "--json"]
     assert main([*words, "--temperature", "0"]) == 0
     said = capsys.readouterr()
-    rows = [json.loads(line) for line in said.out.splitlines()]
-    assert [row["prompt"] for row in rows] == ["abc", "def", "ghi"]
+    rows = [json.loads(line) for line in said.out.strip().split("\n")]
+    assert [row["prompt"] for row in rows] == ["abc", "def", "gh\u2028i"]
     assert all(1 <= row["choices"][0]["tokens"] <= 6 for row in rows)
     assert "tokens/s" in said.err
     assert main(["generate", str(tiny), *DUMMY, "--file", str(tmp_path / "none")]) == 2

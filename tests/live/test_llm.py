@@ -12,6 +12,7 @@ import pytest
 from ridgeline import LLM, SamplingParams
 from ridgeline.core.errors import ConfigError, EngineFailed, RequestError
 from ridgeline.core.sampling import Grammar
+from ridgeline.models.hub import shipped_model
 from ridgeline.wire.messages import Control, Reply
 
 from .honest import PERSON
@@ -268,7 +269,7 @@ def test_nothing_allowed_is_refused():
 
 
 def test_a_closed_engine_has_given_all_back() -> None:
-    model = LLM(max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
+    model = LLM(shipped_model(), max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
     runner = model._engine.engine.loop.runner
     held = [weakref.ref(one) for one in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text

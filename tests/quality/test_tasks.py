@@ -167,6 +167,12 @@ def test_files_without_questions(tmp_path: Path) -> None:
         read_tasks(tmp_path / "none.jsonl")
 
 
+def test_a_question_may_hold_other_separators_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('\ufeff{"prompt": "a\u2028b", "exact": ["\u0085"]}\r\n', encoding="utf-8")
+    assert len(read_tasks(path)) == 1
+
+
 def test_the_shipped_questions() -> None:
     found = read_tasks(shipped_tasks())
     assert len(found) > 150 and {one.rule for one in found} == {"exact", "pattern", "call", "choices"}

@@ -38,6 +38,13 @@ def test_texts_are_whole_files_or_lines(tmp_path: Path) -> None:
     assert read_texts(lines) == ["one", "two"]
 
 
+def test_a_line_of_json_may_hold_other_separators_of_lines(tmp_path: Path) -> None:
+    said = "a\u2028b\u0085c"
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'\ufeff{{"text": "{said}"}}\r\n{{"text": "two"}}', encoding="utf-8")
+    assert read_texts(path) == [said, "two"]
+
+
 @pytest.mark.parametrize(("content", "said"), [('{"text": 3}', "line 1"), ("{", "line 1"), ("", "no text")])
 def test_a_bad_line_is_named(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "bad.jsonl"

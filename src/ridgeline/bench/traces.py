@@ -70,7 +70,7 @@ def _read(text: str) -> tuple[list[Ask], int, bool]:
         return _agents([msgspec.json.decode(text.encode())])
     one = msgspec.json.decode(first.encode())
     if "requests" in one:
-        return _agents([msgspec.json.decode(line.encode()) for line in text.splitlines() if line.strip()])
+        return _agents([msgspec.json.decode(line.encode()) for line in text.split("\n") if line.strip()])
     return _lens(one) if "lens" in one else _lines(text)
 
 
@@ -129,7 +129,7 @@ def _lens(found: Mapping[str, Any]) -> tuple[list[Ask], int, bool]:
 def _lines(text: str) -> tuple[list[Ask], int, bool]:
     """Mooncake's lines, or prompts with or without a time."""
     asks, skipped, timed = [], 0, False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -64,7 +64,7 @@ def _prompts(given: Given) -> list[str]:
     file = getattr(given.rest, "file", None)
     try:
         if file is not None:
-            prompts += [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+            prompts += [line for line in Path(file).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         if not prompts and not sys.stdin.isatty():
             prompts = [sys.stdin.read().rstrip("\n")]
     except OSError as error:

@@ -78,7 +78,7 @@ def shipped_tasks() -> Path:
 def read_tasks(path: Path) -> list[Question]:
     """The questions of a file. Raises ConfigError naming line and member."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the tasks {path} cannot be read: {error}.", param="tasks") from None
     found = []

@@ -29,17 +29,18 @@ class Window:
 
 def read_texts(path: Path) -> list[str]:
     """The documents of a file: the member "text" of each line of *.jsonl, otherwise the whole file as one.
+    Lines end at line feeds alone: JSON may hold the other separators of Unicode as they are.
 
     Raises ConfigError naming the line.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the text {path} cannot be read: {error}.", param="text") from None
     if path.suffix != ".jsonl":
         texts = [content]
     else:
-        texts = [_text(path, number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+        texts = [_text(path, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not any(text.strip() for text in texts):
         raise ConfigError(f"{path} holds no text.", param="text")
     return texts
