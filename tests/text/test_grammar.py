@@ -2,19 +2,24 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar, GrammarKind
 from ridgeline.text import grammar as grammar_module
 from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
 from ridgeline.text.tokenizer import Tokenizer
-from tests.text.walk import allowed, outputs
+from tests.text.conftest import MARKUP, byte_level_backend, write_model
+from tests.text.walk import allowed, outputs, walk
 
 VOCAB = 641
 END = 2
@@ -207,6 +212,54 @@ def test_choice_allows_each_text_and_no_other(
             assert token in allowed(state)
             state.accept([token])
         assert END in allowed(state)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a</tool_call>b", "<tool_call>{}</tool_call>"])
+def test_the_one_text_that_is_left_may_be_that_of_an_added_token(
+    text: str, compiler: GrammarCompiler, byte_level: Tokenizer
+) -> None:
+    """It is said in letters: added tokens are no text of a grammar."""
+    added = byte_level.special_ids | byte_level.markup_ids
+    for grammar in (Grammar("choice", json.dumps([text])), Grammar("json_schema", json.dumps({"const": text}))):
+        state = compiler.start(grammar)
+        tokens = walk(state, byte_level, END, Random(0))
+        assert tokens is not None and text in byte_level.decode(tokens, skip_special_tokens=False)
+        assert not added & set(tokens)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_added_tokens_stay_what_they_are(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=[END])
+    found = set(allowed(compiler.start(Grammar("regex", r"(.|\n)*"))))
+    assert not found & (tokenizer.special_ids | tokenizer.markup_ids) - {END} and len(found) > 256
+    state = compiler.start(Grammar("lark", "start: <[1]>"))
+    assert allowed(state) == [1]
+    state.accept([1])
+    assert allowed(state) == [END]
+
+
+def test_added_tokens_that_are_also_merged_of_letters(tmp_path: Path) -> None:
+    """As a vocabulary of sentencepiece has them, whose merges were made of its pieces."""
+    content = json.loads(byte_level_backend().to_str())
+    model = content["model"]
+    for pair in (("<", "b"), ("<b", ">")):
+        model["vocab"]["".join(pair)] = len(model["vocab"]) + len(MARKUP)
+        model["merges"].append([*pair])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_tokens([AddedToken("<b>", special=False, normalized=False)])
+    tokenizer = Tokenizer.load(write_model(tmp_path, backend, {}))
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=[END])
+    tokens = walk(compiler.start(Grammar("choice", '["<b>"]')), tokenizer, END, Random(0))
+    assert tokens is not None and tokenizer.decode(tokens, skip_special_tokens=False) == "<b>"
+
+
+def test_a_vocabulary_of_pieces_with_scores_loses_the_names_too() -> None:
+    tokens = [{"content": "<s>", "special": True}, {"content": "  ", "special": False}]
+    model = {"unk_token": None, "vocab": [["<s>", 0.0], ["  ", -1.0], ["a", -2.0]]}
+    found = grammar_module._nameless({"model": model, "added_tokens": tokens})
+    assert [token["content"] for token in found["added_tokens"]] == [name for name, _ in found["model"]["vocab"][:2]]
+    assert found["added_tokens"][0]["content"] not in ("<s>", "a") and tokens[1]["content"] == "  "
 
 
 def test_lark(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:

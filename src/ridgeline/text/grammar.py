@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar
@@ -31,6 +33,8 @@ WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between the tokens of JSON: room for indented output, but a model cannot go on with blanks for ever."""
 
 _COMPILED = 64
+_PRIVATE = "\ue000"
+"""A character of names that no text holds."""
 _LEXER_STATES = 50_000
 """A state takes 1 to 2 kB, so a grammar stays below 100 MB."""
 
@@ -130,8 +134,10 @@ class GrammarCompiler:
             )
         if not self._end_ids:
             raise UnsupportedField("Structured output needs an end token, and this model's vocabulary has none.")
-        content = self._tokenizer.backend.to_str()
-        return llguidance.LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._end_ids)
+        content = _nameless(msgspec.json.decode(self._tokenizer.backend.to_str()))
+        return llguidance.LLTokenizer(
+            msgspec.json.encode(content).decode(), n_vocab=self._vocab_size, eos_token=self._end_ids
+        )
 
     def _compile(self, grammar: Grammar) -> Any:
         if len(grammar.source) > MAX_SOURCE:
@@ -169,6 +175,35 @@ def _translate(grammar: Grammar) -> str:
     if "%llguidance" in grammar.source:
         raise BadGrammar("%llguidance sets options of the server's grammar library: remove it.")
     return matcher.grammar_from_lark(grammar.source)
+
+
+def _nameless(content: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json whose added tokens have names that no text holds; grammars and masks know them by their ids.
+
+    Where a grammar leaves one text (a constant, say), the library tokenizes it and allows that token alone: of the text of an
+    added token it would allow the added token, and then refuse it, as the grammar asks for letters.
+    """
+    model, tokens = content["model"], content["added_tokens"]
+    names = {
+        token["content"]: f"{token['content'][:1]}{_PRIVATE}{token['content'][1:]}" for token in tokens if _tag(token)
+    }
+    names.pop(model.get("unk_token"), None)  # the model itself looks for it by its name
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(name, name): index for name, index in model["vocab"].items()}
+    else:  # of pieces with their scores
+        model["vocab"] = [[names.get(name, name), *rest] for name, *rest in model["vocab"]]
+    if "merges" in model:  # some make an added token of its letters
+        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+    for token in tokens:
+        token["content"] = names.get(token["content"], token["content"])
+    return content
+
+
+def _tag(token: dict[str, Any]) -> bool:
+    """Whether the library takes an added token for more than its text."""
+    name: str = token["content"]
+    return token["special"] or (name.startswith("<") and name.endswith(">"))
 
 
 def quoted(text: str) -> str:
