@@ -60,6 +60,16 @@ SCHEMAS: list[dict[str, Any]] = [
     {"allOf": [{"type": "object", "properties": {"p": {"type": "integer"}}}, {"required": ["p"]}], "maxProperties": 1},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
     {
+        "type": "array",
+        "prefixItems": [
+            {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+            {"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1},
+            {"type": "number", "exclusiveMinimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        ],
+        "items": False,
+        "minItems": 3,
+    },
+    {
         "oneOf": [
             {
                 "type": "object",

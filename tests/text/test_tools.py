@@ -197,6 +197,13 @@ def test_malformed_tools_name_the_field(tools: Any, kind: type[RidgelineError], 
     assert caught.value.param == param
 
 
+def test_bounds_of_64_bits_compile(tagged: Tokenizer) -> None:
+    number = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+    tools = read_tools([function("f", {"type": "object", "properties": {"a": number}}, strict=True)])
+    grammar = tool_grammar(HERMES, ToolChoice(tools, True), tagged)
+    GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END]).check(grammar)
+
+
 def test_very_deep_schemas_are_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(5000):

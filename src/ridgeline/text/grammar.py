@@ -17,7 +17,7 @@ import msgspec
 from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar
-from ridgeline.text.schema import check_schema, read_schema
+from ridgeline.text.schema import check_schema, draw_in, read_schema
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.unions import settle_unions
 
@@ -164,7 +164,7 @@ def _translate(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         check_schema(schema := read_schema(grammar.source))
         try:
-            source = json.dumps(settle_unions(schema)) if '"oneOf"' in grammar.source else grammar.source
+            source = json.dumps(settle_unions(draw_in(schema)))
             return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
         except (ValueError, RecursionError) as error:
             raise BadGrammar(f"The schema is not valid: {_reason(str(error))}") from error

@@ -28,6 +28,9 @@ _ANNOTATIONS = (
     *("deprecated", "readOnly", "writeOnly"),
     *("discriminator", "externalDocs", "xml"),  # of OpenAPI 3.1
 )
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_WIDEST = (1 << 63) - 1024
+"""The last number before 2^63 that is a float too."""
 KEYWORDS = frozenset({*_ONE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
 
 
@@ -58,6 +61,19 @@ def check_schema(schema: Any, *, strict: bool = True, param: str | None = None) 
                 hint = ' (write {"type": [..., "null"]})' if key == "nullable" else ""
                 raise BadGrammar(f"{where} uses {key!r}, which is not supported: remove it{hint}.", param=param)
         waiting.extend((child, f"{where}.{name}", depth + 1) for name, child in _children(node))
+
+
+def draw_in(schema: Any) -> Any:
+    """The schema with bounds of numbers beyond 64 bits (int64's least, the largest float) drawn in to what the grammar library
+    can count to: it refuses those. Whatever is allowed then was allowed before. Recursive: check its depth first."""
+    if not isinstance(schema, dict):
+        return schema
+    fresh = mapped(schema, draw_in)
+    for key in _BOUNDS & fresh.keys():
+        bound = fresh[key]
+        if isinstance(bound, (int, float)) and not isinstance(bound, bool):
+            fresh[key] = max(bound, -_WIDEST) if "inimum" in key else min(bound, _WIDEST)
+    return fresh
 
 
 def prune_schema(schema: Any) -> Any:

@@ -12,7 +12,7 @@ from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import quoted
-from ridgeline.text.schema import check_schema, prune_schema
+from ridgeline.text.schema import check_schema, draw_in, prune_schema
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.unions import settle_unions
 
@@ -184,7 +184,7 @@ def _arguments(schema: Any, strict: bool, where: str) -> Mapping[str, Any]:
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be a JSON schema.", param=where)
     check_schema(schema, strict=strict, param=where)
-    pruned: dict[str, Any] = prune_schema(settle_unions(schema))
+    pruned: dict[str, Any] = prune_schema(settle_unions(draw_in(schema)))
     if pruned.setdefault("type", "object") != "object":
         raise BadGrammar(f'{where}.type must be "object".', param=where)
     return pruned
