@@ -34,7 +34,7 @@ class Behaviour:
     """script: what is said. delay: seconds per step. per_step: tokens per step. stuck: requests get no answer.
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
-    as hits, at most. fail_after: tokens after which a request ends with an error.
+    as hits, at most. fail_after: tokens after which a request ends with an error, fails_as: or is refused.
     """
 
     script: Script
@@ -50,6 +50,7 @@ class Behaviour:
     die_after: int | None = None
     last_word: str = ""
     fail_after: int | None = None
+    fails_as: str = "error"
     skip_frame: bool = False
     defaults: dict[str, float] = field(default_factory=dict)
 
@@ -179,7 +180,7 @@ class FakeEngine:
         self.said += len(tokens)
         delta = Delta(row.submit.id, row.choice, tokens)
         if b.fail_after is not None and row.said >= b.fail_after:
-            return replace_delta(delta, finish="error", error="The step failed: as it was told to.")
+            return replace_delta(delta, finish=b.fails_as, error="The step failed: as it was told to.")
         ends = {b.eos, *sampling.stop_token_ids} if not sampling.ignore_eos else set(sampling.stop_token_ids)
         if tokens and tokens[-1] in ends:
             delta.finish, delta.stop_id = "stop", tokens[-1]

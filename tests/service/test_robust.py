@@ -194,6 +194,7 @@ def test_what_can_never_fit_is_refused_at_once(endless: Live):
     cases = [
         endless.complete(prompt=[5] * 2048),
         endless.complete(prompt=[5] * 2000, max_tokens=49),
+        endless.complete(prompt=[5] * 2048, max_tokens=0, echo=True),
         endless.complete(prompt="x" * 100_000),
         endless.chat(messages=[{"role": "user", "content": "y" * 3000}]),
         endless.chat(max_tokens=4000),
@@ -356,6 +357,19 @@ def test_a_failed_step_ends_its_request_only(stream: bool):
 def test_a_failure_before_the_first_token_has_its_own_status():
     with live(behaviour(counts, fail_after=0)) as server:
         assert server.complete(stream=True).status == 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({}, None, None),
+        ({"guided_regex": "a+"}, "invalid_grammar", "guided_regex"),
+    ],
+)
+def test_what_the_engine_refuses_names_a_grammars_field_only_where_there_is_one(fields: dict, code, param):
+    with live(behaviour(counts, fail_after=0, fails_as="refused")) as server:
+        for answer in (server.complete(**fields), server.chat(**fields)):
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
 
 
 def test_loading_then_ready():

@@ -82,8 +82,8 @@ async def check_grammar(service: Service, sampling: SamplingParams, param: str) 
 
 
 def grammar_field(fields: Fields) -> str:
-    """The field that constrains the output, for messages."""
-    return next((name for name in GRAMMAR_FIELDS if fields.get(name) is not None), GRAMMAR_FIELDS[0])
+    """The field that constrains the output, "" where none does."""
+    return next((name for name in GRAMMAR_FIELDS if fields.get(name) is not None), "")
 
 
 def read_streaming(fields: Fields) -> Streaming | None:

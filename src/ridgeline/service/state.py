@@ -64,11 +64,12 @@ class Limits:
         return min(self.context, self.held)
 
     def check(self, prompt: int, max_tokens: int | None, field: str) -> None:
-        """Raises ContextTooLong for a request that can never run; `field` names the prompt's."""
-        asked = 1 if max_tokens is None else max_tokens
+        """Raises ContextTooLong for a request that can never run; `field` names the prompt's. max_tokens None: as many as fit;
+        0: the prompt is only scored, which draws a token all the same."""
+        asked = max_tokens or 1
         for most, what in ((self.context, "the model's context is"), (self.held, "this server's KV cache holds")):
             if prompt + asked > most:
-                answer = "at least 1" if max_tokens is None else str(max_tokens)
+                answer = str(max_tokens) if max_tokens else "at least 1"
                 remedy = "shorten it" if prompt >= most else "lower max_tokens or shorten it"
                 raise ContextTooLong(
                     f"The prompt has {prompt} tokens and the answer may have {answer} more, but {what} {most} tokens: "
