@@ -407,6 +407,14 @@ def test_tool_choice_none_is_plain_text(polite: Live):
     assert polite.engine.submits[-1].sampling.grammar is None
 
 
+def test_a_schema_that_does_not_compile_names_its_function(polite: Live):
+    bad = {"type": "function", "function": {"name": "go", "parameters": {"properties": {"a": {"type": "strng"}}}}}
+    error = polite.chat(tools=[*TOOLS, bad]).error
+    assert (error["code"], error["param"]) == ("invalid_grammar", "tools")
+    assert error["message"].startswith("The parameters of 'go': ") and error["message"].endswith("Invalid type: strng")
+    assert "call_" not in error["message"]
+
+
 def test_tools_need_a_template_that_knows_them(thoughtful: Live):
     answer = thoughtful.chat(tools=TOOLS)
     assert answer.status == 400 and answer.error["param"] == "tools"

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.call import Call, Usage
@@ -54,8 +54,9 @@ async def read_chat(
     form = None
     if tools is not None:
         form = detect_format(template)
-        sampling = _bind_tools(service, fields, sampling, form, tools)
-    await check_grammar(service, sampling, grammar_field(fields) if tools is None else "tools")
+        sampling = await _bind_tools(service, fields, sampling, form, tools)
+    else:
+        await check_grammar(service, sampling, grammar_field(fields))
     tags = detect_tags(template.source)
     sampling = _show_tags(service, sampling, tags, form)
     call = Call(
@@ -103,10 +104,10 @@ def _read_tools(fields: Fields) -> ToolChoice | None:
     return chosen if chosen.tools else None
 
 
-def _bind_tools(
+async def _bind_tools(
     service: Service, fields: Fields, sampling: SamplingParams, form: ToolFormat | None, tools: ToolChoice
 ) -> SamplingParams:
-    """Sampling under the grammar that makes calls valid."""
+    """Sampling under the grammar that makes calls valid. Raises BadGrammar naming the function whose schema it is about."""
     if form is None:
         raise UnsupportedField(
             "tools: this model's template writes calls in a format that is not supported.", param="tools"
@@ -117,7 +118,18 @@ def _bind_tools(
             f"{name} cannot be combined with tools: send one of them, or tool_choice none.", param=name
         )
     parallel = fields.get("parallel_tool_calls", True)
-    return dataclasses.replace(sampling, grammar=tool_grammar(form, tools, service.tokenizer, parallel=parallel))
+    bound = dataclasses.replace(sampling, grammar=tool_grammar(form, tools, service.tokenizer, parallel=parallel))
+    try:
+        await check_grammar(service, bound, "tools")
+    except BadGrammar:
+        for tool in tools.tools:
+            alone = tool_grammar(form, ToolChoice((tool,), True), service.tokenizer)
+            try:
+                await check_grammar(service, dataclasses.replace(sampling, grammar=alone), "tools")
+            except BadGrammar as error:
+                raise BadGrammar(f"The parameters of {tool.name!r}: {error.message}", param="tools") from None
+        raise
+    return bound
 
 
 def _show_tags(

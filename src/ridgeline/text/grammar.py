@@ -8,6 +8,7 @@ from a thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,7 @@ MAX_SOURCE = 1 << 16
 WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between the tokens of JSON: room for indented output, but a model cannot go on with blanks for ever."""
 
+_LISTING = re.compile(r"\n\s*\d+ \| ")
 _COMPILED = 64
 _PRIVATE = "\ue000"
 """A character of names that no text holds."""
@@ -226,4 +228,7 @@ def _reason(message: str) -> str:
             "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give each a "
             "required property with a const of its own"
         )
+    _, within, schema = message.partition("failed to compile JSON schema: ")
+    if within:  # behind it the library lists the grammar, which need not be the caller's
+        return " ".join(_LISTING.split(schema)[0].split())[:300]
     return " ".join(message.split())[:300]
