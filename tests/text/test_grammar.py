@@ -314,16 +314,27 @@ def test_a_forbidden_token_is_an_error(compiler: GrammarCompiler, byte_level: To
         state.accept(byte_level.encode("z", add_special_tokens=False))
 
 
-def test_white_space_is_bounded(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
-    state = compiler.start(Grammar("json_object", ""))
-    newline = byte_level.encode("\n", add_special_tokens=False)[0]
-    state.accept(byte_level.encode("{", add_special_tokens=False))
-    taken = 0
-    while newline in allowed(state):
-        state.accept([newline])
-        taken += 1
-        assert taken <= 32
-    assert taken >= 8
+@pytest.mark.parametrize("grammar", [Grammar("json_object", ""), Grammar("json_schema", "{}")])
+def test_white_space_is_a_space_or_an_indented_line(
+    grammar: Grammar, compiler: GrammarCompiler, byte_level: Tokenizer
+) -> None:
+    def taken(text: str) -> int:
+        """Letters of a text that may be said."""
+        state = compiler.start(grammar)
+        for place, letter in enumerate(text):
+            (token,) = byte_level.encode(letter, add_special_tokens=False)
+            if token not in allowed(state):
+                return place
+            state.accept([token])
+        return len(text)
+
+    value = {"a": [1, {"b": {}, "c": "d  e"}], "f": 2}
+    for form in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}, {"indent": 0}):
+        written = json.dumps(value, **form)  # type: ignore[arg-type]
+        assert taken(written) == len(written)
+    for begun, blank in (('{"a"', " "), ('{"a":', " "), ("{", "\n"), ('{"a": 1', " ")):
+        assert taken(begun + 2 * blank) == len(begun) + 1
+    assert [taken("{" + blank) for blank in ("\t", "\r", "\n" + 80 * " ", "\n" + 80 * "\t")] == [1, 1, 66, 18]
 
 
 DEEP = '{"items":' * 200 + "{}" + "}" * 200

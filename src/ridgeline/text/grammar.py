@@ -30,8 +30,9 @@ except ImportError:  # an optional dependency
 MAX_SOURCE = 1 << 16
 """Characters of a grammar: bounds the time to compile one (about a second for the worst we found)."""
 
-WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Between the tokens of JSON: room for indented output, but a model cannot go on with blanks for ever."""
+WHITESPACE = r"( |\n {0,64}|\n\t{1,16})"
+"""Between the tokens of JSON: a space, or a line's end and its indentation. With any blanks small models lose themselves in
+them (32 tabs around every colon spent an answer's tokens)."""
 
 _LISTING = re.compile(r"\n\s*\d+ \| ")
 _COMPILED = 64
