@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -86,6 +87,13 @@ def test_serve_answers_and_says_how_it_is_configured(tiny: Path, monkeypatch: py
             list(client.stream([{"role": "user", "content": "Hello"}], {"max_tokens": -1}))
         with urllib.request.urlopen(f"{url}/metrics") as metrics:
             assert 'ridgeline:request_success_total{engine="0"' in metrics.read().decode()
+
+
+def test_what_cannot_be_listened_on_names_its_option(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for words in (("--host", "203.0.113.7", "--port", "0"), ("--port", str(taken.getsockname()[1]))):
+            assert main(["serve", str(tiny), *DUMMY, *words]) == 2
+            assert capsys.readouterr().err.endswith(f"choose another {words[0]}.\n")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

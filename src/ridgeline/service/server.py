@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import time
@@ -85,8 +86,10 @@ class Server:
             await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
         except OSError as error:
             await runner.cleanup()
+            wrong = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
             raise ConfigError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another --port."
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another --{wrong}.",
+                param=wrong,
             ) from error
         self._runner = runner
         self.port = runner.addresses[0][1]
