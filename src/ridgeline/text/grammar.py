@@ -224,6 +224,8 @@ def _choices(source: str) -> list[str]:
 def _reason(message: str) -> str:
     if message.startswith("NoExtension"):
         return "it matches no text"
+    if "satisfy the grammar" in message:  # masks allow nothing else, so nothing was left to draw
+        return "no token that it allows was left to draw; allowed_token_ids may exclude them all"
     if "coerce_one_of" in message:  # an option of the library's that no caller can reach
         return (
             "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give each a "
