@@ -96,6 +96,25 @@ def test_the_shortlist_is_taken_when_it_is_enough(monkeypatch: pytest.MonkeyPatc
         apply_filters(peaked * 0.001, filters([(1.0, 0, 0.9, 0.0)]))
 
 
+def test_only_rows_that_need_more_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.randn(6, 5000, generator=torch.Generator().manual_seed(3))
+    logits = noise * torch.tensor([6.0, 0.01, 1.0, 6.0, 2.0, 0.01]).unsqueeze(1)
+    wanted = filters([(1.0, 0, 0.9, 0.0)] * 5 + [(1.0, 300, 1.0, 0.0)])
+    looked: list[tuple[int, int]] = []
+
+    def topk(values: torch.Tensor, most: int, dim: int) -> torch.return_types.topk:
+        looked.append((len(values), most))
+        return whole(values, most, dim=dim)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(sampler, "_SHORTLISTS", ())
+        expected = apply_filters(logits, wanted)
+    whole = torch.topk
+    monkeypatch.setattr(sampler.torch, "topk", topk)
+    assert torch.equal(apply_filters(logits, wanted), expected)
+    assert looked == [(6, 128), (4, 1024)]
+
+
 def test_ties_at_the_edge_stay() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
     kept = apply_filters(logits, filters([(1.0, 2, 1.0, 0.0)])).isfinite()

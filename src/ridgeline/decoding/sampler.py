@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ridgeline.decoding.mass import WHOLE, log_sum_exp, masses
 
-_SHORTLIST = 1024
-"""On a CPU, filters look at this many of the largest logits before they sort all of them."""
+_SHORTLISTS = (128, 1024)
+"""On a CPU, filters look at so many of a row's largest logits, one after the other, before they sort all of them."""
 _SMALLEST = 1e-5
 """Temperature below which a filter would overflow; it keeps the largest logit alone anyway."""
 
@@ -36,21 +36,21 @@ def apply_filters(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     largest = scaled.amax(dim=-1, keepdim=True)
     bound = largest + filters.min_p.log().unsqueeze(1)
     if filters.ranked:
-        bound = torch.maximum(bound, _ranked_bound(scaled, filters))
+        bound = torch.maximum(bound, _ranked_bound(scaled, log_sum_exp(scaled), filters, _SHORTLISTS))
     return logits.masked_fill(scaled < bound, float("-inf"))
 
 
-def _ranked_bound(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """The smallest tempered logit that top-k and top-p keep, [N, 1]."""
-    vocab = scaled.shape[1]
-    total = log_sum_exp(scaled)
-    if 0 < filters.most_k < vocab:
+def _ranked_bound(scaled: torch.Tensor, total: torch.Tensor, filters: Filters, lists: tuple[int, ...]) -> torch.Tensor:
+    """The smallest tempered logit that top-k and top-p keep, [N, 1]. total: log-sum-exp of the logits [N, 1]."""
+    if 0 < filters.most_k < scaled.shape[1]:
         return _bound(torch.topk(scaled, filters.most_k, dim=-1).values, total, filters)[0]
-    if scaled.device.type == "cpu" and vocab > 2 * _SHORTLIST:
-        bound, sure = _bound(torch.topk(scaled, _SHORTLIST, dim=-1).values, total, filters)
-        if bool(sure.all()):
-            return bound
-    return _bound(torch.sort(scaled, dim=-1, descending=True).values, total, filters)[0]
+    if scaled.device.type != "cpu" or not lists or scaled.shape[1] <= 2 * lists[0]:
+        return _bound(torch.sort(scaled, dim=-1, descending=True).values, total, filters)[0]
+    bound, sure = _bound(torch.topk(scaled, lists[0], dim=-1).values, total, filters)
+    if len(left := (~sure[:, 0]).nonzero()[:, 0]):
+        rest = replace(filters, top_k=filters.top_k[left], top_p=filters.top_p[left])
+        bound[left] = _ranked_bound(scaled[left], total[left], rest, lists[1:])
+    return bound
 
 
 def _bound(ordered: torch.Tensor, total: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor]:
