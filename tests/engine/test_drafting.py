@@ -14,9 +14,11 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
 from ridgeline.core.speculate import read_wanted
+from ridgeline.engine import device
 from ridgeline.engine.drafting import wanted_by, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
 
 ASSETS = shipped_model().parent
@@ -86,6 +88,22 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafted >= accepted > 0
     assert accepted == sum(sum(one.accepted_at) for one in steps)
     assert 0 < sum(one.drafts for one in steps) <= drafted
+
+
+def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a row with drafts each other row has its one product with the head, and its one filter."""
+    llm, steps, heads, filters = engine("reference"), [], [], []
+    llm._engine._on_step = steps.append
+    for pace in llm._engine.engine.loop.scheduler._speculation._paces:
+        monkeypatch.setattr(pace, "fixed", True)
+    logits, apply = Decoder.logits, device.apply_filters
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: heads.append(len(hidden)) or logits(self, hidden))
+    monkeypatch.setattr(device, "apply_filters", lambda rows, how: filters.append(len(rows)) or apply(rows, how))
+    sampling = replace(KINDS[0], temperature=0.2, top_p=0.9, seed=3)
+    llm.generate([PROMPTS[1], *[PROMPTS[2]] * 5], sampling)
+    assert sum(one.accepted for one in steps) > 0
+    told = sum(one.running + one.drafted for one in steps) + 6  # a step that ends a row no longer counts it as running
+    assert heads == filters and sum(heads) <= told
 
 
 def test_what_auto_means() -> None:

@@ -360,15 +360,15 @@ class BatchBuilder:
         if chosen and all(one.top_k > 0 for one in chosen):
             self._most_k = max(one.top_k for one in chosen)
         wanted = [one.logprobs is not None for one in draws]
-        self._pack_index("logprobs", wanted)
+        self._pack_index("logprobs", wanted, whole=True)
         self._places = tuple(np.flatnonzero(wanted).tolist())
         self._tops = tuple(draws[place].logprobs or 0 for place in self._places)
 
-    def _pack_index(self, name: str, wanted: Sequence[bool]) -> None:
-        """The logit rows of the drawing rows that want something."""
+    def _pack_index(self, name: str, wanted: Sequence[bool], whole: bool = False) -> None:
+        """The logit rows of the drawing rows that want something; whole: those too that stand for drafts a row has not."""
         if any(wanted):
-            rows = np.flatnonzero(wanted)[:, None] * self.shape.wide + np.arange(self.shape.wide)
-            self._packet.add(name, rows.reshape(-1))
+            last, node = self._n_draft[self._where][:, None], np.arange(self.shape.wide)
+            self._packet.add(name, np.flatnonzero(np.array(wanted)[:, None] & (whole | (node <= last))))
 
     def _pack_bias(self) -> None:
         rows: list[int] = []
@@ -398,7 +398,7 @@ class BatchBuilder:
             if word:
                 # A row with fewer drafts than others repeats its last query.
                 words += [*word, *[word[-1]] * (wide - len(word))] if given is not None else word * wide
-        self._pack_index("masked", wanted)
+        self._pack_index("masked", wanted, whole=True)
         if words:
             self._packet.add("words", np.stack(words))
 

@@ -171,9 +171,9 @@ class DeviceStep:
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """hidden: of the query tokens that want logits."""
         wide, rows, ragged = batch.shape.wide, batch.sampled, batch.ragged
-        logits = self.decoder.logits(hidden if batch.source is None else hidden.index_select(0, batch.source))
-        if wide > 1:
-            rows = rows.unsqueeze(1).expand(-1, wide).reshape(-1)
+        logits = self.decoder.logits(hidden)
+        logits = logits if batch.source is None else logits.index_select(0, batch.source)
+        rows = rows if wide == 1 else rows.unsqueeze(1).expand(-1, wide).reshape(-1)
         ints = self.rows.ints.index_select(0, rows)
         place = known = ints[:, Int.KNOWN]
         if wide > 1:
