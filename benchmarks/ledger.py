@@ -13,8 +13,9 @@ operations that such calls fuse, and attention the naive way, with the scores ma
 engine's runner by device events, `step to step` the time between the ends of two. `rest` is the step less the sum: gaps,
 gathering and advancing rows, uploads; where kernels overlap in the step it is negative.
 
---joules adds what the board takes while a line repeats for a second, by its own counter (NVIDIA's): at a card's power limit, where
-products of many tokens and reads of memory both stand, it is joules that take time.
+--joules adds what the board takes while a line repeats for three seconds, by its own counter (NVIDIA's): at a card's power limit,
+where products of many tokens and reads of memory both stand, it is joules that take time. They are those of a hot card,
+microseconds those of short rounds on a cooler one, so one divided by the other is no power.
 """
 
 from __future__ import annotations
@@ -399,7 +400,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
-        "--joules", action="store_true", help="energy of each line too; a second and a half more for each"
+        "--joules", action="store_true", help="energy of each line too; some four seconds more for each"
     )
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")

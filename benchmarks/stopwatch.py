@@ -15,7 +15,7 @@ BATCHED = 16
 """Least calls that are timed together on a GPU, so that one launch is not what is measured."""
 LEAST_ROUNDS, LONG_S = 3, 0.5
 """Rounds are timed until they have taken this long together, but at least so many."""
-SETTLING_S, COUNTED_S = 0.4, 1.0
+SETTLING_S, COUNTED_S = 0.4, 3.0
 """Rounds run for this long before energy is counted, so that clocks are those of this work, and then for so long: the counter moves
 some ten times a second."""
 

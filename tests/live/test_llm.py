@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -149,13 +150,24 @@ def test_biases_as_clients_write_them(llm: LLM):
     assert llm.generate(PROMPT, params)[0].choices[0].token_ids == [300, 300, 300]
 
 
+def test_numbers_and_texts_of_other_types_are_taken_for_what_they_are():
+    class Id(IntEnum):
+        END = 5
+
+    assert SamplingParams(stop_token_ids=[Id.END]) == SamplingParams(stop_token_ids=(5,))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="stop_token_ids is"):
+        SamplingParams(stop_token_ids=[True])  # type: ignore[arg-type]
+
+
 def test_lists_are_as_good_as_tuples(llm: LLM):
     whole = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0]
     end, text = whole.choices[0].token_ids[5], whole.text.split()[4]
-    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[end], logit_bias=[[end, 0.5]], stop=None)  # type: ignore[arg-type]
+    lists: dict[str, Any] = {"stop_token_ids": [end], "logit_bias": [[end, 0.5]], "stop": None}
+    params = SamplingParams(temperature=0, max_tokens=20, **lists)
     assert params == SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(end,), logit_bias=((end, 0.5),))
     assert end not in llm.generate(PROMPT, params)[0].choices[0].token_ids[:-1]
-    for one in (SamplingParams(temperature=0, stop=[text]), SamplingParams(temperature=0, allowed_token_ids=[end])):  # type: ignore[arg-type]
+    more: tuple[dict[str, Any], ...] = ({"stop": [text]}, {"allowed_token_ids": [end]})
+    for one in (SamplingParams(temperature=0, **given) for given in more):
         assert hash(one) == hash(one) and llm.generate(PROMPT, one)[0].text != whole.text
 
 

@@ -174,3 +174,36 @@ def test_the_stream_is_joined_in_its_place() -> None:
     want = torch.addmm(stream, x, weight.t())
     assert not cublas.added(x, weight, stream.float()) and not cublas.added(x[:200], weight, stream[:200])
     assert cublas.added(x, weight, stream) and torch.equal(stream, want)
+
+
+class Library:
+    """Of which every call succeeds but the product, whose status is given."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: self.status if name == "cublasLtMatmul" else 0
+
+
+@pytest.mark.parametrize("status", [7, 15])
+def test_what_the_library_refuses_is_torchs_from_then_on(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, asked = _launched(status, monkeypatch)
+    assert done == [False, False] and asked == 1
+
+
+def test_what_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream may have been written to."""
+    with pytest.raises(RuntimeError, match="cublasLtMatmul: 13"):
+        _launched(13, monkeypatch)
+
+
+def _launched(status: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], int]:
+    """What a product says twice, and how often its kernel was chosen."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(cublas, "kernel_for", lambda *given: chosen.append(given) or THRIFTY)
+    product = cublas.Product(Library(status), torch.bfloat16, 64, 64)  # type: ignore[arg-type]
+    x, weight, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (512, 64, 512))
+    return [product(weight, x, (), out, True) for _ in range(2)], len(chosen)

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from ridgeline.ops.triton import cuda, gated, pairs, table
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.gated import gated_product
+from ridgeline.ops.triton.gated import gated_product, saves
 from ridgeline.ops.triton.launch import is_hopper
-from ridgeline.ops.triton.pairs import group_of, saves
+from ridgeline.ops.triton.pairs import group_of
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 FEATURES, INPUTS = 14336, 4096
@@ -32,7 +32,7 @@ SECTOR = 16
 )
 def test_what_its_tiles_fit_is_its(tokens: int, features: int) -> None:
     """Measured: 3 to 6 %, and 14 of the smallest model's; 2,700 and 4,200 tokens, of which tiles hold 4 to 5 % more, 3 to 4."""
-    assert saves(tokens, features, gated.TILE_FEATURES)
+    assert saves(tokens, features)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_its_tiles_fit_is_its(tokens: int, features: int) -> None:
 def test_what_they_do_not_fit_is_not(tokens: int, features: int) -> None:
     """5,123 tokens are paid like 5,376 (between 1 % less and .5 more), 3,333 like 3,584 (1 to 2 more), 144 tiles for 66 clusters
     like 198, and 1,000 features like 1,056."""
-    assert not saves(tokens, features, gated.TILE_FEATURES)
+    assert not saves(tokens, features)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_bits_are_those_of_two_kernels(
     want = activate(F.linear(x, weight), "silu")
     for name in ("FEWEST", "FEWEST_INPUTS"):
         monkeypatch.setattr(pairs, name, 0)
-    monkeypatch.setattr(pairs, "saves", lambda *_: True)
+    monkeypatch.setattr(gated, "saves", lambda *_: True)
     out = gated_product(x, weight)
     assert out is not None and torch.equal(out, want)
     graph = torch.cuda.CUDAGraph()

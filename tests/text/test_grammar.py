@@ -431,3 +431,13 @@ def test_without_the_extra_structured_output_is_refused(byte_level: Tokenizer, m
     with pytest.raises(UnsupportedField, match=r"ridgeline\[structured\]") as caught:
         compiler.check(Grammar("json_object", ""))
     assert caught.value.param == "response_format"
+
+
+def test_looking_for_the_bad_one_keeps_none(compiler: GrammarCompiler) -> None:
+    """Many grammars of one refused request do not drive out what others had compiled."""
+    good, bad = Grammar("json_schema", '{"type": "integer"}'), Grammar("json_schema", '{"type": "strng"}')
+    before = compiler._compiled.cache_info()
+    found = compiler.first_bad([good, bad, good])
+    assert found is not None and found[0] == 1 and "strng" in found[1]
+    assert compiler.first_bad([good]) is None
+    assert compiler._compiled.cache_info() == before

@@ -128,9 +128,14 @@ def _tuple(name: str, value: Any, whole: str, of: type) -> tuple[Any, ...] | Non
         if isinstance(value, (tuple, list))
         else None
     )
-    if found is None or set(map(type, found)) - {of} or (of is tuple and set(map(len, found)) - {2}):
+    strange = found is not None and set(map(type, found)) - {of} and not all(_is(one, of) for one in found)
+    if found is None or strange or (of is tuple and set(map(len, found)) - {2}):
         raise RequestError(f"{name} is {reprlib.repr(value)}: give a list of {whole}.", param=name)
     return found
+
+
+def _is(value: Any, of: type) -> bool:
+    return isinstance(value, of) and not isinstance(value, bool)
 
 
 def _number(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:

@@ -27,6 +27,7 @@ from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
 from ridgeline.service.thoughts import Thoughts
 from ridgeline.text.chat import ChatTemplate, RenderOptions
+from ridgeline.text.grammar import MAX_SOURCE
 from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
 from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
@@ -122,13 +123,15 @@ async def _bind_tools(
     try:
         await check_grammar(service, bound, "tools")
     except BadGrammar:
-        for tool in tools.tools:
-            alone = tool_grammar(form, ToolChoice((tool,), True), service.tokenizer)
-            try:
-                await check_grammar(service, dataclasses.replace(sampling, grammar=alone), "tools")
-            except BadGrammar as error:
-                raise BadGrammar(f"The parameters of {tool.name!r}: {error.message}", param="tools") from None
-        raise
+        assert bound.grammar is not None
+        if len(bound.grammar.source) > MAX_SOURCE:
+            raise
+        alone = [tool_grammar(form, ToolChoice((tool,), True), service.tokenizer) for tool in tools.tools]
+        found = await asyncio.to_thread(service.grammars.first_bad, [one for one in alone if one is not None])
+        if found is None:
+            raise
+        place, reason = found
+        raise BadGrammar(f"The parameters of {tools.tools[place].name!r}: {reason}", param="tools") from None
     return bound
 
 

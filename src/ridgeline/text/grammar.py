@@ -124,6 +124,15 @@ class GrammarCompiler:
         except (BadGrammar, UnsupportedField) as error:
             raise type(error)(error.message, param=param) from error
 
+    def first_bad(self, grammars: Sequence[Grammar]) -> tuple[int, str] | None:
+        """The first of some grammars that the engine could not follow, and why. None of them is kept."""
+        for place, grammar in enumerate(grammars):
+            try:
+                self._compile(grammar)
+            except BadGrammar as error:
+                return place, error.message
+        return None
+
     def start(self, grammar: Grammar) -> GrammarState:
         """A fresh state. Raises as `check` does."""
         return GrammarState(

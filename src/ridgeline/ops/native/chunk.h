@@ -32,6 +32,8 @@ struct Item {
 };
 
 template <class T> struct Work {
+    Work() = default;
+    Work(const Work&) = delete;  // it points into itself
     alignas(64) T q[MAX_TILES * LANES * MAX_DIM];  // per tile [dim / 2][16][2], float32 [dim][16]; few: [query][MAX_DIM]
     alignas(64) float scores[MAX_TILES][(CHUNK + LANES) * LANES];
     alignas(64) float sums[MAX_TILES * LANES * MAX_DIM];

@@ -103,7 +103,7 @@ void as_many_rows(const Problem<T, Out>& p, const T* x, index block, bool last, 
      ...);
 }
 
-// Up to 16 rows by one block, or one pair of blocks.
+// 9 to 16 rows by one block, or one pair of blocks.
 template <bool GATED, class T, class Out> void some_rows(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form MIXED = Form::MIXED;
     const index m = p.m;

@@ -38,6 +38,9 @@ LISTED, MOST_LISTED, FEWEST_ALIKE = (2048, 4096, 4096), 8, 3
 """Tokens, outputs and inputs of which the heuristic's list is compared with what is named here, how many it lists, and how many of
 them must be among those."""
 
+# cublasStatus_t: an invalid value, a device or a product that is not supported. Said before anything is launched, so others can.
+REFUSALS = (7, 8, 15)
+
 log = logging.getLogger(__name__)
 
 
@@ -108,7 +111,9 @@ class Product:
 
     def listed(self, handle: c_void_p, tokens: int, most: int = MOST_LISTED) -> list[Algorithm]:
         """The heuristic's kernels, the one that it holds for the fastest first."""
-        x, out = self._layouts(tokens)
+        return self._listed(handle, *self._layouts(tokens), most)
+
+    def _listed(self, handle: c_void_p, x: c_void_p, out: c_void_p, most: int) -> list[Algorithm]:
         found, count = (_Choice * most)(), c_int()
         given = (handle, self._product, self._weight, x, out, out, self._preference, c_int(most), found, byref(count))
         refused = self._library.cublasLtMatmulAlgoGetHeuristic(*given)
@@ -128,12 +133,13 @@ class Product:
         self._call("MatmulAlgoConfigSetAttribute", *given)
 
     def _use(self, handle: c_void_p, tokens: int) -> _Use | None:
+        x, out = self._layouts(tokens)
         if self._scaled:
-            algorithm = next(iter(self.listed(handle, tokens, 1)), None)
+            algorithm = next(iter(self._listed(handle, x, out, 1)), None)
         else:
             kernel = kernel_for(tokens, self._n, self._k)
             algorithm = None if kernel is None else self.named(handle, kernel)
-        return None if algorithm is None else _Use(*self._layouts(tokens), algorithm)
+        return None if algorithm is None else _Use(x, out, algorithm)
 
     def __call__(
         self, weight: torch.Tensor, x: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor, add: bool
@@ -153,7 +159,8 @@ class Product:
         rest = target, use.out.value, target, use.out.value, addressof(use.algorithm), None, 0, where
         given = addressof(self._alpha), *sides, addressof(self._betas[add]), *rest
         if status := self._library.cublasLtMatmul(handle, self._product.value, *given):
-            # Said before anything is launched, so others can.
+            if status not in REFUSALS:
+                raise RuntimeError(f"cublasLtMatmul: {status}")
             log.warning("cuBLASLt does not multiply %d tokens by %d x %d: %d", tokens, self._n, self._k, status)
             self._uses[tokens] = None
         return not status
@@ -178,8 +185,8 @@ def _names(dtype: torch.dtype) -> bool:
     library, (tokens, n, k) = _library(), LISTED
     if library is None:
         return False
-    product, handle = Product(library, dtype, n, k), c_void_p(torch.cuda.current_blas_handle())
     try:
+        product, handle = Product(library, dtype, n, k), c_void_p(torch.cuda.current_blas_handle())
         listed = {bytes(one) for one in product.listed(handle, tokens)}
         return len(listed & {bytes(product.named(handle, one)) for one in KERNELS}) >= FEWEST_ALIKE
     except RuntimeError:
