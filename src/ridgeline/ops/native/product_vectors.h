@@ -87,9 +87,9 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// Blocks side by side for 1 to 8 rows, and independent sums of each. What is read of x serves all blocks, as loads are what several
-// rows are held up by; and so many streams of weights come quickest from a slow last cache, where more sums ask for more at once and
-// make it slower.
+// Blocks side by side for 1 to 8 rows, and independent sums of each. What is read of x serves all blocks, as loads are what
+// several rows are held up by; and so many streams of weights come quickest from a slow last cache, where more sums ask for more
+// at once and make it slower.
 constexpr int SIDE[8] = {2, MANY_SUMS ? 2 : 1, 2, 4, 4, 4, 2, 2}, SPLITS[8] = {8, 2, 2, 2, 2, 2, 2, 2};
 template <bool GATED> constexpr int side(index rows) { return std::max(GATED ? 2 : 1, SIDE[rows - 1]); }
 

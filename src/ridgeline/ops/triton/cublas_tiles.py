@@ -103,8 +103,9 @@ def _time(kernel: Kernel, tokens: int, n: int, k: int) -> float | None:
 
 
 def saves(tokens: int, n: int) -> bool:
-    """Whether the thrifty kernel makes [tokens, n] for less than others: what its tiles hold beyond that takes energy all the
-    same, so a 64th at most, and places without a tile in their last round take time, so a 16th at most with these."""
+    """Whether the thrifty kernel makes [tokens, n] for less than others: what its tiles hold beyond that loses what it
+    saves (at 3,333 and 5,123 tokens), so a 64th at most, and places without a tile in their last round take time, so a 16th at
+    most with these."""
     pair = THRIFTY.outputs * 2 * THRIFTY.tokens
     tiles = -(-n // THRIFTY.outputs) * -(-tokens // (2 * THRIFTY.tokens))
     rounds = -(-2 * tiles // PROCESSORS) * PROCESSORS * pair // 2

@@ -39,8 +39,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def saves(tokens: int, features: int, wide: int) -> bool:
     """Whether tiles of `wide` features take less than kernels apart, as they do by 3 to 6 %: what tiles hold beyond the product
-    costs as much as the product, so a 32nd at most; places without a tile in the last round cost little, so a fifth at most with
-    these."""
+    takes as long as the product, so a 32nd at most; places without a tile in the last round take little at a power limit, so a
+    fifth at most with these."""
     product = tokens * features
     return 32 * tiled(tokens, features, wide) <= 33 * product and 5 * rounds(tokens, features, wide) <= 6 * product
 
