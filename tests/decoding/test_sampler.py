@@ -5,26 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.decoding import sampler
-from ridgeline.decoding.sampler import Filters, apply_filters
 from ridgeline.ops.noise import row_key
-from ridgeline.ops.sample import greedy, sample
+from ridgeline.ops.sample import Limits, greedy, sample, within
 from tests.decoding.chi import DRAWS, draws, fits
 
 VOCAB = 50
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 
 
-def filters(rows: list[tuple[float, int, float, float]]) -> Filters:
-    """(temperature, top_k, top_p, min_p) per row."""
+Case = tuple[float, int, float, float]
+"""temperature, top_k, top_p, min_p"""
+
+
+def kept(logits: torch.Tensor, rows: list[Case]) -> torch.Tensor:
+    """logits [N, V], a case for each -> which may be drawn, bool [N, V]."""
     heat, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    ranked = any(row[1] > 0 or row[2] < 1 for row in rows)
-    most_k = max(row[1] for row in rows) if all(row[1] > 0 for row in rows) else 0
-    return Filters(heat, top_k.int(), top_p, min_p, ranked, most_k)
+    return within(logits, heat, Limits(top_k.int(), top_p, min_p)).isfinite()
 
 
 def by_the_book(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """Filtered distribution, the slow way: sort, cut, renormalize, cut, cut."""
+    temperature, top_p, min_p = torch.tensor([temperature, top_p, min_p]).tolist()  # as rows hold them
     chance = torch.softmax(logits.double() / temperature, dim=-1)
     order = chance.argsort(descending=True).tolist()
     kept = order[:top_k] if top_k > 0 else order
@@ -57,8 +58,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_samples_follow_the_filtered_distribution(case: tuple[float, int, float, float]) -> None:
-    logits = apply_filters(LOGITS.unsqueeze(0), filters([case])).expand(DRAWS, VOCAB)
+def test_draws_follow_the_limited_distribution(case: Case) -> None:
+    logits = LOGITS.masked_fill(~kept(LOGITS.unsqueeze(0), [case])[0], float("-inf")).expand(DRAWS, VOCAB)
     assert fits(draws(logits, case[0]), by_the_book(LOGITS, *case))
 
 
@@ -68,57 +69,20 @@ def test_the_test_can_fail() -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_filters_of_a_row_ignore_the_others(vocab: int) -> None:
-    """Every path (top-k alone, shortlist, full sort) keeps the same tokens."""
+def test_limits_of_a_row_ignore_the_others(vocab: int) -> None:
     flat = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 0.01
     peaked = torch.randn(vocab, generator=torch.Generator().manual_seed(2)) * 6
-    rows = [(heat, k, p, m) for heat, k, p, m in CASES] + [(0.7, 2000, 0.95, 0.0), (1.0, 0, 0.99, 0.0)]
+    rows = [*CASES, (0.7, 2000, 0.95, 0.0), (1.0, 0, 0.99, 0.0)]
     for logits in (flat, peaked):
-        together = apply_filters(logits.expand(len(rows), vocab), filters(rows))
-        for row, kept in zip(rows, together, strict=True):
-            alone = apply_filters(logits.unsqueeze(0), filters([row]))[0]
-            assert torch.equal(alone, kept), row
-            expected = by_the_book(logits, *row)
-            wrong = kept.isfinite() != (expected > 0)
-            # Sums of 5000 chances in float32 may end a token earlier or later than in float64.
-            assert int(wrong.sum()) <= 2 or float(expected[wrong].sum()) < 1e-5, row
-
-
-def test_the_shortlist_is_taken_when_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaked = torch.randn(1, 5000, generator=torch.Generator().manual_seed(2)) * 6
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("sorted everything")
-
-    monkeypatch.setattr(sampler.torch, "sort", refuse)
-    apply_filters(peaked, filters([(1.0, 0, 0.9, 0.0)]))
-    with pytest.raises(AssertionError):
-        apply_filters(peaked * 0.001, filters([(1.0, 0, 0.9, 0.0)]))
-
-
-def test_only_rows_that_need_more_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = torch.randn(6, 5000, generator=torch.Generator().manual_seed(3))
-    logits = noise * torch.tensor([6.0, 0.01, 1.0, 6.0, 2.0, 0.01]).unsqueeze(1)
-    wanted = filters([(1.0, 0, 0.9, 0.0)] * 5 + [(1.0, 300, 1.0, 0.0)])
-    looked: list[tuple[int, int]] = []
-
-    def topk(values: torch.Tensor, most: int, dim: int) -> torch.return_types.topk:
-        looked.append((len(values), most))
-        return whole(values, most, dim=dim)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(sampler, "_SHORTLISTS", ())
-        expected = apply_filters(logits, wanted)
-    whole = torch.topk
-    monkeypatch.setattr(sampler.torch, "topk", topk)
-    assert torch.equal(apply_filters(logits, wanted), expected)
-    assert looked == [(6, 128), (4, 1024)]
+        together = kept(logits.expand(len(rows), vocab), rows)
+        for row, mine in zip(rows, together, strict=True):
+            assert torch.equal(kept(logits.unsqueeze(0), [row])[0], mine), row
+            assert torch.equal(mine, by_the_book(logits, *row) > 0), row
 
 
 def test_ties_at_the_edge_stay() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    kept = apply_filters(logits, filters([(1.0, 2, 1.0, 0.0)])).isfinite()
-    assert kept.tolist() == [[True, True, True, False]]
+    assert kept(logits, [(1.0, 2, 1.0, 0.0)]).tolist() == [[True, True, True, False]]
 
 
 def test_rows_of_different_kinds_in_one_batch() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ridgeline.core.plan import TokenLogprobs
-from ridgeline.decoding.mass import log_sum_exp
+from ridgeline.ops.mass import log_sum_exp
 
 SCORE_BYTES = 256 << 20
 """Most bytes of logits that `score` holds at a time."""

@@ -18,7 +18,7 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.decoding.masks import mask_words, read_mask
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.residents import Residents, filtered
+from ridgeline.engine.residents import Residents
 from ridgeline.engine.trees import Branches, branches
 
 
@@ -28,8 +28,9 @@ class Shape:
     1 + most drafts of a row.
 
     decode: each row has one query token and draws one. sampling: places in the step of the rows that draw, or None for
-    all. plain: no row asks for more than a draw by temperature. greedy: all draw the most probable token. deep: levels of
-    the deepest draft tree, 0 for chains. chunked: a row has more query tokens than its last known one and its drafts.
+    all. plain: no row asks for more than a draw by temperature, top_k, top_p and min_p. greedy: all draw the most probable
+    token. deep: levels of the deepest draft tree, 0 for chains. chunked: a row has more query tokens than its last known one
+    and its drafts.
     """
 
     n_tokens: int
@@ -69,9 +70,6 @@ class Wishes:
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     masked: torch.Tensor | None = None
     words: torch.Tensor | None = None
-    filtered: torch.Tensor | None = None
-    ranked: bool = False
-    most_k: int = 0
     logprobs: torch.Tensor | None = None
     tops: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
@@ -235,7 +233,6 @@ class BatchBuilder:
         self._scored = {place: residents[plan.rows[place]] for place in scored}
         self._tops: tuple[int, ...] = ()
         self._places: tuple[int, ...] = ()
-        self._most_k, self._ranked = 0, False
         self._score_counts: dict[int, int] = {}
         self._room = self.room()
 
@@ -354,11 +351,6 @@ class BatchBuilder:
         self._pack_index("early", [one.min_tokens > 0 for one in draws])
         self._pack_bias()
         self._pack_masks()
-        self._pack_index("filtered", [filtered(one) for one in draws])
-        chosen = [one for one in draws if filtered(one)]
-        self._ranked = any(one.top_k > 0 or one.top_p < 1 for one in chosen)
-        if chosen and all(one.top_k > 0 for one in chosen):
-            self._most_k = max(one.top_k for one in chosen)
         wanted = [one.logprobs is not None for one in draws]
         self._pack_index("logprobs", wanted, whole=True)
         self._places = tuple(np.flatnonzero(wanted).tolist())
@@ -436,9 +428,6 @@ class BatchBuilder:
             bias=(got["bias_rows"], got["bias_tokens"], got["bias"]) if "bias" in got else None,
             masked=got.get("masked"),
             words=got.get("words"),
-            filtered=got.get("filtered"),
-            ranked=self._ranked,
-            most_k=self._most_k,
             logprobs=got.get("logprobs"),
             tops=self._tops,
             places=self._places,

@@ -17,15 +17,14 @@ from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
-from ridgeline.decoding.sampler import Filters, apply_filters
 from ridgeline.decoding.verify import verify
 from ridgeline.engine.batch import Batch, Scores, Wishes
-from ridgeline.engine.rows import Knob, Rows
+from ridgeline.engine.rows import Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Gathered, Int, Spread
-from ridgeline.ops.sample import greedy
+from ridgeline.ops.rows import Gathered, Int, Knob, Spread
+from ridgeline.ops.sample import Limits, greedy
 from ridgeline.ops.step import KvView, StepInputs
 
 
@@ -190,7 +189,7 @@ class DeviceStep:
         if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
-        return fused(rows.state, rows.heat, batch.sampled, self.decoder.logits(hidden), depth, batch.source), None
+        return fused(rows.state, rows.knobs, batch.sampled, self.decoder.logits(hidden), depth, batch.source), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
@@ -201,14 +200,15 @@ class DeviceStep:
         if batch.shape.greedy:
             drawn = greedy(logits)
         else:
-            heat, key = wanted.knobs[:, Knob.TEMPERATURE], wanted.ints[:, Int.KEY : Int.KEY + 2]
-            drawn = self.ops.sample(logits, heat, key, wanted.place, Purpose.TOKEN)
+            heat, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+            key, limits = wanted.ints[:, Int.KEY : Int.KEY + 2], Limits(wanted.ints[:, Int.TOP_K], top_p, min_p)
+            drawn = self.ops.sample(logits, heat, key, wanted.place, Purpose.TOKEN, limits)
         if asked is None or wishes.logprobs is None:
             return drawn, None
         return drawn, rank(asked, drawn.index_select(0, wishes.logprobs), max(wishes.tops))
 
     def _process(self, wanted: _Logits, wishes: Wishes, longest: int) -> torch.Tensor:
-        """Penalties, biases, end tokens that come too early, masks, filters, of float32. Who did not ask stays as it is."""
+        """Penalties, biases, end tokens that come too early, masks, of float32. Who did not ask stays as it is."""
         logits = wanted.logits
         if wishes.penalized is not None:
             part = wanted.pick(wishes.penalized)
@@ -226,11 +226,6 @@ class DeviceStep:
         if wishes.masked is not None and wishes.words is not None:
             part_logits = logits.index_select(0, wishes.masked)
             logits.index_copy_(0, wishes.masked.long(), apply_mask(part_logits, wishes.words))
-        if wishes.filtered is not None:
-            part = wanted.pick(wishes.filtered)
-            heat, top_p, min_p = (part.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
-            filters = Filters(heat, part.ints[:, Int.TOP_K], top_p, min_p, wishes.ranked, wishes.most_k)
-            logits.index_copy_(0, wishes.filtered.long(), apply_filters(part.logits, filters))
         return logits
 
     def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -129,7 +129,7 @@ def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> Non
 
 def rehearse_draws(step: DeviceStep, rows: int) -> None:
     """Run the eager end of a step in which `rows` rows draw: plainly, and if they are not too many also asking for all there
-    is, penalties, biases, masks, filters of both kinds and log-probabilities, once of them greedily."""
+    is, penalties, biases, masks and log-probabilities, once of them greedily."""
     every = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
     own, vocab = torch.zeros_like(every), step.spec.vocab_size
     hidden = step.decoder.embedding.new_zeros(rows, step.spec.d_model)
@@ -139,8 +139,6 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
         bias=(every, own, own.float()),
         masked=every,
         words=own.unsqueeze(1).expand(-1, mask_words(vocab)) - 1,
-        filtered=every,
-        ranked=True,
         logprobs=every,
         tops=(5,) * rows,
         places=tuple(range(rows)),
@@ -151,9 +149,9 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
     step.ops.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
     if rows > MOST_ASKING:
         return
-    for greedy, most_k in ((False, 0), (False, min(20, vocab - 1)), (True, 0)):
+    for greedy in (False, True):
         asked = replace(shape, greedy=greedy, plain=False)
-        step.finish(Batch(asked, own, own, wishes=replace(asking, most_k=most_k), packed=own), hidden, KNOWN)
+        step.finish(Batch(asked, own, own, wishes=asking, packed=own), hidden, KNOWN)
 
 
 def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeline.core.plan import Join, StepPlan
-from ridgeline.core.sampling import SamplingParams
 from ridgeline.decoding.masks import pack_allowed, read_mask
 
 
@@ -21,9 +20,9 @@ class Resident:
 
 class Residents:
     """The rows 1 .. rows by number, and as columns for the questions asked of a whole step: generation (0: nobody; -1 in the
-    first and in one behind the last, which stand for whatever is below and above), greedy, and plain (a draw by temperature is
-    all it asks for). By row and generation `kinds`, what a batch depends on: the generation itself, or for plain ones no
-    more than 0 or, if greedy, -1."""
+    first and in one behind the last, which stand for whatever is below and above), greedy, and plain (a draw by temperature,
+    top_k, top_p and min_p is all it asks for). By row and generation `kinds`, what a batch depends on: the generation itself, or
+    for plain ones no more than 0 or, if greedy, -1."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.vocab = vocab
@@ -72,15 +71,10 @@ class Residents:
         self.generation[join.row] = join.generation
         self.greedy[join.row] = one.greedy
         more = one.penalized or one.min_tokens > 0 or bool(one.logit_bias) or one.logprobs is not None
-        self.plain[join.row] = plain = not (more or filtered(one) or allowed is not None)
+        self.plain[join.row] = plain = not (more or allowed is not None)
         self.kinds[join.row, join.generation] = -int(one.greedy) if plain else join.generation
 
     def _leave(self, row: int) -> None:
         if (held := self._of.pop(row, None)) is not None:
             self.generation[row] = 0
             del self.kinds[row, held.join.generation]
-
-
-def filtered(one: SamplingParams) -> bool:
-    """Top-k, top-p or min-p change what is drawn."""
-    return not one.greedy and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)

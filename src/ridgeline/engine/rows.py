@@ -1,7 +1,8 @@
 """The device's rows: what it knows of every running request. The host never reads them; steps do.
 
 tokens: int32 [R, max_len + MARGIN], all a row knows; the sampler appends, the next step gathers. ints: int32
-[R, INTS], knobs: float32 [R, KNOBS], columns as in Int and Knob. tables: int32 [groups, R, P], each row's pages in slot order.
+[R, INTS], knobs: float32 [R, KNOBS], columns as in ops.rows.Int and Knob. tables: int32 [groups, R, P], each row's pages in
+slot order.
 Row 0 is scratch: it is always done, so that padding may point at it and nothing moves. All lie in one array, so that what a plan
 changes, wherever it lies, is one scatter.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from enum import IntEnum
 from itertools import accumulate
 
 import numpy as np
@@ -23,28 +23,15 @@ from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.packet import Packet
 from ridgeline.ops.noise import row_key
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Int, Knob, RowState
 
 MARGIN = 2 * MAX_DRAFT + 8
 """Places beyond max_len: a draft may reach over the end, and a row that has ended may still be written by the step in
 flight, which drafts again behind what it draws."""
 
 
-class Knob(IntEnum):
-    """Columns of `knobs`."""
-
-    TEMPERATURE = 0
-    TOP_P = 1
-    MIN_P = 2
-    PRESENCE = 3
-    FREQUENCY = 4
-    REPETITION = 5
-
-
 INTS = Int.STOP + MAX_STOP_IDS
 KNOBS = len(Knob)
-
-
 _ALIGN = 64
 """Items to whose multiples tokens, ints, knobs and tables are aligned, for kernels that read 16 bytes at a time."""
 
@@ -71,7 +58,7 @@ class Rows:
         self.ints[0, Int.DONE] = 1
         self.ints[0, Int.LIMIT] = max_len
         self.ints[0, Int.STOP :] = -1
-        self.knobs[0, Knob.REPETITION] = 1.0
+        self.knobs[0, Knob.TOP_P] = self.knobs[0, Knob.REPETITION] = 1.0
 
     @property
     def state(self) -> RowState:

@@ -15,6 +15,7 @@ import torch
 
 from ridgeline.ops import cpu
 from ridgeline.ops.noise import Purpose
+from ridgeline.ops.sample import Limits
 from ridgeline.ops.sample import sample as sample_together
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Plain, QkvShape, plain
@@ -106,11 +107,17 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor, purpose: Purpose
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    key: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     """See ops.sample.sample."""
     given = zip(_rows(logits), temperature.split(1), key.split(1), position.split(1), strict=True)
-    return _joined([sample_together(*one, purpose) for one in given], position.int())
+    each = (limits and limits.of(torch.tensor([row])) for row in range(len(logits)))
+    return _joined([sample_together(*one, purpose, own) for one, own in zip(given, each, strict=True)], position.int())
 
 
 CPU_ALONE = replace(

@@ -24,6 +24,7 @@ from ridgeline.ops.native_layers import NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
+from ridgeline.ops.sample import Limits, within
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     ChainParts,
@@ -216,9 +217,12 @@ class NativeOps:
         key: torch.Tensor,
         position: torch.Tensor,
         purpose: Purpose = Purpose.TOKEN,
+        limits: Limits | None = None,
     ) -> torch.Tensor:
         """See ops.sample.sample."""
         logits = logits.float()
+        if limits is not None:
+            logits = within(logits, temperature, limits)
         if logits.stride(1) != 1 or key.stride(1) != 1:
             logits, key = logits.contiguous(), key.contiguous()
         rows, vocab = logits.shape

@@ -51,7 +51,7 @@ class NativeRows:
     def draw(
         self,
         state: RowState,
-        heat: torch.Tensor,
+        knobs: torch.Tensor,
         rows: torch.Tensor,
         logits: torch.Tensor,
         depth: torch.Tensor | None,
@@ -64,7 +64,7 @@ class NativeRows:
         count = rows.shape[0]
         drawn = torch.empty(each, dtype=torch.int32)
         own = (0 if one is None else at(one) for one in (depth, source, logits))
-        given, sizes = (heat.data_ptr(), heat.stride(0), at(rows), *own), (count, each // max(1, count), vocab)
+        given, sizes = (at(knobs), knobs.stride(0), at(rows), *own), (count, each // max(1, count), vocab)
         (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, *sizes, at(drawn)))
         return drawn
 

@@ -31,6 +31,17 @@ class Int(IntEnum):
     STOP = 10
 
 
+class Knob(IntEnum):
+    """Columns of `knobs`, float32: what a row is drawn with, beside its top_k."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    PRESENCE = 3
+    FREQUENCY = 4
+    REPETITION = 5
+
+
 MOVING = 4
 
 

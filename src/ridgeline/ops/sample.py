@@ -3,17 +3,38 @@
 argmax(z / T + g) with independent standard Gumbel g samples softmax(z / T) (Gumbel 1954; Maddison et al. 2014, section
 2). With g = -log(E), E exponential, and multiplied by T, it is argmax(z - T log E): for T = 0 the plain argmax, so
 greedy rows and sampled rows are one formula and rows never influence each other.
+
+Noise belongs to a token, so the draw among some tokens is that among all where this is one of them, and otherwise lies above it:
+a kernel draws among all, looks whether that was allowed, and if not, draws again among those of larger logits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from ridgeline.ops.mass import masses
 from ridgeline.ops.noise import Purpose, draw_key, exponential
 
 _IN_CACHE = 1 << 16
 """Logits that a CPU draws from at a time, so that the dozen passes over them stay in its cache."""
+_SMALLEST = 1e-5
+"""Temperature below which chances would overflow; the largest logit is all that is drawn there anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What rows may draw: top_k int32 [N] (below 1: all), top_p float32 [N] (1: all), min_p float32 [N] (0: all)."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    def of(self, rows: torch.Tensor) -> Limits:
+        """Of these rows, int [M]."""
+        return Limits(*(one.index_select(0, rows) for one in (self.top_k, self.top_p, self.min_p)))
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -30,9 +51,12 @@ def sample(
     key: torch.Tensor,
     position: torch.Tensor,
     purpose: Purpose = Purpose.TOKEN,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     """logits [N, V] of any float type, -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
     (noise.row_key); position int32 [N], place in the request of the token to be drawn -> tokens int32 [N]."""
+    if limits is not None:
+        logits = within(logits, temperature, limits)
     keys = draw_key(key, position, purpose)
     cold = temperature.neg().unsqueeze(1)
     n_rows, vocab = logits.shape
@@ -44,3 +68,28 @@ def sample(
         noise = exponential(keys[part], tokens).log_()
         drawn.append(greedy(torch.addcmul(logits[part].float(), cold[part], noise, out=noise)))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def within(logits: torch.Tensor, temperature: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """logits [N, V] with -inf for what `limits` drop: all but the top_k largest, then all but the fewest that have top_p of the
+    chances of those (Holtzman et al. 2020), then what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
+    What is as probable as the last one kept is kept too."""
+    vocab = logits.shape[1]
+    few = (limits.top_k > 0) & (limits.top_k < vocab)
+    if logits.device.type == "cpu":  # where it costs nothing to ask who has any
+        rows = ((few | (limits.top_p < 1) | (limits.min_p > 0)) & (temperature > 0)).nonzero()[:, 0]
+        if len(rows) < len(logits):
+            if len(rows):
+                logits = logits.index_copy(0, rows, within(logits[rows], temperature[rows], limits.of(rows)))
+            return logits
+    heat = temperature.double().clamp(min=_SMALLEST).unsqueeze(1)
+    ordered = logits.float().sort(dim=-1, descending=True).values
+    top = ordered[:, :1].double()
+    mass = masses((ordered.double() - top) / heat).cumsum(dim=-1)
+    last = torch.where(few, limits.top_k, vocab).unsqueeze(1).long() - 1
+    nucleus = limits.top_p.double().unsqueeze(1)
+    # A token is kept while the mass before it is below the target; the first one always is.
+    kept = (mass < nucleus * mass.gather(1, last)).sum(dim=-1, keepdim=True)
+    bound = ordered.gather(1, torch.where(nucleus < 1, torch.minimum(kept, last), last))
+    unlikely = (logits.double() - top) / heat < limits.min_p.double().log().unsqueeze(1)
+    return logits.masked_fill((logits < bound) | unlikely, float("-inf"))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops import rows
 from ridgeline.ops.noise import Purpose
+from ridgeline.ops.sample import Limits
 from ridgeline.ops.sample import sample as sample_plainly
 from ridgeline.ops.step import KvView, StepInputs
 
@@ -293,6 +294,18 @@ DrawRows = Callable[
 ]
 
 
+class Sample(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        key: torch.Tensor,
+        position: torch.Tensor,
+        purpose: Purpose,
+        limits: Limits | None = None,
+    ) -> torch.Tensor: ...
+
+
 class Again(Protocol):
     def __call__(self, work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run: ...
 
@@ -318,8 +331,8 @@ class Ops:
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     linear_heads(x [T, in], packed, bias, shape, view, step) -> qkv_write(linear(x), shape, view, step), except that k and v may be
         None: written into view, and nowhere else. None: one after the other.
-    sample(logits [N, V], temperature, key, position, purpose) -> tokens int32 [N]: see ops.sample.sample; the same tokens
-        on every device.
+    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
+        same tokens on every device, but where a sum of chances is within its rounding of top_p.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
     again(work, named, form) -> the same, for work to be done again and again on tensors that stay where they are, with results
         that hold until the next time: it may be recorded, so it must depend on nothing else. Work of equal forms, where there is
@@ -327,10 +340,10 @@ class Ops:
     gather, advance, last, to_host: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
-    draw(state, heat float32 [R], rows int32 [S], logits [T, V], depth int32 [S * wide] or None, source int32 [S * wide] or None) ->
+    draw(state, knobs float32 [R, KNOBS], rows int32 [S], logits [T, V], depth int32 [S * wide] or None, source or None, as depth) ->
         tokens int32 [S * wide]: what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None:
-        0, 1, .., as in chains) with the rows' noise, as `sample`, from logits `source` (None: in order); where a row's repeats the
-        one before it, any token. None: nothing here does it in one call.
+        0, 1, .., as in chains) with the rows' noise and limits, as `sample`, from logits `source` (None: in order); where a row's
+        repeats the one before it, any token. None: nothing here does it in one call.
     chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
     recurrent(parts) -> what drafts with them in one call, or None: these numbers are not known here. None: nothing here does.
     layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
@@ -359,7 +372,7 @@ class Ops:
     integer: IntOps | None = None
     w8a8: IntOps | None = None
     apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Purpose], torch.Tensor] = sample_plainly
+    sample: Sample = sample_plainly
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
     cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
     norm_add: Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor] | None = None

@@ -13,7 +13,7 @@ WHOLE = 1 << 40
 
 
 def masses(logs: torch.Tensor) -> torch.Tensor:
-    """exp(logs) in parts of 1 / WHOLE, int64; logs float32, at most about 0."""
+    """exp(logs) in parts of 1 / WHOLE, int64; logs of any float type, at most about 0."""
     return torch.exp(logs).mul_(WHOLE).round_().long()
 
 
