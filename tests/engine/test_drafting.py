@@ -91,19 +91,19 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a row with drafts each other row has its one product with the head, and its one filter."""
-    llm, steps, heads, filters = engine("reference"), [], [], []
+    """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
+    llm, steps, heads, penalties = engine("reference"), [], [], []
     llm._engine._on_step = steps.append
     for pace in llm._engine.engine.loop.scheduler._speculation._paces:
         monkeypatch.setattr(pace, "fixed", True)
-    logits, apply = Decoder.logits, device.apply_filters
+    logits, apply = Decoder.logits, device.apply_penalties
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: heads.append(len(hidden)) or logits(self, hidden))
-    monkeypatch.setattr(device, "apply_filters", lambda rows, how: filters.append(len(rows)) or apply(rows, how))
-    sampling = replace(KINDS[0], temperature=0.2, top_p=0.9, seed=3)
+    monkeypatch.setattr(device, "apply_penalties", lambda rows, how: penalties.append(len(rows)) or apply(rows, how))
+    sampling = replace(KINDS[0], temperature=0.2, presence_penalty=0.01, seed=3)
     llm.generate([PROMPTS[1], *[PROMPTS[2]] * 5], sampling)
     assert sum(one.accepted for one in steps) > 0
     told = sum(one.running + one.drafted for one in steps) + 6  # a step that ends a row no longer counts it as running
-    assert heads == filters and sum(heads) <= told
+    assert heads == penalties and sum(heads) <= told
 
 
 def test_what_auto_means() -> None:

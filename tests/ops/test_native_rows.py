@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from ridgeline.decoding.verify import verify
 from ridgeline.ops import native_cpu, rows
 from ridgeline.ops.native.binding import library_path
-from ridgeline.ops.rows import Int, RowState, Spread
-from ridgeline.ops.sample import sample
+from ridgeline.ops.rows import Int, Knob, RowState, Spread
+from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops
 
 ROWS, WIDTH, STOPS, VOCAB = 6, 64, 4, 3
@@ -207,25 +207,32 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [1, 3])
 def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -> None:
-    """Chains count places themselves, trees bring depths; rows of any temperature side by side."""
+    """Chains count places themselves, trees bring depths; rows of any temperature and with any limits side by side."""
     number = torch.Generator().manual_seed(wide)
     ints = torch.randint(1, 50, (ROWS, Int.STOP + STOPS), generator=number, dtype=torch.int32)
     tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int32)
     state = RowState(tokens, ints, torch.zeros(GROUPS, ROWS, 1, dtype=torch.int32), PAGE_TOKENS)
-    knobs = torch.tensor([0.0, 0.8, 1.0, 0.0, 2.0, 0.5]).unsqueeze(1).expand(-1, 4).contiguous()
-    chosen_rows = torch.tensor([5, 1, 3, 4], dtype=torch.int32)
-    logits = torch.randn(4 * wide, 1000, generator=number).to(dtype)
+    knobs = torch.zeros(ROWS, len(Knob) + 1)
+    knobs[:, Knob.TEMPERATURE] = torch.tensor([0.0, 0.8, 1.0, 0.0, 2.0, 0.5])
+    knobs[:, Knob.TOP_P] = torch.tensor([0.0, 0.9, 1.0, 0.5, 1.0, 0.3])
+    knobs[:, Knob.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.1, 0.0])
+    ints[:, Int.TOP_K] = torch.tensor([0, 30, 0, 5, -1, 3])
+    chosen_rows = torch.tensor([5, 1, 3, 4, 2], dtype=torch.int32)
+    logits = torch.randn(5 * wide, 1000, generator=number).to(dtype)
     each = chosen_rows.repeat_interleave(wide)
     key, known = ints[each, Int.KEY : Int.KEY + 2], ints[each, Int.KNOWN]
+    heat, top_p, min_p = (knobs[each, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+    limits = Limits(ints[each, Int.TOP_K], top_p, min_p)
     assert native.draw is not None
-    for depth in (None, torch.tensor([0, 1, 1] * 4, dtype=torch.int32)[: 4 * wide]):
-        place = known + (torch.arange(wide, dtype=torch.int32).repeat(4) if depth is None else depth)
-        got = native.draw(state, knobs[:, 1], chosen_rows, logits, depth, None)
-        same(got, sample(logits, knobs[:, 1][each], key, place))
+    for depth in (None, torch.tensor([0, 1, 1] * 5, dtype=torch.int32)[: 5 * wide]):
+        place = known + (torch.arange(wide, dtype=torch.int32).repeat(5) if depth is None else depth)
+        got = native.draw(state, knobs, chosen_rows, logits, depth, None)
+        same(got, sample(logits, heat, key, place, limits=limits))
+        assert not torch.equal(got, sample(logits, heat, key, place))
         # Rows with one, two and three nodes: what stands for those that they lack is anything.
-        nodes = torch.tensor([wide, 1, min(wide, 2), wide])
+        nodes = torch.tensor([wide, 1, min(wide, 2), wide, wide])
         last = nodes.cumsum(0) - 1
         source = torch.minimum((last + 1 - nodes).unsqueeze(1) + torch.arange(wide), last.unsqueeze(1)).flatten().int()
-        own = torch.arange(wide).repeat(4) < nodes.repeat_interleave(wide)
-        got = native.draw(state, knobs[:, 1], chosen_rows, logits[: last[-1] + 1], depth, source)
-        same(got[own], sample(logits[source], knobs[:, 1][each], key, place)[own])
+        own = torch.arange(wide).repeat(5) < nodes.repeat_interleave(wide)
+        got = native.draw(state, knobs, chosen_rows, logits[: last[-1] + 1], depth, source)
+        same(got[own], sample(logits[source], heat, key, place, limits=limits)[own])

@@ -24,7 +24,7 @@ from ridgeline.ops.native_layers import NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.sample import Limits, within
+from ridgeline.ops.sample import Limits
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     ChainParts,
@@ -221,15 +221,15 @@ class NativeOps:
     ) -> torch.Tensor:
         """See ops.sample.sample."""
         logits = logits.float()
-        if limits is not None:
-            logits = within(logits, temperature, limits)
         if logits.stride(1) != 1 or key.stride(1) != 1:
             logits, key = logits.contiguous(), key.contiguous()
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int32)
-        given = (logits, temperature, key, position)
-        strides = (ctypes.c_int64 * len(given))(*(one.stride(0) for one in given))
-        self._sample(*(one.data_ptr() for one in given), tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
+        own = (None, None, None) if limits is None else (limits.top_k, limits.top_p, limits.min_p)
+        given = (logits, temperature, key, position, *own)
+        strides = (ctypes.c_int64 * len(given))(*(0 if one is None else one.stride(0) for one in given))
+        pointers = (0 if one is None else one.data_ptr() for one in given)
+        self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:

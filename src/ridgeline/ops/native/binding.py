@@ -116,7 +116,8 @@ _BRIEF = frozenset({"embed", "norm", "activate", "qkv_write"})
 class Library:
     """An opened library: kernels by element type, the instruction set it was compiled for, what compiled it.
 
-    sample(logits, temperature, key, position, tokens, n, vocab, strides of the first four, purpose, ids or 0): see sample.cpp.
+    sample(logits, temperature, key, position, top_k, top_p, min_p or three times 0, tokens, n, vocab, strides of the first seven,
+    purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
@@ -193,7 +194,7 @@ def open_library(path: Path) -> Library:
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
     for told in (library.rl_instructions, library.rl_compiler):
         told.restype = ctypes.c_char_p
-    library.rl_sample.argtypes = (*[c_void_p] * 5, *[c_int64] * 2, c_void_p, c_int, c_void_p)
+    library.rl_sample.argtypes = (*[c_void_p] * 8, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
     rows = {

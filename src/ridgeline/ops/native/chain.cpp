@@ -26,7 +26,8 @@ void rl_linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, const b
 void rl_linear_f32(const float* x, const float* packed, const float* bias, const float* added, float* out, index m, index n,
                    index k, int gate, const float* norm, float eps, float offset, int fixed);
 void rl_sample(const float* logits, const float* temperature, const std::int32_t* key, const std::int32_t* position,
-               std::int32_t* tokens, index n, index vocab, const index* strides, int purpose, const std::int32_t* ids);
+               const std::int32_t* top_k, const float* top_p, const float* min_p, std::int32_t* tokens, index n, index vocab,
+               const index* strides, int purpose, const std::int32_t* ids);
 }
 
 namespace {
@@ -142,7 +143,8 @@ template <class T> void run(const Chain<T>& c) {
         }
         multiply(hidden.data(), p.head, scores.data(), n, p.outputs, p.d_model, p.fixed);
         widen_all(scores.data(), logits.data(), size);
-        rl_sample(logits.data(), c.temperature, key.data(), place.data(), drawn.data(), n, p.outputs, strides, 0, p.ids);
+        rl_sample(logits.data(), c.temperature, key.data(), place.data(), nullptr, nullptr, nullptr, drawn.data(), n, p.outputs,
+                  strides, 0, p.ids);
         advance(Advance{c.state, c.rows, drawn.data(), n, said.data()});
         if (node + 1 == c.count) return;
         gather(Gather{c.state, c.rows, nullptr, nullptr, nullptr, nullptr, n, n, c.position, tokens.data(), c.length, c.slots});

@@ -1,0 +1,184 @@
+// What may be drawn: top-k, top-p and min-p as ops.sample.within has them, without sorting.
+//
+// Noise belongs to a token, so what is drawn among all tokens is also what is drawn among the allowed ones, if it is one of them.
+// Whether it is, its logit's rank and the chances above it say. If not, no smaller logit is allowed either, and the draw is among
+// the larger ones, until it is allowed, as the largest always is: 1.05 to 1.5 draws where a model is sure of anything.
+//
+// A row's numbers are added in an order of their own, by one thread, so that they are the same in any company.
+#pragma once
+
+#include "draw.h"
+
+#include <functional>
+#include <vector>
+
+namespace ridgeline {
+
+// Mirror of ops.sample.Limits, of one row.
+struct Limits {
+    std::int32_t top_k = 0;
+    float top_p = 1, min_p = 0;
+
+    bool few(index vocab) const { return top_k > 0 && top_k < vocab; }
+    bool any(index vocab) const { return few(vocab) || top_p < 1 || min_p > 0; }
+};
+
+// Logits whose chances are added in float32, 64 a lane; such sums are added in float64.
+constexpr index PIECE = 64 * LANES;
+// As in ops.sample.
+constexpr float SMALLEST = 1e-5f;
+
+// 16 logits; -inf for what is not there or no number.
+template <class T> f32x16 logits_at(const T* logits, index at, index n) {
+    const Part inside = first_lanes(n - at);
+    const f32x16 never = splat(-INFINITY);
+    return max(select(mask_of(inside), load(logits + at, inside), never), never);
+}
+
+template <class T> float largest_of(const T* logits, index n) {
+    f32x16 top = splat(-INFINITY);
+    for (index at = 0; at < n; at += LANES) top = max(logits_at(logits, at, n), top);
+    return max_of(top);
+}
+
+// act(logit, index) of those above `bound`, which may rise meanwhile.
+template <class T, class Do> void each_above(const T* logits, index n, const float& bound, Do&& act) {
+    for (index at = 0; at < n; at += LANES) {
+        const f32x16 x = logits_at(logits, at, n);
+        std::uint32_t found = word_of(greater(x, splat(bound)));
+        if (!found) continue;
+        float lanes[LANES];
+        store(lanes, x);
+        for (; found; found &= found - 1) act(lanes[__builtin_ctz(found)], at + __builtin_ctz(found));
+    }
+}
+
+// Chances as multiples of the largest logit's.
+struct Scale {
+    float top, per;  // per: log2(e) / temperature
+
+    f32x16 operator()(f32x16 logits) const { return exp2((logits - splat(top)) * splat(per)); }
+    double operator()(float logit) const { return std::exp2((double(logit) - top) * per); }
+};
+
+// Of logits above one: how many, and their chances; and the chances of all.
+struct Above {
+    index count = 0;
+    double chances = 0, all = 0;
+};
+
+template <bool CHANCES, class T> Above above(const T* logits, index n, float bound, const Scale& scale) {
+    Above found;
+    for (index begin = 0; begin < n; begin += PIECE) {
+        f32x16 more = zeros(), all = zeros();
+        for (index at = begin; at < std::min(n, begin + PIECE); at += LANES) {
+            const f32x16 x = logits_at(logits, at, n);
+            const mask16 is_more = greater(x, splat(bound));
+            found.count += __builtin_popcount(word_of(is_more));
+            if (!CHANCES) continue;
+            const f32x16 chance = scale(x);
+            more = more + select(is_more, chance, zeros());
+            all = all + chance;
+        }
+        found.chances += sum_of(more), found.all += sum_of(all);
+    }
+    return found;
+}
+
+// The `count` largest logits of those above -inf, in any order but for the least of them, which is the last one.
+template <class T> std::vector<float> largest_of(const T* logits, index n, index count) {
+    std::vector<float> held;
+    float least = -INFINITY;
+    const auto drop = [&] {
+        const index last = std::min(count, index(held.size())) - 1;
+        std::nth_element(held.begin(), held.begin() + last, held.end(), std::greater<float>());
+        held.resize(last + 1);
+        if (last + 1 == count) least = held.back();
+    };
+    each_above(logits, n, least, [&](float logit, index) {
+        held.push_back(logit);
+        if (index(held.size()) == 2 * count + 4 * LANES) drop();
+    });
+    if (!held.empty()) drop();
+    return held;
+}
+
+// The largest number below one that is at least `bound`.
+inline float just_below(double bound) {
+    const float found = float(bound);
+    return found < bound ? found : std::nextafter(found, -INFINITY);
+}
+
+// The draw of one row within its limits.
+template <class T> struct Limited {
+    const T* logits;
+    index vocab;
+    const Draw& draw;
+    const Limits& limits;
+    const Scale scale;
+    const double least;  // logit that min_p allows
+    const bool few;
+    double all = 0;           // chances of all
+    std::vector<float> most;  // the top_k largest, once they are needed
+    double most_chances = 0;
+
+    Limited(const T* row, index n, const Draw& how, const Limits& what)
+        : logits(row), vocab(n), draw(how), limits(what),
+          scale{largest_of(row, n), LOG2E / std::max(how.temperature, SMALLEST)},
+          least(scale.top + std::max(how.temperature, SMALLEST) * std::log(double(what.min_p))), few(what.few(n)) {}
+
+    void rank() {
+        if (!most.empty()) return;
+        most = largest_of(logits, vocab, limits.top_k);
+        if (limits.top_p < 1) most_chances = above<true>(most.data(), index(most.size()), scale.top, scale).all;
+    }
+
+    template <class U> Above above_of(const U* from, index n, float x) const {
+        return limits.top_p < 1 ? above<true>(from, n, x, scale) : above<false>(from, n, x, scale);
+    }
+
+    // x: a logit drawn, and what is above it.
+    bool allows(float x, const Above& more) {
+        if (few && more.count >= limits.top_k) return false;
+        if (limits.top_p >= 1) return true;
+        // The top_k largest have the chances of x and of what is above it at the least, and of all at the most.
+        const double share = limits.top_p;
+        if (more.chances >= share * all) return false;
+        if (!few || more.chances < share * (more.chances + scale(x))) return true;
+        rank();
+        return more.chances < share * most_chances;
+    }
+
+    // best: the draw among all.
+    std::int32_t operator()(Best best) {
+        if (!(best.score > -INFINITY)) return best.token;
+        float x = first_of(load(logits + best.token, first_lanes(1)));
+        if (x >= scale.top) return best.token;
+        float bound = std::max(x, just_below(least));
+        if (x >= least || limits.top_p < 1) {
+            const Above more = above_of(logits, vocab, x);
+            all = more.all;
+            if (x >= least && allows(x, more)) return best.token;
+            if (few && more.count >= limits.top_k) rank(), bound = std::max(bound, just_below(most.back()));
+        }
+        std::vector<float> left;
+        std::vector<std::int32_t> tokens;
+        each_above(logits, vocab, bound, [&](float logit, index at) {
+            left.push_back(logit);
+            tokens.push_back(std::int32_t(at));
+        });
+        while (true) {
+            const index n = index(left.size());
+            best = best_of(left.data(), tokens.data(), draw, 0, n);
+            x = left[best.token];
+            if (x >= scale.top || allows(x, above_of(left.data(), n, x))) return tokens[best.token];
+            index kept = 0;
+            for (index at = 0; at < n; ++at)
+                if (left[at] > x) left[kept] = left[at], tokens[kept++] = tokens[at];
+            left.resize(kept);
+            tokens.resize(kept);
+        }
+    }
+};
+
+}  // namespace ridgeline
