@@ -17,10 +17,15 @@ Case = tuple[float, int, float, float]
 """temperature, top_k, top_p, min_p"""
 
 
+def columns(rows: list[Case]) -> tuple[torch.Tensor, Limits]:
+    """Temperatures and limits of rows."""
+    heat, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return heat, Limits(top_k.int(), top_p, min_p)
+
+
 def kept(logits: torch.Tensor, rows: list[Case]) -> torch.Tensor:
     """logits [N, V], a case for each -> which may be drawn, bool [N, V]."""
-    heat, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return within(logits, heat, Limits(top_k.int(), top_p, min_p)).isfinite()
+    return within(logits, *columns(rows)).isfinite()
 
 
 def by_the_book(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
