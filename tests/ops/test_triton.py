@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.ops.noise import Purpose, row_key
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.rows import Gathered, Int, RowState, Spread
+from ridgeline.ops.rows import Gathered, Int, Knob, RowState, Spread
 from ridgeline.ops.sample import sample as sample_plainly
 
 pytest.importorskip("triton")
@@ -280,7 +280,10 @@ def test_draw_finds_what_sample_is_given(wide: int, deep: bool) -> None:
     """Chains count places themselves, trees bring depths; rows of any temperature side by side."""
     ints = torch.randint(1, 50, (9, Int.STOP + 3), dtype=torch.int32).to(DEVICE)
     tokens, tables = ints.new_zeros(9, 90), ints.new_zeros(1, 9, 4)
-    heat = (torch.arange(27.0).view(9, 3) / 9).to(DEVICE)[:, 1] * (torch.arange(9, device=DEVICE) % 4 > 0)
+    knobs = torch.rand(9, len(Knob)).to(DEVICE)
+    knobs[:, Knob.TEMPERATURE] *= torch.arange(9, device=DEVICE) % 4 > 0
+    heat, ints[:, Int.TOP_K] = knobs[:, Knob.TEMPERATURE], 0
+    knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P] = 1.0, 0.0
     rows = torch.tensor([5, 1, 3, 4, 8, 0, 0], dtype=torch.int32, device=DEVICE)
     logits, each = torch.randn(7 * wide, 5000).to(DEVICE), rows.repeat_interleave(wide)
     node = torch.arange(wide, dtype=torch.int32, device=DEVICE).repeat(7)
@@ -289,10 +292,10 @@ def test_draw_finds_what_sample_is_given(wide: int, deep: bool) -> None:
     want = TRITON.sample(logits, heat[each], ints[each, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
     assert TRITON.draw is not None
     state = RowState(tokens, ints, tables, 16)
-    assert torch.equal(TRITON.draw(state, heat, rows, logits, depth, None), want)
+    assert torch.equal(TRITON.draw(state, knobs, rows, logits, depth, None), want)
     order = torch.randperm(7 * wide, device=DEVICE)
     shuffled = logits.index_select(0, order)
-    assert torch.equal(TRITON.draw(state, heat, rows, shuffled, depth, order.argsort().int()), want)
+    assert torch.equal(TRITON.draw(state, knobs, rows, shuffled, depth, order.argsort().int()), want)
 
 
 def row_state(rows: int = 9, width: int = 90) -> RowState:

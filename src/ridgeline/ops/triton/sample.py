@@ -1,8 +1,7 @@
-"""Drawing tokens in one pass over the logits: temperature, noise and argmax fused.
+"""Drawing tokens: temperature, noise and argmax fused in one pass over the logits, and a look at what limits allow behind it.
 
-The formula is that of ops.sample (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of
-ops.noise, a hash of (row key, position, purpose, token) in wrapping 32-bit arithmetic, so both draw the same
-tokens but for ties within the rounding of the logarithms.
+The formula is that of ops.sample (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of ops.noise, so both
+draw the same tokens but for ties within the rounding of the logarithms.
 """
 
 # mypy: allow-untyped-defs
@@ -15,51 +14,41 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Int, Knob, RowState
+from ridgeline.ops.sample import Limits
 from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, parts
+from ridgeline.ops.triton.noise import draw_key, score
 
-BLOCK = 4096
-FIRST = tl.constexpr(0x21F0AAAD)
-SECOND = tl.constexpr(0x735A2D97)
-GOLDEN = tl.constexpr(0x9E3779B9)
-PURPOSE = tl.constexpr(0x85EBCA6B)
-LARGEST = tl.constexpr(1.0 - 2.0**-24)
-NOBODY = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _mix(word, key):
-    word = word ^ (word >> 16)
-    word = word * FIRST
-    word = word ^ key
-    word = word ^ (word >> 15)
-    word = word * SECOND
-    return word ^ (word >> 15)
+BLOCK = tl.constexpr(4096)
+LOOK_WARPS = 8
+_SPECIAL = {
+    "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride", "wide"],
+    "do_not_specialize_on_alignment": [
+        f"{name}_ptr" for name in ("owner", "temperature", "key", "position", "depth", "top_k", "top_p", "min_p")
+    ],
+}
 
 
 @triton.jit
-def _log(x, PLAIN: tl.constexpr):
-    """Natural logarithm of float32: the hardware's, within 2^-22 (of the result, or absolutely next to one; PTX ISA, lg2.approx),
-    where a library's takes twenty instructions. PLAIN: the library's, where there is no such hardware."""
-    if PLAIN:
-        return tl.log(x)
-    two = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return two * 0.6931471805599453
+def _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner):
+    """top_k, top_p and min_p of one owner."""
+    top_k = tl.load(top_k_ptr + owner * top_k_stride)
+    return top_k, tl.load(top_p_ptr + owner * top_p_stride), tl.load(min_p_ptr + owner * min_p_stride)
 
 
 @triton.jit
-def _log_exponential(word, PLAIN: tl.constexpr):
-    """log(-log(1 - u)) of u = (word / 2 + 1/2) / 2^31, rounded once; where 1 - u would lose digits, by the series of
-    -log(1 - u)."""
-    u = tl.minimum((word | 1).to(tl.float32) * 2.3283064365386963e-10, LARGEST)
-    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    return _log(tl.where(u < 0.06, series, -_log(1.0 - u, PLAIN)), PLAIN)
+def _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED: tl.constexpr, DEEP: tl.constexpr):
+    """The place in the request of what a row of logits draws."""
+    position = tl.load(position_ptr + owner * position_stride)
+    if DEEP:
+        position += tl.load(depth_ptr + row)
+    elif OWNED:
+        position += (row % wide).to(tl.int32)
+    return position
 
 
-@triton.jit(
-    do_not_specialize=["position_stride", "wide"],
-    do_not_specialize_on_alignment=["temperature_ptr", "key_ptr", "position_ptr", "owner_ptr", "depth_ptr"],
-)
+@triton.jit(**_SPECIAL)
 def _draw_kernel(
     logits_ptr,
     owner_ptr,
@@ -67,127 +56,231 @@ def _draw_kernel(
     key_ptr,
     position_ptr,
     depth_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     best_ptr,
     token_ptr,
+    top_ptr,
+    sum_ptr,
     logits_stride,
     temperature_stride,
     key_stride,
     position_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
     wide,
     vocab,
+    runs,
     purpose: tl.constexpr,
     OWNED: tl.constexpr,
     DEEP: tl.constexpr,
+    LIMITED: tl.constexpr,
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """The best token of one row's block of the vocabulary.
+    """The best token of one row's block of the vocabulary; of a row with limits the largest logit of each run, and if it has top_p,
+    the sum of the block's chances in parts of its largest one.
 
-    OWNED: `wide` rows of logits in turn belong to one of `owner`, whose temperature, key and position count; the position is
-    moved by depth if DEEP, else by the row's place among them.
+    OWNED: `wide` rows of logits in turn belong to one of `owner`, whose temperature, key, position and limits count; the position
+    is moved by depth if DEEP, else by the row's place among them.
     """
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    score = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    logit = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    at = row * tl.num_programs(1) + tl.program_id(1)
     owner = row
     if OWNED:
         owner = tl.load(owner_ptr + row // wide).to(tl.int64)
     temperature = tl.load(temperature_ptr + owner * temperature_stride)
+    if LIMITED:
+        top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
+        if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
+            tops = tl.max(tl.reshape(logit, [BLOCK // RUN, RUN]), 1)
+            run = tl.program_id(1) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
+            tl.store(top_ptr + row * runs + run, tops, mask=run < runs)
+            if top_p < 1.0:
+                top = tl.max(tops, 0)
+                rate = LOG2_E / tl.maximum(temperature, COLDEST)
+                sums = parts(logit, tl.where(top > float("-inf"), top, 0.0), rate).to(tl.int64)
+                tl.store(sum_ptr + at, tl.sum(sums, 0).to(tl.float32))
     if temperature > 0.0:
-        first = tl.load(key_ptr + owner * key_stride).to(tl.uint32, bitcast=True)
-        second = tl.load(key_ptr + owner * key_stride + 1).to(tl.uint32, bitcast=True)
-        position = tl.load(position_ptr + owner * position_stride)
-        if DEEP:
-            position += tl.load(depth_ptr + row)
-        elif OWNED:
-            position += (row % wide).to(tl.int32)
-        where = position.to(tl.uint32, bitcast=True) * GOLDEN
-        for _ in tl.static_range(purpose + 1):
-            where = where + PURPOSE
-        one = _mix(where + first, second)
-        two = _mix(where + second, one)
-        word = _mix(token.to(tl.uint32) * GOLDEN + one, two)
-        score = score - temperature * _log_exponential(word, PLAIN)
-    at = row * tl.num_programs(1) + tl.program_id(1)
+        place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
+        first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
+        logit = score(logit, token, first, second, temperature, PLAIN)
     # Whose it is is asked once, at the end: to carry that through all comparisons took a seventh of the time.
-    best = tl.max(score, 0)
+    best = tl.max(logit, 0)
     tl.store(best_ptr + at, best)
-    tl.store(token_ptr + at, tl.min(tl.where(score == best, token, NOBODY), 0))
+    tl.store(token_ptr + at, tl.min(tl.where(logit == best, token, NOBODY), 0))
 
 
-@triton.jit
-def _best_kernel(best_ptr, token_ptr, out_ptr, blocks, vocab, PDL: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit(**_SPECIAL)
+def _best_kernel(
+    logits_ptr,
+    owner_ptr,
+    temperature_ptr,
+    key_ptr,
+    position_ptr,
+    depth_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    best_ptr,
+    token_ptr,
+    top_ptr,
+    sum_ptr,
+    list_ptr,
+    out_ptr,
+    logits_stride,
+    temperature_stride,
+    key_stride,
+    position_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    wide,
+    vocab,
+    blocks,
+    runs,
+    purpose: tl.constexpr,
+    OWNED: tl.constexpr,
+    DEEP: tl.constexpr,
+    LIMITED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The best token of one row's blocks, or, where limits refuse it, the best of those they allow."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)
-    best = tl.load(best_ptr + row * blocks + at, mask=at < blocks, other=float("-inf"))
+    block = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
     place = tl.minimum(tl.argmax(best, 0), blocks - 1)
     # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
-    tl.store(out_ptr + row, tl.minimum(tl.load(token_ptr + row * blocks + place), vocab - 1))
+    token = tl.minimum(tl.load(token_ptr + row * blocks + place), vocab - 1)
+    if LIMITED:
+        owner = row
+        if OWNED:
+            owner = tl.load(owner_ptr + row // wide).to(tl.int64)
+        temperature = tl.load(temperature_ptr + owner * temperature_stride)
+        top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
+        if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
+            run = tl.arange(0, BLOCKS * (BLOCK // RUN))
+            tops = tl.load(top_ptr + row * runs + run, mask=run < runs, other=float("-inf"))
+            sums = tl.load(sum_ptr + row * blocks + block, mask=block < blocks, other=0.0)
+            place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
+            first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
+            token = allowed(
+                token,
+                logits_ptr + row * logits_stride,
+                list_ptr + row * runs,
+                tops,
+                sums,
+                first,
+                second,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                vocab,
+                PLAIN,
+            )
+    tl.store(out_ptr + row, token)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Whose draws rows of logits [N, V] are. temperature float32, key int32 [R, 2], position int32: of each row, or of each
+    """Whose draws rows of logits [N, V] are. temperature float32, key int32 [R, 2], position int32, limits: of each row, or of each
     owner int32 [N / wide], whose `wide` rows lie behind each other; depth int32 [N]: see _draw_kernel."""
 
     temperature: torch.Tensor
     key: torch.Tensor
     position: torch.Tensor
+    limits: Limits | None = None
     owner: torch.Tensor | None = None
     depth: torch.Tensor | None = None
 
     def tokens(self, logits: torch.Tensor, purpose: int) -> torch.Tensor:
         """int32 [N]."""
         rows, vocab = logits.shape
-        blocks, device = triton.cdiv(vocab, BLOCK), logits.device
+        blocks, runs, device = triton.cdiv(vocab, BLOCK.value), triton.cdiv(vocab, RUN.value), logits.device
         best = torch.empty((rows, blocks), dtype=torch.float32, device=device)
         token = torch.empty((rows, blocks), dtype=torch.int32, device=device)
         out = torch.empty(rows, dtype=torch.int32, device=device)
         if not rows:
             return out
+        few = self.limits or Limits(out, out, out)
+        tops, sums, listed = out, out, out
+        if self.limits is not None:
+            tops = torch.empty((rows, runs), dtype=torch.float32, device=device)
+            sums, listed = torch.empty_like(best), torch.empty_like(tops, dtype=torch.int32)
+        owner, depth = (out if one is None else one for one in (self.owner, self.depth))
+        wide = 1 if self.owner is None else rows // len(self.owner)
+        of_rows = (self.temperature, self.key, self.position, depth, few.top_k, few.top_p, few.min_p)
+        strides = [
+            one.stride(0) for one in (self.temperature, self.key, self.position, few.top_k, few.top_p, few.min_p)
+        ]
+        forms = {
+            "purpose": int(purpose),
+            "OWNED": self.owner is not None,
+            "DEEP": self.depth is not None,
+            "LIMITED": self.limits is not None,
+            "PLAIN": device.type != "cuda" or torch.version.cuda is None,
+            **overlap(device),
+        }
+        found = (best, token, tops, sums)
         _draw_kernel[(rows, blocks)](
             logits,
-            out if self.owner is None else self.owner,
-            self.temperature,
-            self.key,
-            self.position,
-            out if self.depth is None else self.depth,
-            best,
-            token,
+            owner,
+            *of_rows,
+            *found,
             logits.stride(0),
-            self.temperature.stride(0),
-            self.key.stride(0),
-            self.position.stride(0),
-            1 if self.owner is None else rows // len(self.owner),
+            *strides,
+            wide,
             vocab,
-            purpose=int(purpose),
-            OWNED=self.owner is not None,
-            DEEP=self.depth is not None,
-            PLAIN=device.type != "cuda" or torch.version.cuda is None,
-            BLOCK=BLOCK,
+            runs,
             num_warps=8,
-            **overlap(device),
+            **forms,
         )
-        most = triton.next_power_of_2(blocks)
-        _best_kernel[(rows,)](best, token, out, blocks, vocab, BLOCKS=most, num_warps=1, **overlap(device))
+        _best_kernel[(rows,)](
+            logits,
+            owner,
+            *of_rows,
+            *found,
+            listed,
+            out,
+            logits.stride(0),
+            *strides,
+            wide,
+            vocab,
+            blocks,
+            runs,
+            BLOCKS=triton.next_power_of_2(blocks),
+            num_warps=1 if self.limits is None else LOOK_WARPS,
+            **forms,
+        )
         return out
 
 
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor, purpose: int
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    key: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     """logits [N, V] of any float type, -inf where not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
     (ops.noise.row_key); position int32 [N] -> tokens int32 [N]."""
-    return _Draws(temperature, key, position).tokens(logits, purpose)
+    return _Draws(temperature, key, position, limits).tokens(logits, purpose)
 
 
 def draw(
     state: RowState,
-    heat: torch.Tensor,
+    knobs: torch.Tensor,
     rows: torch.Tensor,
     logits: torch.Tensor,
     depth: torch.Tensor | None,
@@ -197,4 +290,5 @@ def draw(
     if source is not None:
         logits = logits.index_select(0, source)
     key, known = state.ints[:, Int.KEY : Int.KEY + 2], state.ints[:, Int.KNOWN]
-    return _Draws(heat, key, known, rows, depth).tokens(logits, Purpose.TOKEN)
+    limits = Limits(state.ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P])
+    return _Draws(knobs[:, Knob.TEMPERATURE], key, known, limits, rows, depth).tokens(logits, Purpose.TOKEN)
