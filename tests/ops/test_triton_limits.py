@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -93,6 +93,17 @@ def test_limits_leave_what_the_reference_leaves(kind: str) -> None:
     free = drawn((*draw[:4], Limits(limits.top_k.cpu() * 0, limits.top_p.cpu() * 0 + 1, limits.min_p.cpu() * 0)))
     assert (got != free).sum() > len(got) // 16, "limits that refuse nothing would not be tested"
     assert torch.equal(free, TRITON.sample(draw[0].to(DEVICE), heat, key, place, Purpose.TOKEN).cpu())
+
+
+def test_few_of_near_equals_are_left_to_the_last_one() -> None:
+    """Where the next token would be refused, by how many are likelier or by a part of what these have together."""
+    z, heat, key, place, limits = draw_of(torch.randn(200, 600).bfloat16().float())
+    z[:, 300:330] = 9 + torch.rand(200, 30)
+    heat, limits = heat.clamp(min=0.8), replace(limits, min_p=limits.min_p * 0)
+    limits.top_k[:] = torch.arange(200) % 25 + 1
+    left = within(z, heat, limits)
+    want = TRITON.sample(*(one.to(DEVICE) for one in (left, heat, key, place)), Purpose.TOKEN).cpu()
+    assert torch.equal(drawn((z, heat, key, place, limits)), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -109,7 +109,7 @@ def _mass_of(k, top_p, logits_ptr, list_ptr, tops, logit, count, mass, least, mo
         at, high = low, logit
         while (mass >= top_p * least) & (mass < top_p * most) & (at < high):
             n_above, total = _above(logits_ptr, list_ptr, tops, at, largest, rate, vocab)
-            if n_above < k:
+            if n_above <= k:
                 high = at
                 least = tl.maximum(least, total)
                 most = tl.minimum(most, total + (k - n_above) * parts(at, largest, rate).to(tl.float32))
