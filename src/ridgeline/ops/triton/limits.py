@@ -4,9 +4,9 @@ The token drawn among all is the one drawn among the allowed, if it is one of th
 many those are, and what chances they have together. If it is not, nothing as unlikely is, and the draw is repeated among what is
 likelier.
 
-The pass that drew left the largest logit of each run of the vocabulary, so a look reads only the runs with something above its
-bound: few, unless all tokens are about as likely. Chances are counted in whole parts, so that their sums are the same for any type
-of the logits, in any order.
+The pass that drew left the largest logit of each run of the vocabulary and the run's chances. These bound both from below and
+above, which mostly decides; else a look reads the runs with something above the logit in question: few, unless all tokens are about
+as likely. Chances are counted in whole parts, so that their sums are the same for any type of the logits, in any order.
 """
 
 # mypy: allow-untyped-defs
@@ -21,22 +21,30 @@ RUN = tl.constexpr(256)
 """Logits of which the largest one is noted."""
 AT_ONCE = tl.constexpr(16)
 """Runs that are read at a time."""
+STAGES = tl.constexpr(1)
+"""Reads of them that are under way."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 COLDEST = tl.constexpr(1e-5)
 """As ops.sample: temperature below which chances would overflow."""
 NOBODY = tl.constexpr(0x7FFFFFFF)
-_PARTS = tl.constexpr(1 << 30)
-"""Parts of the likeliest token's chance."""
+PARTS = tl.constexpr(1 << 27)
+"""Parts of the likeliest token's chance, so few that eight tokens' fit into 32 bits."""
 _NOTHING = tl.constexpr(40.0)
 """So far below the largest, over temperature, a whole vocabulary has no mass: 2^-40 of the likeliest token's."""
-_HALVINGS = tl.constexpr(12)
-"""Of the range in which the runs' largest logits look for the k-th largest of all."""
+_HALVINGS = tl.constexpr(10)
+"""Of the range in which the runs' largest logits look for a bound."""
 
 
 @triton.jit
 def parts(logit, largest, rate):
     """The chance of `logit` in parts of that of `largest`, int32. rate: log2(e) over the temperature."""
-    return (tl.exp2((logit - largest) * rate) * _PARTS + 0.5).to(tl.int32)
+    return (tl.exp2((logit - largest) * rate) * PARTS + 0.5).to(tl.int32)
+
+
+@triton.jit
+def eights(numbers):
+    """int32 [M, N] -> sums of eight neighbours, [M, N / 8]."""
+    return tl.sum(tl.reshape(numbers, [numbers.shape[0], numbers.shape[1] // 8, 8]), 2)
 
 
 @triton.jit
@@ -63,49 +71,70 @@ def _listed(logits_ptr, list_ptr, at, many, vocab):
 def _above(logits_ptr, list_ptr, tops, bound, largest, rate, vocab):
     """How many logits are above `bound`, int32, and the parts that they have, rounded to float32."""
     many = _list(tops > bound, list_ptr)
-    count, mass = tl.zeros([AT_ONCE, RUN], tl.int32), tl.zeros([AT_ONCE, RUN], tl.int64)
-    for at in range(0, many, AT_ONCE):
+    count, mass = tl.zeros([AT_ONCE, RUN // 8], tl.int32), tl.zeros([AT_ONCE, RUN // 8], tl.int64)
+    for at in tl.range(0, many, AT_ONCE, num_stages=STAGES):
         logit, _ = _listed(logits_ptr, list_ptr, at, many, vocab)
-        count += (logit > bound).to(tl.int32)
-        mass += tl.where(logit > bound, parts(logit, largest, rate), 0)
+        above = logit > bound
+        count += eights(above.to(tl.int32))
+        mass += eights(tl.where(above, parts(logit, largest, rate), 0)).to(tl.int64)
     return tl.sum(tl.sum(count, 1), 0), tl.sum(tl.sum(mass, 1), 0).to(tl.float32)
 
 
 @triton.jit
-def _among(logits_ptr, list_ptr, tops, bound, floor, first, second, temperature, vocab, PLAIN: tl.constexpr):
-    """What is drawn among the tokens above `bound` and not below `floor`."""
-    many = _list((tops > bound) & (tops >= floor), list_ptr)
-    best, drawn = tl.full([AT_ONCE, RUN], float("-inf"), tl.float32), tl.full([AT_ONCE, RUN], NOBODY, tl.int32)
-    for at in range(0, many, AT_ONCE):
-        logit, token = _listed(logits_ptr, list_ptr, at, many, vocab)
-        one = score(logit, token, first, second, temperature, PLAIN)
-        better = (logit > bound) & (logit >= floor) & (one > best)  # runs are in order, so the first of equals stays
-        best, drawn = tl.where(better, one, best), tl.where(better, token, drawn)
-    top = tl.max(tl.max(best, 1), 0)
-    return tl.min(tl.min(tl.where(best == top, drawn, NOBODY), 1), 0)
+def _among(
+    logits_ptr,
+    list_ptr,
+    tops,
+    best,
+    drawn,
+    of_drawn,
+    bound,
+    floor,
+    first,
+    second,
+    temperature,
+    vocab,
+    PLAIN: tl.constexpr,
+):
+    """What is drawn among the tokens above `bound` and not below `floor`. What a block of runs drew stands where it is one."""
+    stands = (of_drawn > bound) & (of_drawn >= floor)
+    top = tl.max(tl.where(stands, best, float("-inf")), 0)
+    token = tl.min(tl.where(stands & (best == top), drawn, NOBODY), 0)
+    blocks: tl.constexpr = [best.shape[0], tops.shape[0] // best.shape[0]]
+    fallen = tl.reshape(tl.broadcast_to((stands == 0)[:, None], blocks), [tops.shape[0]])
+    many = _list(fallen & (tops > bound) & (tops >= floor), list_ptr)
+    highest, its = tl.full([AT_ONCE, RUN], float("-inf"), tl.float32), tl.full([AT_ONCE, RUN], NOBODY, tl.int32)
+    for at in tl.range(0, many, AT_ONCE, num_stages=STAGES):
+        logit, others = _listed(logits_ptr, list_ptr, at, many, vocab)
+        one = score(logit, others, first, second, temperature, PLAIN)
+        better = (logit > bound) & (logit >= floor) & (one > highest)  # runs are in order, so the first of equals stays
+        highest, its = tl.where(better, one, highest), tl.where(better, others, its)
+    other = tl.max(tl.max(highest, 1), 0)
+    its_first = tl.min(tl.min(tl.where(highest == other, its, NOBODY), 1), 0)
+    return tl.where((other > top) | ((other == top) & (its_first < token)), its_first, token)
 
 
 @triton.jit
-def _kth(tops, k, low, high):
-    """Bounds of the k-th largest logit between these by halving: k runs reach `low` where it has risen, and fewer `high`."""
+def _reach(tops, weights, target, low, high):
+    """Between these by halving: where `low` has risen, the runs that reach it weigh at least `target`, those that reach `high`
+    less."""
     for _ in range(_HALVINGS):
         middle = low + (high - low) * 0.5
-        enough = tl.sum((tops >= middle).to(tl.int32), 0) >= k
+        enough = tl.sum(tl.where(tops >= middle, weights, 0.0), 0) >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low, high
 
 
 @triton.jit
-def _mass_of(k, top_p, logits_ptr, list_ptr, tops, logit, count, mass, least, most, largest, heat, vocab):
+def _mass_of(k, top_p, logits_ptr, list_ptr, tops, tallest, logit, count, mass, least, most, largest, heat, vocab):
     """Bounds of the mass of the k largest, one of which is `logit`, closer than `least` and `most`: so close that they agree on
     whether `mass`, that of the `count` ones above it, is less than top_p of it. Where nothing is left between, `most` counts."""
     rate = LOG2_E / heat
     share = parts(logit, largest, rate).to(tl.float32)
     least, most = tl.maximum(least, mass + share), tl.minimum(most, mass + (k - count) * share)
     if (mass >= top_p * least) & (mass < top_p * most):
-        low, above = _kth(tops, k, largest - _NOTHING * heat, logit)
-        tallest = tl.sum(tl.where(tops > above, parts(tops, largest, rate), 0).to(tl.int64), 0)
-        least = tl.maximum(least, tallest.to(tl.float32))
+        low, above = _reach(tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * heat, logit)
+        least = tl.maximum(least, tl.sum(tl.where(tops > above, tallest, 0.0), 0))
         at, high = low, logit
         while (mass >= top_p * least) & (mass < top_p * most) & (at < high):
             n_above, total = _above(logits_ptr, list_ptr, tops, at, largest, rate, vocab)
@@ -124,10 +153,12 @@ def _mass_of(k, top_p, logits_ptr, list_ptr, tops, logit, count, mass, least, mo
 @triton.jit
 def allowed(
     token,
-    logits_ptr,
-    list_ptr,
+    best,
+    drawn,
     tops,
     sums,
+    logits_ptr,
+    list_ptr,
     first,
     second,
     temperature,
@@ -137,35 +168,75 @@ def allowed(
     vocab,
     PLAIN: tl.constexpr,
 ):
-    """`token`, drawn among a row's logits [vocab], or what is drawn among those that its limits leave. tops float32: the largest
-    logit of each run, -inf beyond; sums float32 [blocks]: where top_p limits, of the chances of a block of runs, in parts of its
-    largest one; list_ptr: room for a number for each run. first, second: key words of the draw."""
-    logit = tl.load(logits_ptr + token).to(tl.float32)
+    """`token`, drawn among a row's logits [vocab], or what is drawn among those that its limits leave.
+
+    best float32, drawn int32 [blocks]: scores and tokens of blocks of runs. tops float32 [runs]: their largest logits, -inf beyond;
+    sums float32 [runs]: where top_p limits, their chances in parts of the largest one's. list_ptr: room for a number for each run.
+    first, second: key words of the draw.
+    """
+    of_drawn = tl.load(logits_ptr + drawn).to(tl.float32)
+    logit = tl.max(tl.where(drawn == token, of_drawn, float("-inf")), 0)
     largest, heat = tl.max(tops, 0), tl.maximum(temperature, COLDEST)
     rate, floor = LOG2_E / heat, tl.minimum(largest + heat * tl.log(min_p), largest)
     top_k = tl.where(top_k < vocab, top_k, 0)
+    shares = tl.exp2((tops - largest) * rate)
+    tallest, sums = shares * PARTS, sums * shares
     # Between these is the mass of what top_k leaves, of which top_p is a part.
-    of_block = tl.max(tl.reshape(tops, [sums.shape[0], tops.shape[0] // sums.shape[0]]), 1)
-    most = tl.sum((sums * tl.exp2((of_block - largest) * rate) + 0.5).to(tl.int64), 0).to(tl.float32)
+    most = tl.sum(sums, 0)
     least = tl.where(top_k > 0, 0.0, most)
     looking = logit < largest  # which is always allowed
     while looking:
-        refused = logit < floor
-        if (refused == 0) & ((top_k > 0) | (top_p < 1.0)):
+        hot = tops > logit
+        refused = (logit < floor) | ((top_k > 0) & (tl.sum(hot.to(tl.int32), 0) >= top_k))
+        sure = (top_k <= 0) & (top_p >= 1.0)
+        if top_p < 1.0:
+            refused |= tl.sum(tl.where(hot, tallest, 0.0), 0) >= top_p * most
+            sure |= (top_k <= 0) & (tl.sum(tl.where(hot, sums, 0.0), 0) < top_p * most)
+        if (refused | sure) == 0:
             count, mass = _above(logits_ptr, list_ptr, tops, logit, largest, rate, vocab)
             refused = (top_k > 0) & (count >= top_k)
             if (refused == 0) & (top_p < 1.0):
                 if top_k > 0:
                     least, most = _mass_of(
-                        top_k, top_p, logits_ptr, list_ptr, tops, logit, count, mass, least, most, largest, heat, vocab
+                        top_k,
+                        top_p,
+                        logits_ptr,
+                        list_ptr,
+                        tops,
+                        tallest,
+                        logit,
+                        count,
+                        mass,
+                        least,
+                        most,
+                        largest,
+                        heat,
+                        vocab,
                     )
                 refused = mass >= top_p * most
         looking = refused
         if refused:
             if top_k > 0:
-                low, _ = _kth(tops, top_k, logit, largest)
+                low, _ = _reach(tops, tl.full(tops.shape, 1.0, tl.float32), top_k, logit, largest)
                 floor = tl.maximum(floor, low)
-            token = _among(logits_ptr, list_ptr, tops, logit, floor, first, second, temperature, vocab, PLAIN)
+            if top_p < 1.0:
+                low, _ = _reach(tops, tallest, top_p * most, logit, largest)
+                floor = tl.maximum(floor, low)
+            token = _among(
+                logits_ptr,
+                list_ptr,
+                tops,
+                best,
+                drawn,
+                of_drawn,
+                logit,
+                floor,
+                first,
+                second,
+                temperature,
+                vocab,
+                PLAIN,
+            )
             token = tl.minimum(token, vocab - 1)
             last = logit
             logit = tl.load(logits_ptr + token).to(tl.float32)

@@ -17,10 +17,12 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, Knob, RowState
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.triton.launch import await_inputs, overlap
-from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, parts
+from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, eights, parts
 from ridgeline.ops.triton.noise import draw_key, score
 
 BLOCK = tl.constexpr(4096)
+MARK = tl.constexpr(1 << 30)
+"""Added to tokens of rows with limits, so that others are not asked again."""
 LOOK_WARPS = 8
 _SPECIAL = {
     "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride", "wide"],
@@ -81,7 +83,7 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     """The best token of one row's block of the vocabulary; of a row with limits the largest logit of each run, and if it has top_p,
-    the sum of the block's chances in parts of its largest one.
+    the sum of the run's chances in parts of its largest one.
 
     OWNED: `wide` rows of logits in turn belong to one of `owner`, whose temperature, key, position and limits count; the position
     is moved by depth if DEEP, else by the row's place among them.
@@ -96,17 +98,19 @@ def _draw_kernel(
     if OWNED:
         owner = tl.load(owner_ptr + row // wide).to(tl.int64)
     temperature = tl.load(temperature_ptr + owner * temperature_stride)
+    mark = 0
     if LIMITED:
         top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
         if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-            tops = tl.max(tl.reshape(logit, [BLOCK // RUN, RUN]), 1)
+            mark = MARK
+            runs_of = tl.reshape(logit, [BLOCK // RUN, RUN])
+            tops = tl.max(runs_of, 1)
             run = tl.program_id(1) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
             tl.store(top_ptr + row * runs + run, tops, mask=run < runs)
             if top_p < 1.0:
-                top = tl.max(tops, 0)
-                rate = LOG2_E / tl.maximum(temperature, COLDEST)
-                sums = parts(logit, tl.where(top > float("-inf"), top, 0.0), rate).to(tl.int64)
-                tl.store(sum_ptr + at, tl.sum(sums, 0).to(tl.float32))
+                largest = tl.where(tops > float("-inf"), tops, 0.0)
+                sums = eights(parts(runs_of, largest[:, None], LOG2_E / tl.maximum(temperature, COLDEST)))
+                tl.store(sum_ptr + row * runs + run, tl.sum(sums.to(tl.int64), 1).to(tl.float32), mask=run < runs)
     if temperature > 0.0:
         place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
         first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
@@ -114,7 +118,7 @@ def _draw_kernel(
     # Whose it is is asked once, at the end: to carry that through all comparisons took a seventh of the time.
     best = tl.max(logit, 0)
     tl.store(best_ptr + at, best)
-    tl.store(token_ptr + at, tl.min(tl.where(logit == best, token, NOBODY), 0))
+    tl.store(token_ptr + at, tl.minimum(tl.min(tl.where(logit == best, token, NOBODY), 0), vocab - 1) | mark)
 
 
 @triton.jit(**_SPECIAL)
@@ -158,27 +162,31 @@ def _best_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     best = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    place = tl.minimum(tl.argmax(best, 0), blocks - 1)
+    drawn = tl.load(token_ptr + row * blocks + block, mask=block < blocks, other=0)
+    limited = tl.max(drawn, 0) >= MARK
+    drawn &= MARK - 1
     # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
-    token = tl.minimum(tl.load(token_ptr + row * blocks + place), vocab - 1)
+    token = tl.minimum(tl.min(tl.where(best == tl.max(best, 0), drawn, NOBODY), 0), vocab - 1)
     if LIMITED:
         owner = row
         if OWNED:
             owner = tl.load(owner_ptr + row // wide).to(tl.int64)
         temperature = tl.load(temperature_ptr + owner * temperature_stride)
         top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
-        if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-            run = tl.arange(0, BLOCKS * (BLOCK // RUN))
-            tops = tl.load(top_ptr + row * runs + run, mask=run < runs, other=float("-inf"))
-            sums = tl.load(sum_ptr + row * blocks + block, mask=block < blocks, other=0.0)
+        if limited:
             place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
             first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
+            run = tl.arange(0, BLOCKS * (BLOCK // RUN))
+            tops = tl.load(top_ptr + row * runs + run, mask=run < runs, other=float("-inf"))
+            sums = tl.load(sum_ptr + row * runs + run, mask=run < runs, other=0.0)
             token = allowed(
                 token,
-                logits_ptr + row * logits_stride,
-                list_ptr + row * runs,
+                best,
+                drawn,
                 tops,
                 sums,
+                logits_ptr + row * logits_stride,
+                list_ptr + row * runs,
                 first,
                 second,
                 temperature,
@@ -216,7 +224,7 @@ class _Draws:
         tops, sums, listed = out, out, out
         if self.limits is not None:
             tops = torch.empty((rows, runs), dtype=torch.float32, device=device)
-            sums, listed = torch.empty_like(best), torch.empty_like(tops, dtype=torch.int32)
+            sums, listed = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
         owner, depth = (out if one is None else one for one in (self.owner, self.depth))
         wide = 1 if self.owner is None else rows // len(self.owner)
         of_rows = (self.temperature, self.key, self.position, depth, few.top_k, few.top_p, few.min_p)
