@@ -19,7 +19,7 @@ from ridgeline.ops.triton.noise import score
 
 RUN = tl.constexpr(256)
 """Logits of which the largest one is noted."""
-AT_ONCE = tl.constexpr(16)
+AT_ONCE = tl.constexpr(32)
 """Runs that are read at a time."""
 STAGES = tl.constexpr(1)
 """Reads of them that are under way."""
