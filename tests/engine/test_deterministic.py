@@ -37,6 +37,8 @@ SAMPLING = [
     SamplingParams(temperature=1.0, seed=1, logprobs=0),
     SamplingParams(temperature=0.8, seed=2, top_p=0.9, logprobs=2),
     SamplingParams(temperature=1.2, seed=3, top_k=40, top_p=0.95, repetition_penalty=1.1),
+    # Alone a draw from what the head gives, beside the others from their float32.
+    SamplingParams(temperature=1.2, seed=4, top_k=40, top_p=0.95, min_p=0.01),
 ]
 DEVICES = [
     pytest.param("cpu"),

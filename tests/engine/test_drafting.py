@@ -40,6 +40,7 @@ PROMPTS = (
 KINDS = (
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.8, max_tokens=40, seed=5, logprobs=2),
+    SamplingParams(temperature=1.0, max_tokens=40, seed=8, top_k=40, top_p=0.9, min_p=0.01),
     SamplingParams(temperature=0.9, max_tokens=30, seed=6, top_p=0.9, repetition_penalty=1.2, min_tokens=20),
     SamplingParams(
         temperature=0.7,
@@ -65,7 +66,7 @@ def wanted(speculate: str, **options: object) -> object:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=["greedy", "sampled", "penalized", "grammar"])
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=["greedy", "sampled", "limited", "penalized", "grammar"])
 def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
     """All prompts in one batch, in float32: token for token, and each token's log-probability."""
     for got, want in zip(engine(way).generate(PROMPTS, KINDS[kind]), plain(kind), strict=True):

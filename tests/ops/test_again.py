@@ -204,17 +204,19 @@ def _plainly(found: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
     return replace(ops, again=every_time), name
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}]
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], temperature: float, rows: int) -> None:
+def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], sampling: dict[str, Any], rows: int) -> None:
     tokenizer = Tokenizer.load(shipped_model())
     said: list[dict[str, list[int]]] = []
     for engine in engines:
         texts: dict[str, list[int]] = {}
         for at, text in enumerate(PROMPTS[:rows]):
             tokens = tokenizer.encode(text, add_special_tokens=False)
-            sampling = SamplingParams(temperature=temperature, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
-            engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
+            wish = SamplingParams(**sampling, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
+            engine.submit(Submit(f"{at}", tokens, wish, time.time(), cache=False))
         for delta in engine.news():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
@@ -229,6 +231,10 @@ def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, L
     wishes = (
         (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=1)),
         (False, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2)),
+        (
+            False,
+            SamplingParams(temperature=1.4, max_tokens=40, ignore_eos=True, seed=2, top_k=40, top_p=0.9, min_p=0.01),
+        ),
         (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2, logit_bias=((7, 5.0),))),
         (True, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
         (False, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
