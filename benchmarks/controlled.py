@@ -102,11 +102,11 @@ def dictated(script: Script) -> Iterator[None]:
 
     def drawn(self: Any, batch: Any, hidden: torch.Tensor, bound: int, learn: bool | None) -> Any:
         tokens, logprobs = plain(self, batch, hidden, bound, learn)
-        rows, wide = batch.sampled, len(tokens) // len(batch.sampled)
+        rows, depth = batch.drawing, torch.zeros_like(tokens) if batch.nodes is None else batch.nodes.depth
         if rows.is_cuda:
-            return kernels().said(self.rows.state, rows, tokens, script), logprobs
-        known = self.rows.ints[:, Int.KNOWN].index_select(0, rows).unsqueeze(1) + torch.arange(wide, dtype=torch.int32)
-        return script.said[torch.add(known, rows.unsqueeze(1), alpha=script.places)].flatten(), logprobs
+            return kernels().said(self.rows.state, rows, depth, tokens, script), logprobs
+        known = self.rows.ints[:, Int.KNOWN].index_select(0, rows) + depth
+        return script.said[torch.add(known, rows, alpha=script.places)], logprobs
 
     device.DeviceStep._drawn = drawn  # type: ignore[method-assign]
     try:

@@ -13,18 +13,27 @@ from ridgeline.ops.rows import RowState
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.rows import KNOWN
 
+BLOCK = 32
 
-@triton.jit(do_not_specialize=["wide"])
+
+@triton.jit(do_not_specialize=["count"])
 def _said_kernel(
-    rows_ptr, ints_ptr, said_ptr, tokens_ptr, ints_stride, places, wide, WIDE: tl.constexpr, PDL: tl.constexpr
+    rows_ptr,
+    ints_ptr,
+    depth_ptr,
+    said_ptr,
+    tokens_ptr,
+    ints_stride,
+    places,
+    count,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     await_inputs(PDL)
-    index = tl.program_id(0)
-    row = tl.load(rows_ptr + index)
-    node = tl.arange(0, WIDE)
-    place = tl.load(ints_ptr + row * ints_stride + KNOWN) + node
-    said = tl.load(said_ptr + row * places + place, mask=node < wide)
-    tl.store(tokens_ptr + index * wide + node, said, mask=node < wide)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + at, mask=at < count, other=0)
+    place = tl.load(ints_ptr + row * ints_stride + KNOWN) + tl.load(depth_ptr + at, mask=at < count, other=0)
+    tl.store(tokens_ptr + at, tl.load(said_ptr + row * places + place), mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -52,18 +61,18 @@ def _draft_kernel(
     tl.store(tokens_ptr + row * width + place, said ^ wrong.to(tl.int32), mask=node < count)
 
 
-def said(state: RowState, rows: torch.Tensor, tokens: torch.Tensor, script: Any) -> torch.Tensor:
-    """`tokens` int32 [S * wide], drawn behind what rows int32 [S] know and their drafts: what is dictated instead."""
-    wide = len(tokens) // len(rows)
-    _said_kernel[(len(rows),)](
+def said(state: RowState, rows: torch.Tensor, depth: torch.Tensor, tokens: torch.Tensor, script: Any) -> torch.Tensor:
+    """`tokens` int32 [N], drawn `depth` places behind what rows int32 [N] know: what is dictated instead."""
+    _said_kernel[(triton.cdiv(len(rows), BLOCK),)](
         rows,
         state.ints,
+        depth,
         script.said,
         tokens,
         state.ints.stride(0),
         script.places,
-        wide,
-        WIDE=triton.next_power_of_2(wide),
+        len(rows),
+        BLOCK=BLOCK,
         num_warps=1,
         **overlap(rows.device),
     )

@@ -31,7 +31,6 @@ from drafters import cases, lines
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import device
-from ridgeline.engine.batch import Ragged
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops.rows import Int, RowState, Spread
@@ -85,7 +84,6 @@ class Text:
     def __init__(self) -> None:
         self.said: dict[int, torch.Tensor] = {}
         self._held: dict[torch.Size, torch.Tensor] = {}
-        self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def say(self, row: int, tokens: Sequence[int]) -> None:
         """From now on, in this row."""
@@ -109,15 +107,6 @@ class Text:
                 self._write(self._held[shape][row], tokens)
         return replace(rows, tokens=self._held[shape])
 
-    def _nodes(self, ragged: Ragged, wide: int) -> Spread:
-        """`wide` nodes of each row, whether it has as many or not."""
-        key = len(ragged.n_draft), wide
-        if key not in self._grids:  # the first time, so that a step that is recorded makes none
-            cells = torch.arange(key[0] * wide, dtype=torch.int32)
-            self._grids[key] = cells // wide, cells % wide
-        row_of, node = self._grids[key]
-        return Spread(ragged.n_query, row_of, node if ragged.tree is None else ragged.tree.depth)
-
     @contextmanager
     def dictate(self) -> Iterator[None]:
         """Draws are made as ever, and then replaced, by the operation that gathers query tokens: an engine can record it as it
@@ -128,15 +117,14 @@ class Text:
             drawn, logprobs = plain(step, batch, hidden, bound, learn)
             if not self.said:
                 return drawn, logprobs
-            ragged, wide = batch.ragged, batch.shape.wide
-            if ragged is None or batch.even:
-                spread = None if ragged is None else self._nodes(ragged, wide)
-                return step.ops.gather(self._behind(step.rows.state), batch.sampled, spread).tokens, logprobs
-            # Rows that read a prompt beside rows that verify: nothing that is recorded.
-            node = torch.arange(wide) if ragged.tree is None else ragged.tree.depth.view(-1, wide)
-            place = step.rows.ints[batch.sampled, Int.KNOWN].unsqueeze(1) + node
+            ragged, nodes = batch.ragged, batch.nodes
+            if ragged is None or batch.shape.even:
+                spread = None if ragged is None else Spread(ragged.n_query, ragged.row_of, nodes.depth)
+                return step.ops.gather(self._behind(step.rows.state), batch.rows, spread).tokens, logprobs
+            # Rows that read a prompt, maybe beside rows that verify: nothing that is recorded.
+            place = step.rows.ints[batch.drawing, Int.KNOWN] + (0 if nodes is None else nodes.depth)
             held = self._behind(step.rows.state).tokens
-            return held[batch.sampled.unsqueeze(1), (place - 1).clamp(max=held.shape[1] - 1)].flatten(), logprobs
+            return held[batch.drawing, (place - 1).clamp(max=held.shape[1] - 1)], logprobs
 
         device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:

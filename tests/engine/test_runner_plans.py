@@ -398,12 +398,12 @@ def test_which_steps_with_drafts_have_a_graph() -> None:
     def room(n_tokens: int, n_rows: int, wide: int, deep: int = 0) -> Room | None:
         return graphs.room(Shape(n_tokens, n_rows, n_rows, wide, wide, False, True, True, None, deep))
 
-    assert room(8, 4, 2) == Room(4, 4, 8, 2)
-    assert room(7, 4, 2) == Room(8, 8, 16, 2), "a row is left for padding"
-    assert room(7, 3, 3) == Room(4, 4, 16, 4)
-    assert room(256, 128, 2) == Room(128, 128, 256, 2)
-    assert room(255, 128, 2) == Room(160, 160, 320, 2)
-    assert room(70, 66, 2) == Room(96, 96, 192, 2), "a step launched by Python takes longer"
+    assert room(8, 4, 2) == Room(4, 4, 8, 2, 4)
+    assert room(7, 4, 2) == Room(8, 8, 16, 2, 8), "a row is left for padding"
+    assert room(7, 3, 3) == Room(4, 4, 16, 4, 12)
+    assert room(256, 128, 2) == Room(128, 128, 256, 2, 128)
+    assert room(255, 128, 2) == Room(160, 160, 320, 2, 160)
+    assert room(70, 66, 2) == Room(96, 96, 192, 2, 96), "a step launched by Python takes longer"
     assert room(8, 4, 2, deep=1) is None and room(5, 1, 5) is None
 
 
@@ -411,7 +411,7 @@ def test_drafts_of_the_host_are_chains_and_trees() -> None:
     none = draft_rooms(64, (), False, 0)
     assert none == {False: [], True: []}
     found = draft_rooms(64, (2,), True, 8)
-    assert Room(64, 64, 192, 3) in found[True] and Room(64, 64, 192, 3) not in found[False]
+    assert Room(64, 64, 192, 3, 128) in found[True] and Room(64, 64, 192, 3, 128) not in found[False]
     for tree in (False, True):
         assert {room.wide for room in found[tree] if room.rows == 16} >= {2, 4, 9}
         assert max(room.tokens for room in found[tree] if room.wide > 3) <= 256

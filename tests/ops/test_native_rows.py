@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from ridgeline.decoding.verify import verify
 from ridgeline.ops import native_cpu, rows
 from ridgeline.ops.native.binding import library_path
-from ridgeline.ops.rows import Int, Knob, RowState, Spread
+from ridgeline.ops.rows import Drafted, Int, Knob, RowState, Spread
 from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops
 
@@ -109,13 +109,13 @@ def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide
     chance = torch.Generator().manual_seed(numbers.randrange(1 << 30))
     packed = torch.randint(0, wide + 1, (count, 2 + wide), generator=chance, dtype=torch.int32)
     path = torch.randint(0, wide, (count, wide), generator=chance) if tree else None
+    first = torch.randint(0, 9, (count,), generator=chance, dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
-        hidden = torch.randn(count * wide, 48, generator=chance).to(dtype)
-        same(native.last(packed, path, hidden, None), rows.last(packed, path, hidden, None))
-        few = torch.randn(3, 48, generator=chance).to(dtype)
-        source = torch.randint(0, 3, (count * wide,), generator=chance, dtype=torch.int32)
-        for one in (native.last, rows.last):
-            same(one(packed, path, few, source), rows.last(packed, path, few[source], None))
+        hidden = torch.randn(9 + wide, 48, generator=chance).to(dtype)
+        got = native.last(packed, path, hidden, first)
+        same(got, rows.last(packed, path, hidden, first))
+        node = max(0, int(packed[-1, 0]) - 1)
+        same(got[-1], hidden[int(first[-1]) + (node if path is None else int(path[-1, node]))])
 
 
 @often
@@ -145,16 +145,18 @@ def test_verify(native: Ops, state: RowState, own: list[int], wide: int, data: s
         data.draw(some.lists(some.integers(0, wide - 1), min_size=count, max_size=count)), dtype=torch.int32
     )
     numbers = torch.Generator().manual_seed(data.draw(some.integers(0, 1 << 30)))
-    drawn = torch.randint(0, VOCAB, (count, wide), generator=numbers, dtype=torch.int32)
+    nodes = 1 + n_draft
+    drawn = torch.randint(0, VOCAB, (int(nodes.sum()),), generator=numbers, dtype=torch.int32)
     if data.draw(some.booleans()):
-        drawn[:] = drawn[:, :1]
+        drawn[:] = drawn[0]
         for row in own:
             known = int(state.ints[row, Int.KNOWN])
-            state.tokens[row, known : known + wide] = drawn[0, 0]
+            state.tokens[row, known : known + wide] = drawn[0]
+    drafted = Drafted((nodes.cumsum(0) - nodes).int(), n_draft, wide, parent)
     given_rows, other = torch.tensor(own, dtype=torch.int32), copy(state)
     assert native.verify is not None
-    got, path = native.verify(state, given_rows, drawn, n_draft, parent)
-    want, want_path = verify(other, given_rows, drawn, n_draft, parent)
+    got, path = native.verify(state, given_rows, drawn, drafted)
+    want, want_path = verify(other, given_rows, drawn, drafted)
     same(got, want)
     assert (path is None) == (want_path is None)
     if path is not None and want_path is not None:
@@ -169,10 +171,10 @@ def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     ints[1] = torch.tensor([9, 9, 10, 0, 40, 10, 0, 0, 0, 0, 7])
     state = RowState(torch.zeros(2, 20, dtype=torch.int32), ints, torch.zeros(1, 2, 5, dtype=torch.int32), 4)
     state.tokens[1, 10:14] = torch.tensor([5, 6, 7, 8])
-    drawn, n_draft = torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    drawn, one, four = (torch.tensor(given, dtype=torch.int32) for given in ([3, 5, 6, 7, 8, 9], [1], [4]))
     parent = torch.tensor([[0, 0, 1, 2, 3]]) if tree else None
     assert native.verify is not None
-    packed, path = native.verify(state, torch.tensor([1], dtype=torch.int32), drawn, n_draft, parent)
+    packed, path = native.verify(state, one, drawn, Drafted(one, four, 5, parent))
     assert packed[0, :5].tolist() == [3, 1, 5, 6, 7]
     assert ints[1, :4].tolist() == [12, 12, 13, 1]
     assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]
@@ -205,10 +207,10 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wide", [1, 3])
-def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -> None:
-    """Chains count places themselves, trees bring depths; rows of any temperature and with any limits side by side."""
-    number = torch.Generator().manual_seed(wide)
+@pytest.mark.parametrize("deep", [False, True])
+def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, deep: bool) -> None:
+    """Rows with one, two and three nodes, of any temperature and with any limits side by side."""
+    number = torch.Generator().manual_seed(3)
     ints = torch.randint(1, 50, (ROWS, Int.STOP + STOPS), generator=number, dtype=torch.int32)
     tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int32)
     state = RowState(tokens, ints, torch.zeros(GROUPS, ROWS, 1, dtype=torch.int32), PAGE_TOKENS)
@@ -217,22 +219,14 @@ def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, wide: int) -
     knobs[:, Knob.TOP_P] = torch.tensor([0.0, 0.9, 1.0, 0.5, 1.0, 0.3])
     knobs[:, Knob.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.1, 0.0])
     ints[:, Int.TOP_K] = torch.tensor([0, 30, 0, 5, -1, 3])
-    chosen_rows = torch.tensor([5, 1, 3, 4, 2], dtype=torch.int32)
-    logits = torch.randn(5 * wide, 1000, generator=number).to(dtype)
-    each = chosen_rows.repeat_interleave(wide)
-    key, known = ints[each, Int.KEY : Int.KEY + 2], ints[each, Int.KNOWN]
+    each = torch.tensor([5, 1, 1, 1, 3, 4, 4, 2], dtype=torch.int32)
+    logits = torch.randn(len(each), 1000, generator=number).to(dtype)
+    key, place = ints[each, Int.KEY : Int.KEY + 2], ints[each, Int.KNOWN]
     heat, top_p, min_p = (knobs[each, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
     limits = Limits(ints[each, Int.TOP_K], top_p, min_p)
+    depth = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0], dtype=torch.int32) if deep else None
+    place = place if depth is None else place + depth
     assert native.draw is not None
-    for depth in (None, torch.tensor([0, 1, 1] * 5, dtype=torch.int32)[: 5 * wide]):
-        place = known + (torch.arange(wide, dtype=torch.int32).repeat(5) if depth is None else depth)
-        got = native.draw(state, knobs, chosen_rows, logits, depth, None)
-        same(got, sample(logits, heat, key, place, limits=limits))
-        assert not torch.equal(got, sample(logits, heat, key, place))
-        # Rows with one, two and three nodes: what stands for those that they lack is anything.
-        nodes = torch.tensor([wide, 1, min(wide, 2), wide, wide])
-        last = nodes.cumsum(0) - 1
-        source = torch.minimum((last + 1 - nodes).unsqueeze(1) + torch.arange(wide), last.unsqueeze(1)).flatten().int()
-        own = torch.arange(wide).repeat(5) < nodes.repeat_interleave(wide)
-        got = native.draw(state, knobs, chosen_rows, logits[: last[-1] + 1], depth, source)
-        same(got[own], sample(logits[source], heat, key, place, limits=limits)[own])
+    got = native.draw(state, knobs, each, logits, depth)
+    same(got, sample(logits, heat, key, place, limits=limits))
+    assert not torch.equal(got, sample(logits, heat, key, place))

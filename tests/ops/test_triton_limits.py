@@ -134,7 +134,7 @@ def test_draw_takes_the_limits_of_the_rows(wide: int) -> None:
     heat, key = knobs[each, Knob.TEMPERATURE], ints[each, Int.KEY : Int.KEY + 2]
     state = RowState(ints.new_zeros(9, 90), ints, ints.new_zeros(1, 9, 4), 16)
     assert TRITON.draw is not None
-    got = TRITON.draw(state, knobs, rows, z, None, None)
+    got = TRITON.draw(state, knobs, rows, z, None)
     assert torch.equal(got, TRITON.sample(z, heat, key, place, Purpose.TOKEN, limits))
     assert torch.equal(got.cpu(), sample_plainly(z, heat, key, place, Purpose.TOKEN, limits).cpu())
 

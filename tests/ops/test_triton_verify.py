@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.decoding.verify import verify as plainly
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Drafted, Int, RowState
 from ridgeline.ops.rows import last as plainly_last
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 VOCAB, WIDTH = 3, 64
 
 
-def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, list[torch.Tensor], torch.Tensor | None]:
+def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, torch.Tensor, torch.Tensor, Drafted]:
     """Rows between their beginning and their end; siblings in a tree differ, so some nodes are out of the vocabulary."""
     chance = random.Random(seed)
     rows = 5
@@ -43,34 +43,36 @@ def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, list[torch.Tensor
             free = [one for one in range(VOCAB) if one not in taken] or [100 + node]
             tokens[row, known + node - 1] = chance.choice(free)
     own = torch.tensor([3, 1, 4, 0, 0], dtype=torch.int32)
-    drawn = torch.randint(
-        0, VOCAB, (5, nodes + 1), dtype=torch.int32, generator=torch.Generator().manual_seed(seed + 1)
-    )
     n_draft = torch.tensor([chance.randint(0, nodes) for _ in own], dtype=torch.int32)
+    first = (n_draft + 1).cumsum(0).int() - n_draft - 1
+    number = torch.Generator().manual_seed(seed + 1)
+    drawn = torch.randint(0, VOCAB, (int((n_draft + 1).sum()),), dtype=torch.int32, generator=number)
     state = RowState(tokens, ints, torch.zeros(1, rows, 4, dtype=torch.int32), 16)
-    return state, [own, drawn, n_draft], parent.index_select(0, own) if tree else None
+    return state, own, drawn, Drafted(first, n_draft, nodes + 1, parent.index_select(0, own) if tree else None)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("nodes", [1, 3, 7, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_verify(seed: int, nodes: int, tree: bool) -> None:
-    state, given, parent = case(seed, nodes, tree)
+    state, own, drawn, drafted = case(seed, nodes, tree)
     there = replace(state, tokens=state.tokens.to(DEVICE), ints=state.ints.to(DEVICE), tables=state.tables.to(DEVICE))
     there = replace(there, tokens=there.tokens.clone(), ints=there.ints.clone())
-    want, want_path = plainly(state, given[0], given[1], given[2], parent)
-    moved = [one.to(DEVICE) for one in given]
-    got, path = verify(there, moved[0], moved[1], moved[2], None if parent is None else parent.to(DEVICE))
+    want, want_path = plainly(state, own, drawn, drafted)
+    parent = None if drafted.parent is None else drafted.parent.to(DEVICE)
+    moved = Drafted(drafted.first.to(DEVICE), drafted.count.to(DEVICE), drafted.wide, parent)
+    got, path = verify(there, own.to(DEVICE), drawn.to(DEVICE), moved)
     got, wide = got.cpu(), nodes + 1
     assert torch.equal(there.ints.cpu(), state.ints)
     assert torch.equal(got[:, :2], want[:, :2])
-    for index, row in enumerate(given[0].tolist()):
+    for index, row in enumerate(own.tolist()):
         count, known = int(want[index, 0]), int(state.ints[row, Int.KNOWN])
         assert torch.equal(got[index, 2 : 2 + count], want[index, 2 : 2 + count])
         if row:
             assert torch.equal(there.tokens[row, :known].cpu(), state.tokens[row, :known])
         if path is not None and want_path is not None:
-            assert torch.equal(got[index, 2 + wide : 2 + 2 * wide], given[1][index])
+            node, begin = 1 + int(drafted.count[index]), int(drafted.first[index])
+            assert torch.equal(got[index, 2 + wide :][:node], drawn[begin : begin + node])
             assert torch.equal(path[index, :count].cpu(), want_path[index, :count])
             assert torch.equal(got[index, 2 + 2 * wide :][:count].long(), want_path[index, :count])
 
@@ -84,11 +86,9 @@ def test_the_state_that_drew_last(tree: bool, rows: int, width: int) -> None:
     path = torch.randint(0, wide, (rows, wide), generator=chance) if tree else None
     hidden = torch.randn(rows * wide, width, generator=chance)
     given = packed.to(DEVICE), None if path is None else path.to(DEVICE)
-    got = last(*given, hidden.to(DEVICE), None)
-    assert torch.equal(got.cpu(), plainly_last(packed, path, hidden, None))
-    order = torch.randperm(len(hidden))
-    shuffled = last(*given, hidden[order].to(DEVICE), order.argsort().int().to(DEVICE))
-    assert torch.equal(shuffled, got)
+    first = torch.randint(0, (rows - 1) * wide + 1, (rows,), generator=chance, dtype=torch.int32)
+    got = last(*given, hidden.to(DEVICE), first.to(DEVICE))
+    assert torch.equal(got.cpu(), plainly_last(packed, path, hidden, first))
     for row, count in enumerate(packed[:, 0].tolist()):
         node = max(0, count - 1)
-        assert torch.equal(got[row].cpu(), hidden[row * wide + (node if path is None else int(path[row, node]))])
+        assert torch.equal(got[row].cpu(), hidden[int(first[row]) + (node if path is None else int(path[row, node]))])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.ops.rows import Int, RowState, ends, move
+from ridgeline.ops.rows import Drafted, Int, RowState, ends, move
 
 
 def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> torch.Tensor:
@@ -69,18 +69,19 @@ def until_end(ends: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
 
 
 def verify(
-    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor | None
+    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Device rows int32 [S] keep what is right of the drafts that stand behind what they know, take the tokens drawn along
-    that path and move on; a row that is done stays as it is. drawn int32 [S, K + 1]; n_draft, parent: as in accept_path, no
-    parents for chains.
+    that path and move on; a row that is done stays as it is. drawn int32 [N], from the rows of logits that `drafted` speaks of.
 
-    -> int32 [S, 2 + (K + 1)]: tokens gained, flag, those tokens; for trees int32 [S, 2 + 3 (K + 1)]: then `drawn` and the
-    path, which is returned beside it, int64 [S, K + 1].
+    -> int32 [S, 2 + wide]: tokens gained, flag, those tokens; for trees int32 [S, 2 + 3 wide]: then what was drawn behind each
+    node, and the path, which is returned beside it, int64 [S, wide]. What a row has not means nothing.
     """
-    wide = drawn.shape[1]
+    wide, n_draft, parent = drafted.wide, drafted.count, drafted.parent
+    node = torch.arange(wide, dtype=torch.int32, device=rows.device)
+    drawn = drawn[drafted.first.unsqueeze(1) + torch.minimum(node, n_draft.unsqueeze(1))]
     ints, own = state.ints.index_select(0, rows), rows.unsqueeze(1)
-    place = ints[:, Int.KNOWN].unsqueeze(1) + torch.arange(wide, dtype=torch.int32, device=rows.device)
+    place = ints[:, Int.KNOWN].unsqueeze(1) + node
     at = (own * state.tokens.shape[1] + place).long().flatten()
     # What the row drew is written only after its drafts were compared: they stand in the same places.
     drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]

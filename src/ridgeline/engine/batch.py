@@ -20,6 +20,7 @@ from ridgeline.decoding.masks import mask_words, read_mask
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.residents import Residents
 from ridgeline.engine.trees import Branches, branches
+from ridgeline.ops.rows import Drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,28 @@ class Shape:
     deep: int = 0
     chunked: bool = False
 
+    @property
+    def even(self) -> bool:
+        """The logits of every query token are wanted, as each is a row's last known one or its draft."""
+        return self.wide > 1 and not self.chunked and self.sampling is None
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a step's arrays are padded to: rows B, rows that draw S, query tokens T, logits of each row that draws. A
-    padding row is row 0 and has no query tokens; a padding token belongs to the last row, which must then be padding."""
+    """What a step's arrays are padded to: rows B, rows that draw S, query tokens T, of a row that draws itself and its drafts at
+    the most, drafts of all rows. A padding row is row 0 and has no query tokens; a padding token belongs to the last row, which
+    must then be padding."""
 
     rows: int
     draws: int
     tokens: int
     wide: int = 1
+    drafts: int = 0
+
+    @property
+    def logits(self) -> int:
+        """N, query tokens whose logits are wanted: each row's that draws, and its drafts."""
+        return self.draws + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,8 @@ class Wishes:
     """Which logit rows want what, as int32 indices into the step's N logit rows (None: nobody).
 
     bias: (logit row, token, bias) triples as three tensors. words: masks of the masked rows. tops: for the rows with
-    log-probabilities, how many alternatives each wants; places: those rows' places among the rows that draw.
+    log-probabilities, how many alternatives each wants; places: those rows' places among the rows that draw; nodes: their
+    numbers of logit rows.
     """
 
     penalized: torch.Tensor | None = None
@@ -73,6 +87,7 @@ class Wishes:
     logprobs: torch.Tensor | None = None
     tops: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +102,23 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How the drafts of a step hang together. shift int32 [T]: what a query token's position is beyond its slot's.
-    ancestors int64 [T], as in StepInputs. parent int64 [S, wide], depth int32 [S * wide]: of the wanted query tokens."""
+    """How the query tokens of drafts hang together. shift int32 [T]: what a position is beyond its slot's. ancestors int64 [T],
+    as in StepInputs."""
 
     shift: torch.Tensor
     ancestors: torch.Tensor
-    parent: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The query tokens whose logits are wanted in a step with drafts: of each row that draws its last known token, node 0, and
+    its drafts. rows, number, depth int32 [N]: the device row of each, its number among that row's, and its level in the tree (of
+    a chain, its number)."""
+
+    rows: torch.Tensor
+    number: torch.Tensor
     depth: torch.Tensor
+    drafted: Drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +126,8 @@ class Ragged:
     """Where the query tokens of a step lie that is not pure decode; all int32.
 
     q_start [B + 1]; n_query [B]; advance [B], how far the position moves before drawn tokens count; row_of, place [T],
-    each query token's row in the step and number in that row; at [S * wide], the query tokens whose logits are wanted;
-    n_draft [S]; tree: None for chains.
+    each query token's row in the step and number in that row; at [N], the query tokens whose logits are wanted; nodes: None
+    without drafts; tree: None for chains.
     """
 
     q_start: torch.Tensor
@@ -111,16 +136,14 @@ class Ragged:
     row_of: torch.Tensor
     place: torch.Tensor
     at: torch.Tensor
-    n_draft: torch.Tensor
+    nodes: Nodes | None = None
     tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's tensors. rows int32 [B]; sampled int32 [S], device rows that draw; ragged: None for pure decode. packed:
-    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead: as in StepPlan. even: the
-    logits of every query token are wanted, in order; source int32 [S * wide]: but for rows with fewer drafts than others, whose
-    last one stands for the rest: which of them each wanted one is."""
+    all of these as they were uploaded, one int32 array (see `unpack`), None where nothing was. ahead: as in StepPlan."""
 
     shape: Shape
     rows: torch.Tensor
@@ -130,8 +153,16 @@ class Batch:
     scores: Scores | None = None
     packed: torch.Tensor | None = None
     ahead: int = 0
-    even: bool = False
-    source: torch.Tensor | None = None
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """None without drafts."""
+        return None if self.ragged is None else self.ragged.nodes
+
+    @property
+    def drawing(self) -> torch.Tensor:
+        """The device row of each row of logits, int32 [N]."""
+        return self.sampled if self.nodes is None else self.nodes.rows
 
 
 _ALIGN = 16
@@ -141,11 +172,15 @@ _ALIGN = 16
 @lru_cache(maxsize=256)
 def _places(room: Room, tree: bool) -> tuple[dict[str, slice], list[int]]:
     """Where each part of a packed step lies, and the sizes of all parts, each with the gap behind it. int64 takes two items."""
-    rows, draws, tokens, wide = room.rows, room.draws, room.tokens, room.wide
+    rows, draws, tokens, logits = room.rows, room.draws, room.tokens, room.logits
     sizes = {"rows": rows, "sampled": draws, "q_start": rows + 1, "n_query": rows, "advance": rows}
-    sizes |= {"n_draft": draws, "at": draws * wide, "row_of": tokens, "place": tokens}
+    sizes |= {"at": logits, "row_of": tokens, "place": tokens}
+    if room.wide > 1:
+        sizes |= {"owner": logits, "number": logits, "first": draws, "n_draft": draws}
+    if room.wide > 1 and tree:
+        sizes |= {"depth": logits, "parent": 2 * draws * room.wide}
     if tree:
-        sizes |= {"shift": tokens, "ancestors": 2 * tokens, "parent": 2 * draws * wide, "depth": draws * wide}
+        sizes |= {"shift": tokens, "ancestors": 2 * tokens}
     cuts = [size for one in sizes.values() for size in (one, -one % _ALIGN)]
     begins = [0, *accumulate(cuts)][:-1:2]
     return {name: slice(at, at + sizes[name]) for name, at in zip(sizes, begins, strict=True)}, cuts
@@ -169,11 +204,13 @@ def unpack(packed: torch.Tensor, shape: Shape, room: Room) -> Batch:
     places, cuts = _places(room, shape.deep > 0)
     part = dict(zip(places, packed.split(cuts)[::2], strict=True))
     rows, sampled = part.pop("rows"), part.pop("sampled")
-    tree = None
-    if shape.deep:
-        ancestors, parent = part.pop("ancestors").view(torch.int64), part.pop("parent").view(torch.int64)
-        tree = Tree(part.pop("shift"), ancestors, parent.view(-1, shape.wide), part.pop("depth"))
-    return Batch(shape, rows, sampled, Ragged(tree=tree, **part), packed=packed)
+    tree = Tree(part.pop("shift"), part.pop("ancestors").view(torch.int64)) if shape.deep else None
+    nodes = None
+    if shape.wide > 1:
+        parent = part.pop("parent").view(torch.int64).view(-1, shape.wide) if shape.deep else None
+        drafted, number = Drafted(part.pop("first"), part.pop("n_draft"), shape.wide, parent), part.pop("number")
+        nodes = Nodes(part.pop("owner"), number, part.pop("depth", number), drafted)
+    return Batch(shape, rows, sampled, Ragged(**part, nodes=nodes, tree=tree), packed=packed)
 
 
 def mixed_step(room: Room) -> Shape:
@@ -227,6 +264,7 @@ class BatchBuilder:
         most = self._check()
         self._branches: list[Branches] = []
         self._where = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.int8))
+        self._nodes = 1 + self._n_draft[self._where]
         self.shape = self._shape(residents, most)
         self._drawing = [] if self.shape.plain else [residents[row] for row in self._rows[self._where].tolist()]
         scored = (place for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL) if plan.score_ids else ()
@@ -288,7 +326,7 @@ class BatchBuilder:
 
     def room(self) -> Room:
         """Without padding."""
-        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens, self.shape.wide)
+        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens, self.shape.wide, len(self._plan.drafts))
 
     def pack(self, room: Room) -> None:
         """Add the step to the packet, padded to `room`."""
@@ -317,11 +355,16 @@ class BatchBuilder:
         advance[where] -= 1
         advance[self._rows == 0] = 0  # the scratch row stands in for one that was lost, and never moves
         part["advance"][:n_rows] = advance
-        part["n_draft"][:n_draws] = n_draft[where]
-        # Logits of a row start at its last known token; a row with fewer drafts than others repeats its last query.
-        first = ends - 1 - n_draft
-        grid = first[where, None] + np.arange(self.shape.wide, dtype=np.int32)
-        part["at"][: n_draws * self.shape.wide] = np.minimum(grid, ends[where, None] - 1).reshape(-1)
+        first = np.cumsum(self._nodes, dtype=np.int32) - self._nodes
+        number = np.arange(self._nodes.sum(), dtype=np.int32) - np.repeat(first, self._nodes)
+        # Logits of a row start at its last known token.
+        part["at"][: len(number)] = np.repeat(ends[where] - self._nodes, self._nodes) + number
+        if room.wide > 1:
+            part["owner"][: len(number)], part["number"][: len(number)] = (
+                np.repeat(self._rows[where], self._nodes),
+                number,
+            )
+            part["first"][:n_draws], part["n_draft"][:n_draws] = first, n_draft[where]
         row_of = np.repeat(np.arange(n_rows, dtype=np.int32), n_query)
         part["row_of"][:n_tokens] = row_of
         part["row_of"][n_tokens:] = room.rows - 1
@@ -332,18 +375,16 @@ class BatchBuilder:
 
     def _pack_tree(self, part: Mapping[str, np.ndarray], ends: np.ndarray) -> None:
         """Rows without drafts keep the causal order."""
-        wide = self.shape.wide
-        ancestors, parent = part["ancestors"].view(np.int64), part["parent"].view(np.int64).reshape(-1, wide)
-        depth = part["depth"].reshape(-1, wide)
+        ancestors, parent = part["ancestors"].view(np.int64), part["parent"].view(np.int64).reshape(-1, self.shape.wide)
         ancestors[:] = -1
         for index, (place, one) in enumerate(zip(self._where, self._branches, strict=True)):
-            nodes = len(one.depth)
+            nodes, first = len(one.depth), part["first"][index]
             own = slice(ends[place] - nodes, ends[place])
             if nodes > 1:
                 part["shift"][own] = one.depth - np.arange(nodes)
                 ancestors[own] = one.ancestors
             parent[index, :nodes] = one.parent
-            depth[index, :nodes] = one.depth
+            part["depth"][first : first + nodes] = one.depth
 
     def _pack_wishes(self) -> None:
         draws = [one.join.sampling for one in self._drawing]
@@ -352,45 +393,42 @@ class BatchBuilder:
         self._pack_bias()
         self._pack_masks()
         wanted = [one.logprobs is not None for one in draws]
-        self._pack_index("logprobs", wanted, whole=True)
+        self._pack_index("logprobs", wanted)
         self._places = tuple(np.flatnonzero(wanted).tolist())
         self._tops = tuple(draws[place].logprobs or 0 for place in self._places)
 
-    def _pack_index(self, name: str, wanted: Sequence[bool], whole: bool = False) -> None:
-        """The logit rows of the drawing rows that want something; whole: those too that stand for drafts a row has not."""
+    def _pack_index(self, name: str, wanted: Sequence[bool]) -> None:
+        """The logit rows of the drawing rows that want something."""
         if any(wanted):
-            last, node = self._n_draft[self._where][:, None], np.arange(self.shape.wide)
-            self._packet.add(name, np.flatnonzero(np.array(wanted)[:, None] & (whole | (node <= last))))
+            self._packet.add(name, np.flatnonzero(np.repeat(wanted, self._nodes)))
 
     def _pack_bias(self) -> None:
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []
-        for index, one in enumerate(self._drawing):
+        for end, nodes, one in zip(accumulate(self._nodes.tolist()), self._nodes.tolist(), self._drawing, strict=True):
             for token, bias in one.join.sampling.logit_bias:
                 if token < self._vocab:
-                    rows += range(index * self.shape.wide, (index + 1) * self.shape.wide)
-                    tokens += [token] * self.shape.wide
-                    values += [bias] * self.shape.wide
+                    rows += range(end - nodes, end)
+                    tokens += [token] * nodes
+                    values += [bias] * nodes
         if rows:
             self._packet.add("bias_rows", rows)
             self._packet.add("bias_tokens", tokens)
             self._packet.add("bias", values, np.float32)
 
     def _pack_masks(self) -> None:
-        masks, size, wide = self._plan.masks, 4 * mask_words(self._vocab), self.shape.wide
+        masks, size = self._plan.masks, 4 * mask_words(self._vocab)
         wanted, words = [], []
-        for one in self._drawing:
+        for nodes, one in zip(self._nodes.tolist(), self._drawing, strict=True):
             given = masks.get(one.join.row)
             own = [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
             word = [read_mask(mask, self._vocab) for mask in own]
             if one.allowed is not None:
                 word = [one.allowed] if given is None else [mask & one.allowed for mask in word]
             wanted.append(bool(word))
-            if word:
-                # A row with fewer drafts than others repeats its last query.
-                words += [*word, *[word[-1]] * (wide - len(word))] if given is not None else word * wide
-        self._pack_index("masked", wanted, whole=True)
+            words += word * (nodes // max(1, len(word)))
+        self._pack_index("masked", wanted)
         if words:
             self._packet.add("words", np.stack(words))
 
@@ -414,12 +452,7 @@ class BatchBuilder:
         batch = unpack(got["step"], self.shape, self._room)
         wishes = Wishes() if self.shape.plain else self._wishes(got)
         scores = self._scores(got) if self._scored else None
-        shape, room = self.shape, self._room
-        drawn = shape.n_tokens == room.tokens and not shape.chunked and shape.sampling is None and scores is None
-        full, ragged = room.tokens == room.draws * room.wide, batch.ragged
-        source = ragged.at if drawn and not full and ragged is not None and not ragged.at.is_cuda else None
-        even = drawn and (full or source is not None)
-        return replace(batch, wishes=wishes, scores=scores, ahead=self._plan.ahead, even=even, source=source)
+        return replace(batch, wishes=wishes, scores=scores, ahead=self._plan.ahead)
 
     def _wishes(self, got: Mapping[str, torch.Tensor]) -> Wishes:
         return Wishes(
@@ -431,6 +464,7 @@ class BatchBuilder:
             logprobs=got.get("logprobs"),
             tops=self._tops,
             places=self._places,
+            nodes=tuple(self._nodes[list(self._places)].tolist()),
         )
 
     def _scores(self, got: Mapping[str, torch.Tensor]) -> Scores:

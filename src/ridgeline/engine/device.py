@@ -105,7 +105,7 @@ class DeviceStep:
         """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
         row holds. -> hidden [W, d_model]: of the query tokens that want logits, then of those to score."""
         ragged, (got, step) = batch.ragged, self._gathered(batch, max_length)
-        wanted = None if ragged is None or batch.even else ragged.at
+        wanted = None if ragged is None or (batch.shape.even and batch.scores is None) else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
         hidden = self.decoder.forward(got.tokens, self._views(self._layers, got.slots), step, wanted)
@@ -145,15 +145,15 @@ class DeviceStep:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
         sees the logits; None: if it wants to. -> what the host is told, and the hidden state that drew the last token of each row
         that drew, [S, d_model]."""
-        scores, draws = None, len(batch.sampled) * batch.shape.wide
+        scores, draws = None, len(batch.drawing)
         if batch.scores is not None:
             scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
         if not draws:
             return Outcome(None, None, scores), hidden
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
         packed, path = self._advance(batch, drawn)
-        if batch.shape.wide > 1 and (batch.ahead or hidden.is_cuda):
-            hidden = self.ops.last(packed, path, hidden, batch.source)
+        if batch.nodes is not None and batch.ahead:
+            hidden = self.ops.last(packed, path, hidden, batch.nodes.drafted.first)
         return Outcome(packed, _along(logprobs, batch, path), scores), hidden
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
@@ -169,27 +169,22 @@ class DeviceStep:
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """hidden: of the query tokens that want logits."""
-        wide, rows, ragged = batch.shape.wide, batch.sampled, batch.ragged
-        logits = self.decoder.logits(hidden)
-        logits = logits if batch.source is None else logits.index_select(0, batch.source)
-        rows = rows if wide == 1 else rows.unsqueeze(1).expand(-1, wide).reshape(-1)
+        rows, nodes, logits = batch.drawing, batch.nodes, self.decoder.logits(hidden)
         ints = self.rows.ints.index_select(0, rows)
         place = known = ints[:, Int.KNOWN]
-        if wide > 1:
-            node = self._count[:wide].repeat(len(batch.sampled))
-            place = known + (node if ragged is None or ragged.tree is None else ragged.tree.depth)
-            known = known + node
+        if nodes is not None:
+            place, known = known + nodes.depth, known + nodes.number
         self.drafter.see(self.rows.state, rows, known, logits)
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None) -> tuple[Tensor, Ranked | None]:
         """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
-        ragged, fused, rows = batch.ragged, self.ops.draw, self.rows
+        nodes, fused, rows = batch.nodes, self.ops.draw, self.rows
         learn = self.drafter.learns() if learn is None else learn
         if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
-        depth = None if ragged is None or ragged.tree is None else ragged.tree.depth
-        return fused(rows.state, rows.knobs, batch.sampled, self.decoder.logits(hidden), depth, batch.source), None
+        depth = None if nodes is None else nodes.depth
+        return fused(rows.state, rows.knobs, batch.drawing, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
@@ -230,11 +225,10 @@ class DeviceStep:
 
     def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Verify, write the drawn tokens, flag ends, move the rows on. -> Outcome.packed; of trees the path (decoding.verify)."""
-        state, wide, ragged = self.rows.state, batch.shape.wide, batch.ragged
-        if ragged is None or wide == 1:
+        state = self.rows.state
+        if batch.nodes is None:
             return self.ops.advance(state, batch.sampled, drawn), None
-        parent = None if ragged.tree is None else ragged.tree.parent
-        packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn.view(-1, wide), ragged.n_draft, parent)
+        packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn, batch.nodes.drafted)
         if path is not None and self.ops.keep is not None:
             for group, runs in enumerate(self.store.runs):
                 for run in runs:
@@ -263,7 +257,9 @@ def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ra
     """The log-probabilities of rows that asked, in the order of their path instead of their nodes."""
     if ranked is None or path is None:
         return ranked
-    wide, places = batch.shape.wide, list(batch.wishes.places)
-    first = torch.arange(len(places), device=path.device).unsqueeze(1) * wide
-    order = (path[places] + first).flatten()
+    wishes = batch.wishes
+    own = [(place, node) for place, nodes in zip(wishes.places, wishes.nodes, strict=True) for node in range(nodes)]
+    first = [at - node for at, (_, node) in enumerate(own)]
+    places, nodes, begins = torch.tensor([*zip(*own, strict=True), first], device=path.device)
+    order = path[places, nodes] + begins
     return Ranked(*(column.index_select(0, order) for column in ranked))

@@ -81,7 +81,9 @@ def draft_rooms(rows: int, nodes: Sequence[int], trees: bool, host_nodes: int) -
     most = next((row for row in DRAFT_ROWS if row > rows), rows)
 
     def fitting(heights: Sequence[int], drafts: Sequence[int], tokens: int) -> set[Room]:
-        every = {Room(row, row, row * (1 + one), 1 + one) for row in heights for one in drafts if row <= most}
+        every = {
+            Room(row, row, row * (1 + one), 1 + one, row * one) for row in heights for one in drafts if row <= most
+        }
         return {room for room in every if room.tokens <= tokens}
 
     few = [*(one for one in HOST_NODES if one < host_nodes), host_nodes] if host_nodes else []
@@ -313,8 +315,8 @@ class Graphs:
 
     def _verify_graph(self, tree: bool, room: Room) -> Replay:
         shape, rows = verify_step(room, tree), room.rows
-        # ahead: the hidden states that drew last are wanted. Only a row alone is sure to have no padding.
-        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1, even=rows == 1)
+        # ahead: the hidden states that drew last are wanted.
+        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
 
         def work(step: DeviceStep) -> None:
             outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)

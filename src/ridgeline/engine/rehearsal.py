@@ -142,6 +142,7 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
         logprobs=every,
         tops=(5,) * rows,
         places=tuple(range(rows)),
+        nodes=(1,) * rows,
     )
     shape = shape_of([1] * rows)
     told = step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)[0].packed
@@ -156,7 +157,7 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
 
 def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
-    room = Room(rows, rows, rows * wide, wide)
+    room = Room(rows, rows, rows * wide, wide, rows * (wide - 1))
     packed = torch.zeros(packed_size(room, tree), dtype=torch.int32, device=step.rows.ints.device)
     batch = unpack(packed, verify_step(room, tree), room)
     step.finish(batch, step.decoder.embedding.new_zeros(room.tokens, step.spec.d_model), KNOWN)

@@ -119,13 +119,15 @@ class Pending:
                 result.kept[place] = [node - 1 for node in path[1:gained]]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int], ranked: Ranked) -> None:
-        wishes, wide = self.batch.wishes, self.batch.shape.wide
-        records = to_records(ranked, [top for top in wishes.tops for _ in range(wide)])
-        for number, drawing in enumerate(wishes.places):
+        wishes, first = self.batch.wishes, 0
+        each = [top for top, nodes in zip(wishes.tops, wishes.nodes, strict=True) for _ in range(nodes)]
+        records = to_records(ranked, each)
+        for drawing, nodes in zip(wishes.places, wishes.nodes, strict=True):
             place = places[drawing]
-            gained = records[number * wide : number * wide + result.counts[place]]
+            gained = records[first : first + result.counts[place]]
             if gained:
                 result.logprobs[place] = gained
+            first += nodes
 
     def _read_scores(self, result: StepResult, scores: Scores) -> None:
         tops = [scores.tops[place] for place, count in scores.counts.items() for _ in range(count)]

@@ -299,7 +299,8 @@ class Runner:
         if graph is not None and self._graphs is not None:
             self._graphs.load(batch, graph)
         # Of batches of one shape, all that is not in `packed` is the same.
-        form = (batch.shape, batch.ahead) if batch.even and batch.shape.plain and not plan.unread else None
+        alike = batch.shape.even and batch.shape.plain and batch.scores is None and not plan.unread
+        form = (batch.shape, batch.ahead) if alike else None
         work = partial(self._eager, plan, batch, learn=False)
         return _Built(plan, batch, graph, self._step.ops.again(work, batch.packed, form))
 

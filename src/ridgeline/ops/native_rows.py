@@ -10,12 +10,12 @@ from struct import Struct
 import torch
 
 from ridgeline.ops.native.binding import Library
-from ridgeline.ops.rows import Gathered, RowState, Spread
+from ridgeline.ops.rows import Drafted, Gathered, RowState, Spread
 
 STATE = 9
 """Numbers that state_of gives."""
-_DRAW = Struct(f"{STATE + 10}q")
-_GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 8}q")
+_DRAW = Struct(f"{STATE + 8}q")
+_GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 9}q")
 _KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("9q")
 
 
@@ -55,17 +55,13 @@ class NativeRows:
         rows: torch.Tensor,
         logits: torch.Tensor,
         depth: torch.Tensor | None,
-        source: torch.Tensor | None,
     ) -> torch.Tensor:
         """See Ops.draw."""
         kernels = self._kernels.get(logits.dtype)
         logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
-        each, vocab = logits.shape[0] if source is None else source.shape[0], logits.shape[1]
-        count = rows.shape[0]
-        drawn = torch.empty(each, dtype=torch.int32)
-        own = (0 if one is None else at(one) for one in (depth, source, logits))
-        given, sizes = (at(knobs), knobs.stride(0), at(rows), *own), (count, each // max(1, count), vocab)
-        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, *sizes, at(drawn)))
+        drawn = torch.empty(logits.shape[0], dtype=torch.int32)
+        given = (at(knobs), knobs.stride(0), at(rows), 0 if depth is None else at(depth), at(logits), *logits.shape)
+        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, at(drawn)))
         return drawn
 
     def advance(self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -76,18 +72,14 @@ class NativeRows:
         return said
 
     def verify(
-        self,
-        state: RowState,
-        rows: torch.Tensor,
-        drawn: torch.Tensor,
-        n_draft: torch.Tensor,
-        parent: torch.Tensor | None,
+        self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See decoding.verify.verify."""
-        count, wide = drawn.shape
+        count, wide, parent = rows.shape[0], drafted.wide, drafted.parent
         path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
         packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
-        given = (at(rows), at(drawn), at(n_draft), 0 if parent is None else at(parent), count, wide)
+        each = (at(rows), at(drawn), at(drafted.first), at(drafted.count))
+        given = (*each, 0 if parent is None else at(parent), count, wide)
         out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
         self._verify(_VERIFY.pack(*state_of(state), *given, *out))
         return packed, path
@@ -109,14 +101,13 @@ class NativeRows:
         self._keep(_KEEP.pack(*state_of(state), *given, *sizes))
 
     def last(
-        self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
+        self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor
     ) -> torch.Tensor:
         """See ops.rows.last."""
         count, size = len(packed), hidden.shape[1] * hidden.element_size()
         out = hidden.new_empty((count, hidden.shape[1]))
-        sizes = (count, len(hidden if source is None else source) // max(1, count), packed.stride(0), size)
-        given = (0 if one is None else at(one) for one in (path, source))
-        self._last(_LAST.pack(at(packed), *given, at(hidden), at(out), *sizes))
+        along, wide = (0, 0) if path is None else (at(path), path.shape[1])
+        self._last(_LAST.pack(at(packed), along, at(first), at(hidden), at(out), count, wide, packed.stride(0), size))
         return out
 
 

@@ -69,6 +69,19 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts that device rows [S] verify. Of each row logits are wanted behind its last known token, node 0, and behind every
+    node of its draft: rows of logits that follow each other, the first of them at `first` int32 [S]. count int32 [S]: nodes but
+    for the root; wide: 1 + the most that a row may have; parent int64 [S, wide]: the node that each hangs on, which comes before
+    it, 0 for the root; None: chains."""
+
+    first: torch.Tensor
+    count: torch.Tensor
+    wide: int
+    parent: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
     """A step's query tokens: tokens, position int32 [T]; slots int64 [groups, T], where their keys go; length int32 [B],
     slots each row holds with them."""
@@ -126,18 +139,13 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
     return torch.stack((live, flag, drawn), dim=1)
 
 
-def last(
-    packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
-) -> torch.Tensor:
-    """Of hidden states [T, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
-    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains. source int32 [S * wide]: where the
-    states of each row's nodes stand among the T; None: in order."""
+def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Of hidden states [N, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
+    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains. first: as in Drafted."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
         node = path.gather(1, node.unsqueeze(1)).squeeze(1)
-    nodes = len(hidden if source is None else source)
-    node += torch.arange(0, nodes, nodes // max(1, len(packed)), device=node.device)
-    return hidden.index_select(0, node if source is None else source.index_select(0, node))
+    return hidden.index_select(0, node + first)
 
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]

@@ -277,10 +277,7 @@ RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor
 many nodes behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything."""
 
 
-Verify = Callable[
-    [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    tuple[torch.Tensor, torch.Tensor | None],
-]
+Verify = Callable[[rows.RowState, torch.Tensor, torch.Tensor, rows.Drafted], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 LinearHeads = Callable[[Plain, torch.Tensor, torch.Tensor | None, QkvShape, KvView, StepInputs], Heads]
@@ -289,9 +286,7 @@ LinearHeads = Callable[[Plain, torch.Tensor, torch.Tensor | None, QkvShape, KvVi
 KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
 
-DrawRows = Callable[
-    [rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
-]
+DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class Sample(Protocol):
@@ -340,10 +335,9 @@ class Ops:
     gather, advance, last, to_host: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
-    draw(state, knobs float32 [R, KNOBS], rows int32 [S], logits [T, V], depth int32 [S * wide] or None, source or None, as depth) ->
-        tokens int32 [S * wide]: what the rows draw behind their last known tokens and their drafts, at places KNOWN + depth (None:
-        0, 1, .., as in chains) with the rows' noise and limits, as `sample`, from logits `source` (None: in order); where a row's
-        repeats the one before it, any token. None: nothing here does it in one call.
+    draw(state, knobs float32 [R, KNOBS], rows int32 [N], logits [N, V], depth int32 [N] or None) -> tokens int32 [N]: what device
+        rows draw at places KNOWN + depth (None: 0), behind their last known tokens and their drafts, with the rows' noise and
+        limits, as `sample`. None: nothing here does it in one call.
     chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
     recurrent(parts) -> what drafts with them in one call, or None: these numbers are not known here. None: nothing here does.
     layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
@@ -379,7 +373,7 @@ class Ops:
     again: Again = every_time
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
-    last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor] = rows.last
+    last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor] = rows.last
     to_host: rows.ToHost = rows.to_host
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
     linear_heads: LinearHeads | None = None

@@ -10,16 +10,20 @@
 namespace ridgeline {
 namespace {
 
-// parent null: chains.
+// See ridgeline.ops.rows.Drafted. parent null: chains.
 struct Verify {
     State state;
     const std::int32_t* rows;     // [n]
-    const token* drawn;           // [n, wide]
+    const token* drawn;           // behind node `node` of row n at first[n] + node
+    const std::int32_t* first;    // [n]
     const std::int32_t* n_draft;  // [n]
     const std::int64_t* parent;   // [n, wide]
     index n, wide;
     std::int32_t* packed;  // [n, 2 + wide], for trees [n, 2 + 3 wide]
     std::int64_t* path;    // [n, wide]
+
+    // Behind nodes that a row has not stands what was drawn behind its last one.
+    token drawn_of(index row, index node) const { return drawn[first[row] + std::min<index>(node, n_draft[row])]; }
 };
 
 int flag_of(const State& s, const std::int32_t* row, index place, token drawn) {
@@ -38,18 +42,16 @@ void move(std::int32_t* row, std::int32_t count, std::int32_t flag) {
 
 // Whether each node and all above it are right; parents come before their children. Without parents nodes are a chain.
 void agree(const Verify& v, index n, const token* drafts, std::vector<char>& right) {
-    const token* drawn = v.drawn + n * v.wide;
     right[0] = 1;
     for (index node = 1; node < v.wide; ++node) {
         const index above = v.parent ? v.parent[n * v.wide + node] : node - 1;
-        right[node] = right[above] && node <= v.n_draft[n] && drawn[above] == drafts[node - 1];
+        right[node] = right[above] && node <= v.n_draft[n] && v.drawn_of(n, above) == drafts[node - 1];
     }
 }
 
 // What row n keeps, into `packed` and `path`.
 void judge(const Verify& v, index n, std::vector<char>& right) {
     const std::int32_t* row = v.state.of(v.rows[n]);
-    const token* drawn = v.drawn + n * v.wide;
     const index known = row[KNOWN];
     agree(v, n, v.state.tokens + v.rows[n] * v.state.width + known, right);
     std::int32_t* packed = v.packed + n * (2 + (v.parent ? 3 : 1) * v.wide);
@@ -61,13 +63,13 @@ void judge(const Verify& v, index n, std::vector<char>& right) {
         for (index node = 0; node < v.wide; ++node)
             if (right[node]) path[nodes++] = node;
         for (index at = 0; at < v.wide; ++at) {
-            said[at] = drawn[path[at]];
-            said[v.wide + at] = drawn[at];
+            said[at] = v.drawn_of(n, path[at]);
+            said[v.wide + at] = v.drawn_of(n, at);
             said[2 * v.wide + at] = std::int32_t(path[at]);
         }
     } else {
         nodes = std::count(right.begin(), right.end(), 1);
-        std::copy(drawn, drawn + v.wide, said);
+        for (index at = 0; at < v.wide; ++at) said[at] = v.drawn_of(n, at);
     }
     packed[0] = packed[1] = 0;
     if (row[DONE]) return;
@@ -144,11 +146,11 @@ void keep(const Keep& k) {
 }
 
 // The hidden state that drew each row's last token; packed: of each row the tokens gained, the rest of its `stride` is not read.
-// path null: chains. hidden of `bytes` each, node `node` of row n at at[n, node], null: at [n, node]; out [n].
+// path null: chains. hidden of `bytes` each, node `node` of row n at first[n] + node; out [n].
 struct Last {
     const std::int32_t* packed;
-    const std::int64_t* path;  // [n, wide]
-    const std::int32_t* at;    // [n, wide]
+    const std::int64_t* path;   // [n, wide]
+    const std::int32_t* first;  // [n]
     const char* hidden;
     char* out;
     index n, wide, stride, bytes;
@@ -157,8 +159,7 @@ struct Last {
 void last(const Last& l) {
     for (index n = 0; n < l.n; ++n) {
         const index depth = std::max(0, l.packed[n * l.stride] - 1), node = l.path ? l.path[n * l.wide + depth] : depth;
-        const index from = n * l.wide + node;
-        std::memcpy(l.out + n * l.bytes, l.hidden + (l.at ? l.at[from] : from) * l.bytes, l.bytes);
+        std::memcpy(l.out + n * l.bytes, l.hidden + (l.first[n] + node) * l.bytes, l.bytes);
     }
 }
 

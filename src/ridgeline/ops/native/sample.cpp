@@ -11,12 +11,11 @@ constexpr index LOGITS_PER_THREAD = 1 << 13;
 
 namespace {
 
-// Row `row` of n: its logits and what it is drawn with. again: whatever the row before drew does.
+// A row of logits and what it is drawn with.
 template <class T> struct Wanted {
     const T* logits;
     Draw draw;
     Limits limits;
-    bool again = false;
 };
 
 // wanted(row) -> Wanted, without limits where there are ids; ids: as in draw.h.
@@ -30,7 +29,7 @@ template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids,
         for (index row = 0; row < n; ++row) {
             const auto one = wanted(row);
             const index end = std::min(vocab, own.end * LANES), at = who * n + row;
-            found[at] = one.again ? found[at - 1] : best_of(one.logits, ids, one.draw, own.begin * LANES, end);
+            found[at] = best_of(one.logits, ids, one.draw, own.begin * LANES, end);
         }
         Team{int(who), int(of)}.wait();
         for (index row = who; row < n; row += of) {
@@ -39,7 +38,7 @@ template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids,
                 if (found[other * n + row].score > best.score) best = found[other * n + row];
             const auto one = wanted(row);
             tokens[row] = ids ? ids[best.token] : best.token;
-            if (one.again || one.draw.temperature == 0.0f || !one.limits.any(vocab)) continue;
+            if (one.draw.temperature == 0.0f || !one.limits.any(vocab)) continue;
             tokens[row] = Limited(one.logits, vocab, one.draw, one.limits)(best);
         }
     }
@@ -51,23 +50,18 @@ template <class T> struct Draws {
     const float* knobs;  // [rows, n_knobs]
     index n_knobs;
     const std::int32_t* rows;   // [n]
-    const std::int32_t* depth;  // [n, wide], null: chains
-    const std::int32_t* at;     // [n, wide], whose logits each is drawn from, null: in order
-    const T* logits;            // [tokens, vocab]
-    index n, wide, vocab;
-    token* drawn;  // [n, wide]
+    const std::int32_t* depth;  // [n], null: zeros
+    const T* logits;            // [n, vocab]
+    index n, vocab;
+    token* drawn;  // [n]
 };
 
 template <class T> void draw_rows(const Draws<T>& d) {
-    draw_all(d.n * d.wide, d.vocab, nullptr, d.drawn, [&](index at) {
-        const index row = d.rows[at / d.wide], from = d.at ? d.at[at] : at;
-        const std::int32_t* ints = d.state.of(row);
-        const std::int32_t place = ints[KNOWN] + (d.depth ? d.depth[at] : std::int32_t(at % d.wide));
-        // A row with fewer drafts than others repeats its last token, and nobody reads what is drawn there.
-        const bool again = at % d.wide && d.at && d.at[at - 1] == from;
-        const float* knobs = d.knobs + row * d.n_knobs;
-        const Limits limits{ints[TOP_K], knobs[TOP_P], knobs[MIN_P]};
-        return Wanted<T>{d.logits + from * d.vocab, draw_of(ints + KEY, place, 0, knobs[TEMPERATURE]), limits, again};
+    draw_all(d.n, d.vocab, nullptr, d.drawn, [&](index at) {
+        const std::int32_t* ints = d.state.of(d.rows[at]);
+        const float* knobs = d.knobs + d.rows[at] * d.n_knobs;
+        const Draw draw = draw_of(ints + KEY, ints[KNOWN] + (d.depth ? d.depth[at] : 0), 0, knobs[TEMPERATURE]);
+        return Wanted<T>{d.logits + at * d.vocab, draw, Limits{ints[TOP_K], knobs[TOP_P], knobs[MIN_P]}};
     });
 }
 

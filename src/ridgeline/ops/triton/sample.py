@@ -25,7 +25,7 @@ MARK = tl.constexpr(1 << 30)
 """Added to tokens of rows with limits, so that others are not asked again."""
 LOOK_WARPS = 16
 _SPECIAL = {
-    "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride", "wide"],
+    "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride"],
     "do_not_specialize_on_alignment": [
         f"{name}_ptr" for name in ("owner", "temperature", "key", "position", "depth", "top_k", "top_p", "min_p")
     ],
@@ -40,13 +40,11 @@ def _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_s
 
 
 @triton.jit
-def _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED: tl.constexpr, DEEP: tl.constexpr):
+def _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP: tl.constexpr):
     """The place in the request of what a row of logits draws."""
     position = tl.load(position_ptr + owner * position_stride)
     if DEEP:
         position += tl.load(depth_ptr + row)
-    elif OWNED:
-        position += (row % wide).to(tl.int32)
     return position
 
 
@@ -72,7 +70,6 @@ def _draw_kernel(
     top_k_stride,
     top_p_stride,
     min_p_stride,
-    wide,
     vocab,
     runs,
     purpose: tl.constexpr,
@@ -85,8 +82,7 @@ def _draw_kernel(
     """The best token of one row's block of the vocabulary; of a row with limits the largest logit of each run, and if it has top_p,
     the sum of the run's chances in parts of its largest one.
 
-    OWNED: `wide` rows of logits in turn belong to one of `owner`, whose temperature, key, position and limits count; the position
-    is moved by depth if DEEP, else by the row's place among them.
+    OWNED: temperature, key, position and limits are those of the row's `owner`; the position is moved by depth if DEEP.
     """
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +92,7 @@ def _draw_kernel(
     at = row * tl.num_programs(1) + tl.program_id(1)
     owner = row
     if OWNED:
-        owner = tl.load(owner_ptr + row // wide).to(tl.int64)
+        owner = tl.load(owner_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + owner * temperature_stride)
     mark = 0
     if LIMITED:
@@ -112,7 +108,7 @@ def _draw_kernel(
                 sums = eights(parts(runs_of, largest[:, None], LOG2_E / tl.maximum(temperature, COLDEST)))
                 tl.store(sum_ptr + row * runs + run, tl.sum(sums.to(tl.int64), 1).to(tl.float32), mask=run < runs)
     if temperature > 0.0:
-        place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
+        place = _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP)
         first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
         logit = score(logit, token, first, second, temperature, PLAIN)
     # Whose it is is asked once, at the end: to carry that through all comparisons took a seventh of the time.
@@ -145,7 +141,6 @@ def _best_kernel(
     top_k_stride,
     top_p_stride,
     min_p_stride,
-    wide,
     vocab,
     blocks,
     runs,
@@ -170,11 +165,11 @@ def _best_kernel(
     if LIMITED:
         owner = row
         if OWNED:
-            owner = tl.load(owner_ptr + row // wide).to(tl.int64)
+            owner = tl.load(owner_ptr + row).to(tl.int64)
         temperature = tl.load(temperature_ptr + owner * temperature_stride)
         top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
         if limited:
-            place = _place(position_ptr, depth_ptr, row, owner, position_stride, wide, OWNED, DEEP)
+            place = _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP)
             first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
             run = tl.arange(0, BLOCKS * (BLOCK // RUN))
             tops = tl.load(top_ptr + row * runs + run, mask=run < runs, other=float("-inf"))
@@ -201,8 +196,8 @@ def _best_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Whose draws rows of logits [N, V] are. temperature float32, key int32 [R, 2], position int32, limits: of each row, or of each
-    owner int32 [N / wide], whose `wide` rows lie behind each other; depth int32 [N]: see _draw_kernel."""
+    """Whose draws rows of logits [N, V] are. temperature float32, key int32 [R, 2], position int32, limits: of each row, or of its
+    owner, int32 [N]; depth int32 [N]: see _draw_kernel."""
 
     temperature: torch.Tensor
     key: torch.Tensor
@@ -226,7 +221,6 @@ class _Draws:
             tops = torch.empty((rows, runs), dtype=torch.float32, device=device)
             sums, listed = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
         owner, depth = (out if one is None else one for one in (self.owner, self.depth))
-        wide = 1 if self.owner is None else rows // len(self.owner)
         of_rows = (self.temperature, self.key, self.position, depth, few.top_k, few.top_p, few.min_p)
         strides = [
             one.stride(0) for one in (self.temperature, self.key, self.position, few.top_k, few.top_p, few.min_p)
@@ -247,7 +241,6 @@ class _Draws:
             *found,
             logits.stride(0),
             *strides,
-            wide,
             vocab,
             runs,
             num_warps=8,
@@ -262,7 +255,6 @@ class _Draws:
             out,
             logits.stride(0),
             *strides,
-            wide,
             vocab,
             blocks,
             runs,
@@ -292,11 +284,8 @@ def draw(
     rows: torch.Tensor,
     logits: torch.Tensor,
     depth: torch.Tensor | None,
-    source: torch.Tensor | None,
 ) -> torch.Tensor:
     """See Ops.draw: the rows' columns are read where they are, without a kernel that gathers them."""
-    if source is not None:
-        logits = logits.index_select(0, source)
     key, known = state.ints[:, Int.KEY : Int.KEY + 2], state.ints[:, Int.KNOWN]
     limits = Limits(state.ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P])
     return _Draws(knobs[:, Knob.TEMPERATURE], key, known, limits, rows, depth).tokens(logits, Purpose.TOKEN)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Drafted, Int, RowState
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.rows import DONE, KNOWN, LENGTH, LIMIT, MIN_TOKENS, POSITION, PROMPT, STOP
 
@@ -19,6 +19,7 @@ BLOCK = 1024
 def _verify_kernel(
     rows_ptr,
     drawn_ptr,
+    first_ptr,
     n_draft_ptr,
     parent_ptr,
     tokens_ptr,
@@ -49,12 +50,13 @@ def _verify_kernel(
     stop_at = tl.arange(0, STOPS)
     stop_ids = tl.load(own + STOP + stop_at, mask=stop_at < stops, other=-1)
     node = tl.arange(0, WIDE)
-    drafted = (node > 0) & (node <= tl.load(n_draft_ptr + index))
+    count = tl.load(n_draft_ptr + index)
+    drafted = (node > 0) & (node <= count)
     draft = tl.load(tokens_ptr + row * width + known + node - 1, mask=drafted, other=-1)
     parent = node - 1
     if TREE:
         parent = tl.load(parent_ptr + index * wide + node, mask=drafted, other=-1).to(tl.int32)
-    drawn = tl.load(drawn_ptr + index * wide + node, mask=node < wide, other=-1)
+    drawn = tl.load(drawn_ptr + tl.load(first_ptr + index) + node, mask=node <= count, other=-1)
     packed = packed_ptr + index * packed_stride
     if TREE:
         tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
@@ -62,7 +64,7 @@ def _verify_kernel(
     said = drawn
     path = tl.zeros((WIDE,), tl.int32)
     here = 0
-    count = 0
+    gained = 0
     flag = 0
     going = 1 - done
     for depth in range(WIDE):
@@ -73,29 +75,29 @@ def _verify_kernel(
         ended = tl.where(held >= limit, 2, 0) + tl.where(stopped, 1, 0)
         said = tl.where((node == depth) & (going > 0), token, said)
         path = tl.where((node == depth) & (going > 0), here, path)
-        count += going
+        gained += going
         flag = tl.where(going > 0, ended, flag)
         child = tl.max(tl.where(drafted & (parent == here) & (draft == token), node, 0), 0)
         going = tl.where((ended == 0) & (child > 0), going, 0)
         here = child
-    tl.store(tokens_ptr + row * width + known + node, said, mask=(node < count))
-    tl.store(packed, count)
+    tl.store(tokens_ptr + row * width + known + node, said, mask=(node < gained))
+    tl.store(packed, gained)
     tl.store(packed + 1, flag)
     tl.store(packed + 2 + node, said, mask=node < wide)
     if TREE:
         tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
         tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
-    tl.store(own + POSITION, tl.load(own + POSITION) + count)
-    tl.store(own + LENGTH, tl.load(own + LENGTH) + count)
-    tl.store(own + KNOWN, known + count)
+    tl.store(own + POSITION, tl.load(own + POSITION) + gained)
+    tl.store(own + LENGTH, tl.load(own + LENGTH) + gained)
+    tl.store(own + KNOWN, known + gained)
     tl.store(own + DONE, done + tl.where(flag > 0, 1, 0))
 
 
 def verify(
-    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor | None
+    state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See decoding.verify.verify; what lies behind the tokens gained means nothing there either."""
-    count, wide = drawn.shape
+    count, wide, parent = len(rows), drafted.wide, drafted.parent
     packed = torch.empty((count, 2 + (1 if parent is None else 3) * wide), dtype=torch.int32, device=rows.device)
     path = None if parent is None else torch.empty((count, wide), dtype=torch.int64, device=rows.device)
     stops = state.ints.shape[1] - Int.STOP
@@ -103,7 +105,8 @@ def verify(
         _verify_kernel[(count,)](
             rows,
             drawn,
-            n_draft,
+            drafted.first,
+            drafted.count,
             drawn if parent is None else parent,
             state.tokens,
             state.ints,
@@ -127,6 +130,7 @@ def verify(
 def _last_kernel(
     packed_ptr,
     path_ptr,
+    first_ptr,
     hidden_ptr,
     out_ptr,
     packed_stride,
@@ -142,26 +146,23 @@ def _last_kernel(
     if TREE:
         node = tl.load(path_ptr + row * wide + node)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(hidden_ptr + (row * wide + node) * width + at, mask=at < width)
+    value = tl.load(hidden_ptr + (tl.load(first_ptr + row) + node) * width + at, mask=at < width)
     tl.store(out_ptr + row * width + at, value, mask=at < width)
 
 
-def last(
-    packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, source: torch.Tensor | None
-) -> torch.Tensor:
+def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """See ops.rows.last."""
-    if source is not None:
-        hidden = hidden.index_select(0, source)
     count, width = len(packed), hidden.shape[1]
     out = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
     if count:
         _last_kernel[(count, triton.cdiv(width, BLOCK))](
             packed,
             packed if path is None else path,
+            first,
             hidden,
             out,
             packed.stride(0),
-            len(hidden) // count,
+            0 if path is None else path.shape[1],
             width,
             TREE=path is not None,
             BLOCK=BLOCK,
