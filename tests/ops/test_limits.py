@@ -12,7 +12,7 @@ from ridgeline.ops.rows import Int, Knob, RowState
 from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops
 from tests.decoding.chi import DRAWS, fits
-from tests.ops.test_sample import CASES, LOGITS, VOCAB, Case, by_the_book, columns
+from tests.ops.test_sample import CASES, LOGITS, Case, by_the_book, columns
 
 MIX: list[Case] = list(
     product([0.0, 0.1, 0.8, 2.0], [0, 1, 5, 50, 4000], [1.0, 0.95, 0.5, 0.01, 0.0], [0.0, 0.05, 0.5, 1.0])

@@ -129,12 +129,13 @@ def test_draw_takes_the_limits_of_the_rows(wide: int) -> None:
     rows = torch.tensor([5, 1, 3, 4, 8, 7, 2, 0, 0], dtype=torch.int32, device=DEVICE)
     each = rows.repeat_interleave(wide)
     z = torch.randn(9 * wide, 5000, device=DEVICE)
-    place = ints[each, Int.KNOWN] + torch.arange(wide, dtype=torch.int32, device=DEVICE).repeat(9)
+    depth = torch.arange(wide, dtype=torch.int32, device=DEVICE).repeat(9)
+    place = ints[each, Int.KNOWN] + depth
     limits = Limits(ints[each, Int.TOP_K], knobs[each, Knob.TOP_P], knobs[each, Knob.MIN_P])
     heat, key = knobs[each, Knob.TEMPERATURE], ints[each, Int.KEY : Int.KEY + 2]
     state = RowState(ints.new_zeros(9, 90), ints, ints.new_zeros(1, 9, 4), 16)
     assert TRITON.draw is not None
-    got = TRITON.draw(state, knobs, rows, z, None)
+    got = TRITON.draw(state, knobs, each, z, depth)
     assert torch.equal(got, TRITON.sample(z, heat, key, place, Purpose.TOKEN, limits))
     assert torch.equal(got.cpu(), sample_plainly(z, heat, key, place, Purpose.TOKEN, limits).cpu())
 
