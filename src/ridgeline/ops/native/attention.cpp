@@ -9,11 +9,12 @@ template <class T> void attention(const Call<T>& c) {
     const Schedule planned = schedule<T>(c.view, c.heads);
     const Scratch room(planned.room());
     Tickets tickets;
+    Meeting meeting;
 #pragma omp parallel num_threads(planned.threads)
     {
         const TileConfig configured(fits_tiles<T>(c.view));
         Work<T> work;
-        const Team team{omp_get_thread_num(), omp_get_num_threads()};
+        const Team team = Team::here(meeting);
         attend(c, planned, static_cast<Partial*>(room.memory), tickets, work, team);
     }
 }

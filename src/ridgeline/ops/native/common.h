@@ -5,7 +5,9 @@
 #include "simd.h"
 
 #include <omp.h>
+#include <sched.h>
 
+#include <atomic>
 #include <cstdlib>
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -82,13 +84,37 @@ struct Range {
 };
 inline Range share(index n, index who, index of) { return {n * who / of, n * (who + 1) / of}; }
 
-// A thread among those that share an operation's work; all of them must come to every `wait`.
+// Where the threads of a few meet: each says how often it came in a line of its own and reads the others'. Where one does not run,
+// who waits long gives way to it.
+struct Meeting {
+    static constexpr int MOST = 8, SPINS = 1 << 14;
+    struct alignas(128) Came {
+        std::atomic<std::uint32_t> often{0};
+    } came[MOST];
+
+    void wait(int who, int of) {
+        const std::uint32_t now = came[who].often.load(std::memory_order_relaxed) + 1;
+        came[who].often.store(now, std::memory_order_release);
+        for (int other = 0, spun = 0; other < of; ++other)
+            while (std::int32_t(came[other].often.load(std::memory_order_acquire) - now) < 0)
+                if (++spun > SPINS) sched_yield();
+    }
+};
+
+// A thread among those that share an operation's work; all of them must come to every `wait`. meeting null: where OpenMP has it.
 struct Team {
     int who, of;
+    Meeting* meeting = nullptr;
+
+    // This thread of a parallel region.
+    static Team here(Meeting& meeting) {
+        const int of = omp_get_num_threads();
+        return {omp_get_thread_num(), of, of <= Meeting::MOST ? &meeting : nullptr};
+    }
     void wait() const {
-        if (of > 1) {
+        if (of == 1) return;
+        if (meeting) return meeting->wait(who, of);
 #pragma omp barrier
-        }
     }
     // Who fills so many rows: where there is room for the rows of all threads, each for itself, which takes less than to meet and
     // to fetch the others' parts. Its own then begin behind those of who - by().who threads, and its `wait` is for nobody.

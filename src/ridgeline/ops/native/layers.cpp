@@ -118,11 +118,12 @@ template <class T> void run(const Stack<T>& s) {
     for (int i = 1; i < 5; ++i) at[i] = at[i - 1] + sizes[i - 1];
     const Room<T> room{(T*)at[0], (T*)at[1], (T*)at[2], (T*)at[3], (Partial*)at[4]};
     std::vector<Tickets> tickets(s.n);
+    Meeting meeting;
 #pragma omp parallel num_threads(threads_for(s.d_model * inner, 1 << 14))
     {
         const TileConfig configured(sizeof(T) == 2 && tiles_allowed);
         Work<T> work;
-        const Team team{omp_get_thread_num(), omp_get_num_threads()};
+        const Team team = Team::here(meeting);
         for (index layer = 0; layer < s.n; ++layer) run_layer(s, layer, *planned[layer], room, tickets[layer], work, team);
     }
 }

@@ -387,8 +387,9 @@ template <class T> void run(const Recurrent<T>& c) {
     for (int i = 1; i < PARTS; ++i) at[i] = at[i - 1] + lines(sizes[i - 1]);
     const Room<T> room{{at[0], at[1]}, at[2],         at[3],       at[4], at[5],          at[6],          (T*)at[7], (T*)at[8],
                        (Partial*)at[9], digits.memory, best.data(), most, weights.data(), chances.data(), said.data()};
+    Meeting meeting;
 #pragma omp parallel num_threads(threads)
-    run_team(c, room, levels, Team{omp_get_thread_num(), omp_get_num_threads()});
+    run_team(c, room, levels, Team::here(meeting));
     std::fill_n(c.worth, c.n, worth_of(c, chances));
 }
 
