@@ -64,10 +64,15 @@ void run_layer(const Stack<T>& s, index at, const Schedule& planned, const Room<
     const bool fixed = view.fixed != 0;
     const index m = s.tokens, d = s.d_model, width = (l.heads + 2 * view.kv_heads) * view.dim, own = l.heads * view.dim;
     const Norm<T> first{l.attention_norm, l.eps, l.offset}, second{l.feed_forward_norm, l.eps, l.offset}, none{nullptr, 0, 0};
+    const Qkv<T> written{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.half, l.eps, l.offset};
     multiply(Problem<T>{s.stream, l.qkv.packed, l.qkv.bias, nullptr, room.qkv, m, width, d, Gate::NONE, first, fixed}, l.qkv,
              room.input, team);
-    team.wait();
-    qkv_write(Qkv<T>{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.half, l.eps, l.offset}, team);
+    if (heads_divide(written, team.of) && (l.qkv.integer.bits || form_of<T>(m, fixed) != Form::TILES)) {
+        write_own_heads(written, team);
+    } else {
+        team.wait();
+        qkv_write(written, team);
+    }
     team.wait();
     attend(Call<T>{view, room.qkv, room.attended, cache, l.heads, width}, planned, room.partials, tickets, work, team);
     team.wait();

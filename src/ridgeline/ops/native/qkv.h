@@ -19,6 +19,12 @@ template <class T> struct Qkv {
     float eps, offset;
 
     index all() const { return heads + 2 * view.kv_heads; }
+    // Where the cache keeps a head of keys or values.
+    T* cached(index token, index head) const {
+        const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
+        const index kind = head >= heads + view.kv_heads, kv_head = head - heads - kind * view.kv_heads;
+        return cache + page * view.page_stride + place * view.place_stride + kind * view.kind_stride + kv_head * view.head_stride;
+    }
 };
 
 // The first 2 half of n numbers turn, halves paired; the rest stays. from may be to.
@@ -48,11 +54,7 @@ template <class T> void write_head(const Qkv<T>& s, index token, index head) {
     } else {
         turn(from, to, cos_sin, dim, s.half);
     }
-    if (head < s.heads) return;
-    const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
-    const index kind = head >= turned, kv_head = head - (kind ? turned : s.heads);
-    T* cached = s.cache + page * view.page_stride + place * view.place_stride;
-    std::memcpy(cached + kind * view.kind_stride + kv_head * view.head_stride, to, dim * sizeof(T));
+    if (head >= s.heads) std::memcpy(s.cached(token, head), to, dim * sizeof(T));
 }
 
 // One thread's part.
@@ -60,6 +62,16 @@ template <class T> void qkv_write(const Qkv<T>& s, Team team) {
     const index all = s.all();
     const Range own = share(s.view.n_tokens * all, team.who, team.of);
     for (index at = own.begin; at < own.end; ++at) write_head(s, at / all, at % all);
+}
+
+// The same by heads, where these divide among the threads as the product's blocks of 16 outputs do, that made them: each thread
+// finds what it made itself, and nobody waits in between.
+template <class T> bool heads_divide(const Qkv<T>& s, index of) { return s.all() % of == 0 && s.view.dim % LANES == 0; }
+
+template <class T> void write_own_heads(const Qkv<T>& s, Team team) {
+    const Range own = share(s.all(), team.who, team.of);
+    for (index token = 0; token < s.view.n_tokens; ++token)
+        for (index head = own.begin; head < own.end; ++head) write_head(s, token, head);
 }
 
 }  // namespace ridgeline
