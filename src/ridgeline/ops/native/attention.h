@@ -33,7 +33,7 @@ template <class T> bool fits_tiles(const View& v) {
 template <class T> void put(const Call<T>& c, const Row& row, const Item& item, Work<T>& w, Partial* partials) {
     const index dim = c.view.dim, group = c.group();
     alignas(64) float scale[MAX_TILES][LANES];
-    for (index tile = 0; tile < MAX_TILES; ++tile) {
+    for (index tile = 0; tile * LANES < item.count; ++tile) {
         const f32x16 total = load(w.total[tile]);
         store(scale[tile], select(greater(total, zeros()), splat(1.0f) / total, zeros()));
     }
@@ -62,7 +62,7 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
     const bool by_tiles = fits_tiles<T>(v);
     const index tiles = (item.count + LANES - 1) / LANES;
     Lanes lanes[MAX_TILES];
-    for (index tile = 0; tile < MAX_TILES; ++tile) {
+    for (index tile = 0; tile < tiles; ++tile) {
         const index left = std::clamp<index>(item.count - tile * LANES, 0, LANES);
         lanes[tile] = lanes_of(v, row, c.group(), item.first + tile * LANES, left);
         store(w.top[tile], splat(-INFINITY));
@@ -71,7 +71,7 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
     std::memset(w.sums, 0, tiles * LANES * v.dim * sizeof(float));
     // Rows of tiles without a query: their sums are never read, but no product should run over what memory held before.
     if (by_tiles && item.count <= FEW) std::memset(w.weights, 0, CHUNK * LANES * sizeof(T));
-    const bool few = sizeof(T) == 2 && !by_tiles && !v.fixed && item.count <= FEW_VECTORS;
+    const bool few = sizeof(T) == 2 && !by_tiles && !v.fixed && item.count <= SOME_VECTORS;
     if (few) {
         list_queries(c, row, item, w);
     } else {
@@ -152,8 +152,11 @@ template <class T> std::vector<Item> whole_items(const View& v, index heads) {
     for (index i = 0; i < v.n_rows; ++i) {
         const Row row(v, i);
         if (!row.runs()) continue;
-        for (index first = 0; first < row.tokens * group; first += most) {
-            const index count = std::min(most, row.tokens * group - first), places = (first + count - 1) / group + 1;
+        const index all = row.tokens * group, blocks = (all + most - 1) / most;
+        // Where tiles need not be full and no order is fixed, about as many in each.
+        const index each = by_tiles || v.fixed ? most : (all + blocks - 1) / blocks;
+        for (index first = 0; first < all; first += each) {
+            const index count = std::min(each, all - first), places = (first + count - 1) / group + 1;
             const index begin = first_seen(v, row, first / group, places, align);
             for (index head = 0; head < v.kv_heads; ++head)
                 items.push_back({i, head, first, count, begin, row.start + places, -1});
@@ -197,6 +200,7 @@ struct Schedule {
     std::vector<Item> items;
     index partials = 0;
     int threads = 1;
+    bool even = false;  // all items alike: each thread takes its own in turn, and nobody asks who comes next
 
     index room() const { return std::max<index>(1, partials) * index(sizeof(Partial)); }
 };
@@ -207,7 +211,8 @@ template <class T> Schedule schedule(const View& v, index heads) {
     index work = 0;
     for (const Item& item : made.items) work += (item.end - item.begin) * ((item.count + LANES - 1) / LANES);
     made.threads = threads_for(work, WORK_PER_THREAD);
-    if (!v.fixed && made.threads > 1 && index(made.items.size()) < 4 * made.threads && !fair(made.items, made.threads))
+    made.even = made.threads > 1 && fair(made.items, made.threads);
+    if (!v.fixed && made.threads > 1 && index(made.items.size()) < 4 * made.threads && !made.even)
         made.items = split(made.items, work, made.threads, &made.partials);
     return made;
 }
@@ -230,7 +235,7 @@ void attend(const Call<T>& c, const Schedule& s, Partial* partials, Tickets& tic
     if (team.who == 0) clear_idle(c);
     // The next item is known before this one is computed, so that its first keys can be on their way.
     for (index i = team.who, next; i < n; i = next) {
-        next = team.of + tickets.items++;
+        next = s.even ? i + team.of : team.of + tickets.items++;
         compute(c, *item(i), item(next), w, partials);
     }
     if (!s.partials) return;

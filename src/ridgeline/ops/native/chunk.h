@@ -139,14 +139,15 @@ inline f32x16 origin(f32x16 top) {
 template <class T>
 void soften(const View& v, const Row& row, const Lanes& lanes, index tile, index begin, index n, Work<T>& w) {
     float* scores = w.scores[tile];
-    const bool capped = v.softcap != 0.0f, masked = !all_seen(v, row, lanes, begin, begin + n);
+    const bool capped = v.softcap != 0.0f;
+    const index sure = surely_seen(v, row, lanes, begin, begin + n);
     const f32x16 scale = splat(capped ? v.scale / v.softcap : v.scale * LOG2E);
     const f32x16 cap = splat(v.softcap * LOG2E), never = splat(-INFINITY);
     f32x16 top = load(w.top[tile]);
     for (index key = 0; key < n; ++key) {
         f32x16 x = load(scores + key * LANES) * scale;
         if (capped) x = tanh(x) * cap;
-        if (masked) x = select(seen(v, row, lanes, begin + key), x, never);
+        if (key >= sure) x = select(seen(v, row, lanes, begin + key), x, never);
         store(scores + key * LANES, x);
         top = max(top, x);
     }

@@ -3,10 +3,13 @@
 
 #include "chunk.h"
 
+#include <utility>
+
 namespace ridgeline {
 
 constexpr index FEW = 4;          // queries of a tile that are worth softening by keys
-constexpr index FEW_VECTORS = 8;  // the same without tiles
+// Without tiles: up to so many add up the products with a key, and so many have keys as lanes from the start.
+constexpr index FEW_VECTORS = 4, SOME_VECTORS = SUMS >= 24 ? 16 : FEW_VECTORS;
 
 // Weights [key][16 queries] to tiles [16 queries][32 keys]; those of the keys from n on are 0.
 inline void pack_weights(index tile, index n, Work<bf16>& w) {
@@ -29,23 +32,31 @@ inline void pack_weights(index tile, index n, Work<bf16>& w) {
 // keys with query q, [query][CHUNK]; room for `end` of them, a multiple of 32.
 inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index count, index begin, index n, float* score,
                        Work<bf16>& w) {
-    const bool capped = v.softcap != 0.0f, masked = !all_seen(v, row, lanes, begin, begin + n);
+    const bool capped = v.softcap != 0.0f;
+    const index sure = surely_seen(v, row, lanes, begin, begin + n);
     const f32x16 scale = splat(capped ? v.scale / v.softcap : v.scale * LOG2E);
     const f32x16 cap = splat(v.softcap * LOG2E), never = splat(-INFINITY);
     const index end = (n + 31) / 32 * 32;
     alignas(64) std::uint16_t who[CHUNK] = {};
-    for (index key = 0; key < n; ++key) who[key] = masked ? word_of(seen(v, row, lanes, begin + key)) : 0xffff;
-    for (index q = 0; q < count; ++q, score += CHUNK) {
-        f32x16 top = never, total = zeros();
+    std::memset(who, 0xff, sure * sizeof(*who));
+    for (index key = sure; key < n; ++key) who[key] = word_of(seen(v, row, lanes, begin + key));
+    // All maxima first, as each takes its time to be known.
+    alignas(64) float best[LANES];
+    for (index q = 0; q < count; ++q) {
+        f32x16 top = never;
+        float* own = score + q * CHUNK;
         for (index key = 0; key < end; key += LANES) {
-            f32x16 x = load(score + key) * scale;
+            f32x16 x = load(own + key) * scale;
             if (capped) x = tanh(x) * cap;
             x = select(lanes_with(who + key, q), x, never);
-            store(score + key, x);
+            store(own + key, x);
             top = max(top, x);
         }
-        const float best = std::max(w.top[0][q], max_of(top));
-        const f32x16 from = origin(splat(best));
+        best[q] = std::max(w.top[0][q], max_of(top));
+    }
+    for (index q = 0; q < count; ++q, score += CHUNK) {
+        const f32x16 from = origin(splat(best[q]));
+        f32x16 total = zeros();
         for (index key = 0; key < end; key += LANES) {
             const f32x16 weight = exp2(load(score + key) - from);
             total = total + weight;
@@ -53,7 +64,7 @@ inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index 
         }
         w.fade[0][q] = first_of(exp2(splat(w.top[0][q]) - from));
         w.total[0][q] = w.total[0][q] * w.fade[0][q] + sum_of(total);
-        w.top[0][q] = best;
+        w.top[0][q] = best[q];
     }
 }
 
@@ -80,7 +91,7 @@ template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index til
             pair[2 * i] = unpack_low_16(x, y);
             pair[2 * i + 1] = unpack_high_16(x, y);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int q = 0; q < QUERIES; ++q) {
             std::int32_t weight;
             std::memcpy(&weight, weights + key / 32 * 32 * LANES + q * 32 + key % 32, 4);
@@ -88,7 +99,7 @@ template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index til
             for (int i = 0; i < 2 * HALVES; ++i) sum[q][i] = dot_pairs(sum[q][i], splat(weight), pair[i]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int q = 0; q < QUERIES; ++q) {
         float* sums = w.sums + (tile * LANES + first + q) * v.dim + d;
         const f32x16 fade = splat(w.fade[tile][first + q]);
@@ -102,16 +113,25 @@ template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index til
     }
 }
 
-// Twice as many queries at a time where half as many registers hold a value.
-template <int HALVES> void add_part(const View& v, index tile, index count, index d, index n, Work<bf16>& w) {
-    constexpr int MOST = std::min(16, SUMS) / (2 * HALVES);
+// act<n>() for the n from 1 to MOST that `count` is.
+template <class Act, int... BEFORE> void as_many(index count, Act&& act, std::integer_sequence<int, BEFORE...>) {
+    ((count == BEFORE + 1 ? act(std::integral_constant<int, BEFORE + 1>()) : void()), ...);
+}
+
+// act(queries, first) for all of them, as few times as their sums stay in registers for and each time about as many.
+template <int MOST, class Act> void in_turns(index count, Act&& act) {
     index first = 0;
-    for (; first + MOST <= count; first += MOST) add_value_pairs<MOST, HALVES>(v, tile, first, d, n, w);
-    if constexpr (MOST > 4)
-        if (count - first >= 4) add_value_pairs<4, HALVES>(v, tile, first, d, n, w), first += 4;
-    if (count - first == 3) add_value_pairs<3, HALVES>(v, tile, first, d, n, w);
-    if (count - first == 2) add_value_pairs<2, HALVES>(v, tile, first, d, n, w);
-    if (count - first == 1) add_value_pairs<1, HALVES>(v, tile, first, d, n, w);
+    for (index turns = (count + MOST - 1) / MOST; turns; --turns) {
+        const index queries = (count - first + turns - 1) / turns;
+        as_many(queries, [&](auto n) { act(n, first); }, std::make_integer_sequence<int, MOST>());
+        first += queries;
+    }
+}
+
+template <int HALVES> void add_part(const View& v, index tile, index count, index d, index n, Work<bf16>& w) {
+    in_turns<SUMS / (2 * HALVES)>(count, [&](auto queries, index first) {
+        add_value_pairs<queries(), HALVES>(v, tile, first, d, n, w);
+    });
 }
 
 inline void add_values(const View& v, index tile, index count, index n, Work<bf16>& w) {
@@ -166,15 +186,50 @@ template <int QUERIES> void score_few(const View& v, index first, index n, Work<
     }
 }
 
-// A chunk for at most FEW_VECTORS packed queries.
+// Scores of 32 keys, whose numbers stand in pairs as columns in w.values, with QUERIES queries from `first` on.
+template <int QUERIES> void score_columns(const View& v, index first, index key, Work<bf16>& w) {
+    f32x16 sum[QUERIES][2];
+    for (auto& of_query : sum) of_query[0] = of_query[1] = zeros();
+    for (index d = 0; d < v.dim; d += 2) {
+        const i32x16 low = load_bits(w.values + d * 2 * LANES), high = load_bits(w.values + (d + 1) * 2 * LANES);
+#pragma GCC unroll 16
+        for (int q = 0; q < QUERIES; ++q) {
+            std::int32_t both;
+            std::memcpy(&both, w.q + (first + q) * MAX_DIM + d, 4);
+            sum[q][0] = dot_pairs(sum[q][0], low, splat(both));
+            sum[q][1] = dot_pairs(sum[q][1], high, splat(both));
+        }
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < QUERIES; ++q)
+        for (int half = 0; half < 2; ++half) store(w.scores[0] + (first + q) * CHUNK + key + half * LANES, sum[q][half]);
+}
+
+// Scores of n keys, a lane each, with so many queries that to turn the keys takes less than to add up lanes.
+inline void score_some(const View& v, index count, index n, Work<bf16>& w) {
+    for (index i = n; i % (2 * LANES); ++i) w.keys[i] = w.keys[n - 1];
+    for (index key = 0; key < n; key += 2 * LANES) {
+        for (index half = 0; half < 2; ++half) {
+            ask(v, key + half * LANES, LANES, 0, w);
+            for (index d = 0; d < v.dim; d += 32) {
+                i32x16 turned[LANES];
+                for (index i = 0; i < LANES; ++i) turned[i] = load_line(w.keys[key + half * LANES + i] + d, first_numbers(v.dim - d));
+                transpose(turned);
+                for (index i = 0; i < LANES; ++i) store_bits(w.values + (d + 2 * i + half) * 2 * LANES, turned[i]);
+            }
+        }
+        in_turns<SUMS / 2>(count, [&](auto queries, index first) { score_columns<queries()>(v, first, key, w); });
+    }
+}
+
+// A chunk for at most SOME_VECTORS packed queries.
 inline void chunk_of_few(
     const View& v, const Row& row, const Lanes& lanes, index count, index begin, index n, Work<bf16>& w) {
-    constexpr int MOST = std::min(4, SUMS / 4);
-    index first = 0;
-    for (; first + MOST <= count; first += MOST) score_few<MOST>(v, first, n, w);
-    if (count - first == 3) score_few<3>(v, first, n, w);
-    if (count - first == 2) score_few<2>(v, first, n, w);
-    if (count - first == 1) score_few<1>(v, first, n, w);
+    if (count > FEW_VECTORS) {
+        score_some(v, count, n, w);
+    } else {
+        in_turns<std::min(4, SUMS / 4)>(count, [&](auto queries, index first) { score_few<queries()>(v, first, n, w); });
+    }
     soften_few(v, row, lanes, count, begin, n, w.scores[0], w);
     add_values(v, 0, count, n, w);
 }

@@ -35,9 +35,11 @@ inline Lanes lanes_of(const View& v, const Row& row, index group, index first, i
     alignas(64) std::int32_t limit[LANES], behind[LANES], place[LANES], above[2][LANES];
     Lanes lanes{};
     lanes.furthest = INT_MIN;
+    index next = first / group, left = group - first % group;
     for (index lane = 0; lane < LANES; ++lane) {
         const bool used = lane < count;
-        const index at = used ? (first + lane) / group : 0, token = row.first_token + at;
+        const index at = used ? next : 0, token = row.first_token + at;
+        if (!--left) ++next, left = group;
         limit[lane] = used ? std::int32_t(row.start + at) : -1;
         place[lane] = std::int32_t(at);
         behind[lane] = v.window < 0 ? INT_MIN : std::int32_t(v.position[token] - v.window);
@@ -78,6 +80,12 @@ inline mask16 seen(const View& v, const Row& row, const Lanes& lanes, index slot
 inline bool all_seen(const View& v, const Row& row, const Lanes& lanes, index begin, index end) {
     if (end - 1 > lanes.lowest || (v.ancestors && end > row.start)) return false;
     return v.window < 0 || (!v.key_positions && end <= row.start && begin > lanes.furthest);
+}
+
+// How many of the slots begin .. end - 1 every used lane sees for sure, from `begin` on.
+inline index surely_seen(const View& v, const Row& row, const Lanes& lanes, index begin, index end) {
+    if (all_seen(v, row, lanes, begin, end)) return end - begin;
+    return v.window < 0 ? std::clamp<index>(std::min(row.start, lanes.lowest + 1) - begin, 0, end - begin) : 0;
 }
 
 // The first slot any of the queries may see, rounded down to a multiple of `align`, which divides the tokens of a page:
