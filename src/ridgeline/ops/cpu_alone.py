@@ -116,7 +116,7 @@ def sample(
 ) -> torch.Tensor:
     """See ops.sample.sample."""
     given = zip(_rows(logits), temperature.split(1), key.split(1), position.split(1), strict=True)
-    each = (limits and limits.of(torch.tensor([row])) for row in range(len(logits)))
+    each = (limits and limits.of(slice(row, row + 1)) for row in range(len(logits)))
     return _joined([sample_together(*one, purpose, own) for one, own in zip(given, each, strict=True)], position.int())
 
 
