@@ -17,7 +17,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, Knob, RowState
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.triton.launch import await_inputs, overlap
-from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, eights, parts
+from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, run_sums, share
 from ridgeline.ops.triton.noise import draw_key, score
 
 BLOCK = tl.constexpr(4096)
@@ -80,7 +80,7 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     """The best token of one row's block of the vocabulary; of a row with limits the largest logit of each run, and if it has top_p,
-    the sum of the run's chances in parts of its largest one.
+    the sum of the run's chances over that of its largest one.
 
     OWNED: temperature, key, position and limits are those of the row's `owner`; the position is moved by depth if DEEP.
     """
@@ -105,8 +105,8 @@ def _draw_kernel(
             tl.store(top_ptr + row * runs + run, tops, mask=run < runs)
             if top_p < 1.0:
                 largest = tl.where(tops > float("-inf"), tops, 0.0)
-                sums = eights(parts(runs_of, largest[:, None], LOG2_E / tl.maximum(temperature, COLDEST)))
-                tl.store(sum_ptr + row * runs + run, tl.sum(sums.to(tl.int64), 1).to(tl.float32), mask=run < runs)
+                shares = share(runs_of, largest[:, None], LOG2_E / tl.maximum(temperature, COLDEST))
+                tl.store(sum_ptr + row * runs + run, run_sums(shares), mask=run < runs)
     if temperature > 0.0:
         place = _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP)
         first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
@@ -158,10 +158,16 @@ def _best_kernel(
     block = tl.arange(0, BLOCKS)
     best = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
     drawn = tl.load(token_ptr + row * blocks + block, mask=block < blocks, other=0)
-    limited = tl.max(drawn, 0) >= MARK
+    limited = tl.load(token_ptr + row * blocks) >= MARK
     drawn &= MARK - 1
+    # The best one, of equals the first, in one maximum: scores in the order of whole numbers before tokens backwards.
+    best = tl.where(best == best, best, float("-inf"))
+    order = best.to(tl.int32, bitcast=True)
+    order = (order ^ ((order >> 31) & NOBODY)).to(tl.int64)
+    found = tl.max(order << 32 | (drawn ^ NOBODY).to(tl.int64), 0)
+    token = (found & NOBODY).to(tl.int32) ^ NOBODY
     # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
-    token = tl.minimum(tl.min(tl.where(best == tl.max(best, 0), drawn, NOBODY), 0), vocab - 1)
+    token = tl.minimum(token, vocab - 1)
     if LIMITED:
         owner = row
         if OWNED:
