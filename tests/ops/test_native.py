@@ -190,6 +190,9 @@ CASES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "long-decode": ([(700, 1), (3, 1), (350, 1)], {}),
     "long-chunk": ([(300, 70), (520, 1)], {"heads": 3, "kv_heads": 1}),
     "verify": ([(40, 5), (60, 5), (9, 5)], {}),
+    "few-packed": ([(200, 2), (130, 3), (333, 4), (140, 6)], {}),
+    "few-packed-40": ([(200, 2), (130, 3), (333, 4), (140, 6)], {"head_dim": 40, "tree": True}),
+    "few-packed-softcap": ([(150, 3)], {"head_dim": 128, "softcap": 2.0, "window": 140}),
     "mha": (MIXED, {"heads": 2, "kv_heads": 2}),
     "mqa": (MIXED, {"heads": 5, "kv_heads": 1, "head_dim": 40}),
     "mqa-many-heads": (MIXED, {"heads": 24, "kv_heads": 1}),
@@ -366,6 +369,32 @@ def test_layers_in_one_call(
     for view, twin in zip(views, twins, strict=True):
         # Page 0 is where padding writes.
         close(view.kv[1:], twin.kv[1:], dtype)
+
+
+@pytest.mark.parametrize("many", [2, 3, 9])
+@pytest.mark.parametrize("rows", [[(9, 5)], MIXED], ids=["verified", "mixed"])
+def test_layers_by_any_number_of_threads(
+    ops: Ops, batch: Callable[..., Any], many: int, rows: list[tuple[int, int]]
+) -> None:
+    """Two threads share 10 heads evenly and write those that they made, three do not, and nine meet as OpenMP has it."""
+    case, options = batch(rows).to("cpu", F32), {"d_ff": 1536}
+    packed, apart = [], []
+    for seed in range(3):
+        for kept, pack in ((packed, ops.pack), (apart, REFERENCE.pack)):
+            torch.manual_seed(seed)
+            kept.append(layer_parts(F32, pack, options))
+    stream = torch.randn(len(case.q), 96)
+    views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in packed] for _ in range(2))
+    want = run_layers(REFERENCE, apart, stream.clone(), twins, case.step)
+    before = torch.get_num_threads()
+    torch.set_num_threads(many)
+    try:
+        for _ in range(5):
+            close(ops.layers(packed, refuse)(stream.clone(), views, case.step), want, F32)
+    finally:
+        torch.set_num_threads(before)
+    for view, twin in zip(views, twins, strict=True):
+        close(view.kv[1:], twin.kv[1:], F32)
 
 
 def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[..., Any]) -> None:

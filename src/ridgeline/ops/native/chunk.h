@@ -38,7 +38,7 @@ template <class T> struct Work {
     alignas(64) float scores[MAX_TILES][(CHUNK + LANES) * LANES];
     alignas(64) float sums[MAX_TILES * LANES * MAX_DIM];
     alignas(64) T weights[MAX_TILES * CHUNK * LANES];  // per tile [CHUNK / 32][16][32]; bfloat16 only
-    alignas(64) T values[CHUNK * MAX_DIM];             // [CHUNK / 32][dim / 16][16][16][2]; tiles only
+    alignas(64) T values[CHUNK * MAX_DIM];             // tiles: [CHUNK / 32][dim / 16][16][16][2]; else 32 keys, [dim / 2][2][16][2]
     const T* lists[2][CHUNK + LANES];
     const T** keys = lists[0];   // of the chunk under way
     const T** ahead = lists[1];  // of the one behind it,
