@@ -181,6 +181,29 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
     assert all(len(plan.drafts) == len(plan.tree) == sum(plan.n_draft) for plan in plans) and changed
 
 
+def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
+    turns: list[int] = []
+    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
+    bench = Bench(speculation=Drafts(None, OnDevice(3), Pace((0, 1, 2, 3))), luck=0.5)
+    plans: list[StepPlan] = []
+    launch = bench.runner.launch
+    monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    for number in range(2):
+        bench.submit(str(number), [number] * 3, max_tokens=60)
+        bench.turn()
+        for _ in range(12):
+            bench.turn()
+            known = {request.row: request.planned for request in bench.scheduler.running}
+            assert plans[-1].bound >= max(known.values()) - max(plans[-1].n_draft)
+    bench.run()
+    assert all(bench.tokens[str(number), 0] == oracle([number] * 3, 60) for number in range(2))
+    both = [plan for plan in plans if len(plan.rows) == 2 and not plan.joins]
+    of = {tuple(plan.n_draft): {id(other.rows) for other in both if other.n_draft == plan.n_draft} for plan in both}
+    assert len(of) > 2 and all(len(rows) <= 2 for rows in of.values())
+    assert not {id(plan.rows) for plan in both} & {id(plan.rows) for plan in plans if len(plan.rows) == 1}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float) -> None:
     speculation = Drafts(None, OnDevice(3), Pace((0, 3), fixed=True))

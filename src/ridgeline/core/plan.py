@@ -11,13 +11,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from functools import partial
 from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
 
 _PARTS = attrgetter("rows", "n_query", "n_draft", "samples", "tree", "unread")
-_ints, _bytes = partial(array, "i"), partial(array, "b")
+_ints, _bytes = array("i").__copy__, array("b").__copy__  # empty ones
 Form = tuple[int | bytes | tuple[int | None, ...], ...]
 
 
@@ -106,7 +105,17 @@ class StepPlan:
     @property
     def brings(self) -> bool:
         """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
-        return bool(self.joins or self.pages or self.copies) or max(self.drafts, default=-1) >= 0
+        return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
+
+    def take(self, like: StepPlan) -> None:
+        """The rows, numbers and drafts of a plan that has the same: its very arrays."""
+        self.rows, self.generations, self.n_query, self.n_draft = (
+            like.rows,
+            like.generations,
+            like.n_query,
+            like.n_draft,
+        )
+        self.logits, self.samples, self.drafts, self.tree = like.logits, like.samples, like.drafts, like.tree
 
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is

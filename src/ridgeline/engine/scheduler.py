@@ -73,8 +73,8 @@ class Scheduler:
         self._price = 0.0
         """Device seconds that one query token in every step so far would have cost."""
         self._flight: deque[FlyingStep] = deque()
-        self._alike: FlyingStep | None = None
-        """The last step, if nobody has entered since."""
+        self._forms: deque[FlyingStep] = deque(maxlen=8)
+        """Of each form of late the last step, since somebody entered."""
         self._updates: list[Update] = []
         self._leaving = 0
         self._open = 0
@@ -270,7 +270,7 @@ class Scheduler:
                 plan.masks.pop(request.row, None)
                 return 0
         total = n_query + len(draft.tokens)
-        wanted = self._wanted(plan, request, total, samples)
+        wanted = Logits.LAST if n_query == 1 and samples else self._wanted(plan, request, total, samples)
         if not (total == 1 and samples and wanted is Logits.LAST):
             step.shares[len(step.requests)] = Share(total, draft, samples, wanted)
         step.requests.append(request)
@@ -281,7 +281,7 @@ class Scheduler:
         return total
 
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
-        """Which logits its next `total` tokens need; states the tokens to score."""
+        """Which logits its next `total` tokens need, of a prompt at least; states the tokens to score."""
         if request.planned < request.prompt_len - 1 and request.needs_scores:
             after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
@@ -289,26 +289,26 @@ class Scheduler:
         return Logits.LAST if samples else Logits.NONE
 
     def _state_rows(self, step: FlyingStep) -> None:
-        """Write the step's rows into its plan. A step like the last one has its very arrays."""
-        plan, requests, last, self._alike = step.plan, step.requests, self._alike, step
-        if last is not None and requests == last.requests and step.shares == last.shares:
-            known = last.plan
-            plan.rows, plan.generations, plan.n_query = known.rows, known.generations, known.n_query
-            plan.n_draft, plan.logits, plan.samples = known.n_draft, known.logits, known.samples
-            plan.drafts, plan.tree = known.drafts, known.tree
-            plan.bound = max([request.planned for request in requests]) if step.shares else known.bound + 1
-            return
+        """Write the step's rows into its plan. A step like one of late has its very arrays."""
+        plan, requests, shares, forms = step.plan, step.requests, step.shares, self._forms
+        for place, form in enumerate(forms):
+            if shares == form.shares and requests == form.requests:
+                plan.take(form.plan)
+                forms[place], after = step, form.plan.step + 1 == plan.step and not shares
+                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
+                return
+        forms.append(step)
         count = len(requests)
         plan.rows = array("i", [request.row for request in requests])
         plan.generations = array("i", [request.generation for request in requests])
         plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
         plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
-        for place, share in step.shares.items():
+        for place, share in shares.items():
             plan.n_query[place], plan.n_draft[place] = share.n_query, len(share.draft.tokens)
             plan.logits[place], plan.samples[place] = share.logits, share.samples
             plan.drafts.extend(share.draft.tokens)
-        if any(share.draft.parents for share in step.shares.values()):
-            for share in step.shares.values():
+        if any(share.draft.parents for share in shares.values()):
+            for share in shares.values():
                 plan.tree.extend(share.draft.parents or range(-1, len(share.draft.tokens) - 1))
         plan.bound = max([request.planned for request in requests])
 
@@ -364,7 +364,7 @@ class Scheduler:
     def _enter(self, plan: StepPlan, request: Request, now: float) -> None:
         """Give a waiting request its row and whatever is computed already: a leader's blocks or a prefix hit."""
         self._generation += 1
-        self._alike = None
+        self._forms.clear()
         request.row = self._free_rows.pop()
         request.generation = self._generation
         request.state = State.RUNNING
@@ -441,16 +441,16 @@ class Scheduler:
         request, plan = step.requests[place], step.plan
         n_draft = plan.n_draft[place]
         refused = n_draft and n_draft - max(0, len(tokens) - 1)
-        before = request.computed
-        request.computed += plan.n_query[place] - refused
+        before, request.computed = request.computed, request.computed + plan.n_query[place] - refused
         request.planned -= refused
         if plan.samples[place]:
             request.expected -= 1 + n_draft - len(tokens)
-        self.counts.prompt_tokens += max(0, min(request.computed, request.prompt_len) - before)
+        if before < request.prompt_len:
+            self.counts.prompt_tokens += min(request.computed, request.prompt_len) - before
         if place in result.scores:
             request.scores.extend(result.scores[place])
         request.tokens.extend(tokens)
-        watch = self.leases.committed(request)
+        watch = request.watch if request.computed < request.watch else self.leases.committed(request)
         if request.followers and request.computed >= request.prompt_len:
             self._release_followers(request)
         if tokens:
@@ -458,8 +458,7 @@ class Scheduler:
                 self.counts.verified(n_draft, len(tokens) - 1)
                 request.drafted += n_draft
                 request.accepted += len(tokens) - 1
-            draft = step.shares[place].draft if place in step.shares else NOTHING
-            self._speculation.learn(request, draft, tokens, result, place)
+                self._speculation.learn(request, step.shares[place].draft, tokens, result, place)
             self._take_tokens(request, place, tokens, result, now, news)
         plain = request.constraint is None and request.sampling.logprobs is None
         if request.cached_sent and plain:

@@ -250,16 +250,16 @@ class Drafts(Speculation):
                 self._pace.rested(rows, seconds, self._plain[2])
                 self._plain = self._pace, rows, 0
             return 0.0
-        nodes = sum(node != DEVICE for node in plan.drafts) if step.asked else 0
-        each = len(result.tokens) / rows, seconds, nodes / rows, sum(one.gained for one in step.asked) / rows
-        read = Reading(rows, *each, result.fresh, len(step.asked) / rows)
-        if step.asked and not (plan.ahead or step.size):
-            saved, price = self._pace.asked(read, len(step.asked), sum(map(_looking, step.asked)))
+        asked, nodes = step.asked, len(plan.drafts) - plan.drafts.count(DEVICE) if step.asked else 0
+        each = len(result.tokens) / rows, seconds, nodes / rows, sum([one.gained for one in asked]) / rows
+        read = Reading(rows, *each, result.fresh, len(asked) / rows)
+        if asked and not (plan.ahead or step.size):
+            saved, price = self._pace.asked(read, len(asked), sum(map(_looking, asked)))
         else:
             # A step that drafts otherwise than it verifies tells nothing of either size.
-            steady, idle = not step.asked and plan.ahead == step.size, not plan.drafts
+            steady, idle = not asked and plan.ahead == step.size, not plan.drafts
             saved, price = self._pace.drafted(read, step.size, steady=steady, idle=idle), PRICE
-        for request in step.asked:
+        for request in asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
             if _looking(request):
                 self._quoted += _MEMORY / 4 * (request.gained - price - self._quoted)
