@@ -181,6 +181,18 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
     assert all(len(plan.drafts) == len(plan.tree) == sum(plan.n_draft) for plan in plans) and changed
 
 
+def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is forgiven whoever comes new is forgiven a request, not each of its choices."""
+    welcomed: list[int] = []
+    monkeypatch.setattr(Pace, "welcome", lambda self, rows, new: welcomed.append(new))
+    bench = Bench(speculation=Drafts(None, OnDevice(2), Pace((0, 2))))
+    bench.submit("one", [1, 2, 3], max_tokens=30, n=4)
+    bench.submit("two", [4, 5, 6], max_tokens=30)
+    bench.run()
+    assert bench.tokens["one", 3] == oracle([1, 2, 3], 30, choice=3)
+    assert sum(welcomed) == 2
+
+
 def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
     turns: list[int] = []

@@ -180,7 +180,7 @@ class Drafts(Speculation):
             return
         device, plan, rows = self._device, step.plan, sum(step.plan.samples)
         self._rows, self._pace = max(1, rows), self._paces[any(map(_HEAT, step.requests))]
-        self._new += len(plan.joins)
+        self._new += sum(join.choice == 0 for join in plan.joins)
         if rows and self._new:
             self._pace.welcome(rows, self._new)
             self._new = 0
