@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ridgeline.core.errors import BadGrammar
-from ridgeline.core.events import Update
+from ridgeline.core.events import LateWork, StepCounts, Update
 from ridgeline.core.sampling import Grammar, SamplingParams
+from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
@@ -82,6 +83,47 @@ def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
     assert news[0].cached == 0
     assert news[-1].finish == "length" and news[-1].times is not None
     assert all(not delta.finish for delta in news[:-1])
+
+
+def test_a_record_has_each_figure_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told apart by their order alone."""
+    engine = make(depth=0)
+    for number in range(5):
+        engine.handle(submit(f"{number}", [1, 2, 3], max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.turn()
+    loop, scheduler, pool = engine.loop, engine.loop.scheduler, engine.loop.scheduler.leases.pool
+    figures = iter(range(1000, 2000))
+    names = [field.name for field in dataclasses.fields(StepCounts)]
+    counts = StepCounts(**{name: next(figures) for name in names})  # type: ignore[arg-type]
+    scheduler.counts = counts
+    account = Accounted(*(float(next(figures)) for _ in range(4)))
+    monkeypatch.setattr(Account, "step", lambda *_: account)
+    late = [LateWork("compile", "kernel", 1.0)]
+    monkeypatch.setattr(engine.setup.late, "take", lambda: late)
+    loop.plan_s, loop.commit_s, engine.reply_s, loop.device_s, loop.idle_s = (float(next(figures)) for _ in range(5))
+    engine._waste_inside, engine._waste_between = 0.25, 0.5
+    record = engine._stats(1)
+    expected = {
+        **{name: getattr(counts, name) for name in names},
+        **account._asdict(),
+        **{name: getattr(loop, name) for name in ("plan_s", "commit_s", "device_s", "idle_s")},
+        **{f"blocks_{name}": getattr(pool, name) for name in ("used", "cached", "total")},
+        "step": scheduler.last_step,
+        "running": len(scheduler.running),
+        "waiting": scheduler.queued,
+        "waste_inside": 0.25,
+        "waste_between": 0.5,
+        "host_s": loop.plan_s + loop.commit_s + engine.reply_s,
+        "reply_s": engine.reply_s,
+        "steps": 1,
+        "late": late,
+    }
+    assert {name: getattr(record, name) for name in StepStats.__struct_fields__} == expected
+    assert len({expected[name] for name in ("step", "running", "waiting", "steps")}) == 4
+    scheduler.counts = StepCounts()
+    idle = engine._stats(0)
+    assert (idle.steps, idle.idle_s, idle.flops, idle.late) == (0, 0.0, 0.0, late)
 
 
 def test_end_tokens_of_the_model_stop_unless_ignored() -> None:

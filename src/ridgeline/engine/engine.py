@@ -203,40 +203,18 @@ class Engine:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
         self._told = running, waiting = len(scheduler.running), scheduler.queued
         account = self.setup.account.step(*scheduler.committed, loop.device_s) if steps else Accounted()
-        return StepStats(
-            step=step,
-            running=running,
-            waiting=waiting,
-            prompt_tokens=counts.prompt_tokens,
-            output_tokens=counts.output_tokens,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            preempted=counts.preempted,
-            prefix_queries=counts.prefix_queries,
-            prefix_hits=counts.prefix_hits,
-            blocks_used=pool.used,
-            blocks_cached=pool.cached,
-            blocks_total=pool.total,
-            waste_inside=self._waste_inside,
-            waste_between=self._waste_between,
-            host_s=loop.plan_s + loop.commit_s + self.reply_s,
-            device_s=loop.device_s,
-            steps=steps,
-            failed=counts.failed,
-            plan_s=loop.plan_s,
-            commit_s=loop.commit_s,
-            reply_s=self.reply_s,
-            dropped=counts.dropped,
-            flops=account.flops,
-            bytes=account.bytes,
-            predicted_s=account.predicted_s,
-            idle_s=loop.idle_s if steps else 0.0,
-            joules=account.joules,
-            drafts=counts.drafts,
-            accepted_at=counts.accepted_at,
-            saved_s=counts.saved_s,
-            late=self.setup.late.take(),
-        )
+        flops, moved, predicted, joules = account
+        told = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
+        cache = counts.prefix_queries, counts.prefix_hits, pool.used, pool.cached, pool.total
+        waste = self._waste_inside, self._waste_between
+        host = loop.plan_s + loop.commit_s + self.reply_s
+        parts = loop.plan_s, loop.commit_s, self.reply_s
+        idle, drafts = loop.idle_s if steps else 0.0, (counts.drafts, counts.accepted_at, counts.saved_s)
+        # In the order of the fields: by their names, every step, it takes three times as long.
+        work = steps, counts.failed, *parts, counts.dropped, flops, moved, predicted, idle, joules
+        late = self.setup.late.take()
+        record = step, running, waiting, *told, *cache, *waste, host, loop.device_s, *work, *drafts, late
+        return StepStats(*record)
 
 
 def _delta(update: Update) -> Delta:
