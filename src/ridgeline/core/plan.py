@@ -15,9 +15,9 @@ from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
 
-_PARTS = attrgetter("rows", "n_query", "n_draft", "samples", "tree", "unread")
+_SHARED = attrgetter("rows", "n_query", "n_draft", "samples", "tree")
 _ints, _bytes = array("i").__copy__, array("b").__copy__  # empty ones
-Form = tuple[int | bytes | tuple[int | None, ...], ...]
+Form = tuple[int | bytes | tuple[int | None, ...] | tuple[bytes, ...], ...]
 
 
 class Logits(IntEnum):
@@ -97,6 +97,8 @@ class StepPlan:
     copies: array[int] = field(default_factory=_ints)
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
+    _form: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)
+    """What `form` has read of arrays that plans share."""
 
     @property
     def n_tokens(self) -> int:
@@ -108,7 +110,7 @@ class StepPlan:
         return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
 
     def take(self, like: StepPlan) -> None:
-        """The rows, numbers and drafts of a plan that has the same: its very arrays."""
+        """The rows, numbers and drafts of a plan that has the same: its very arrays, which nobody changes any more."""
         self.rows, self.generations, self.n_query, self.n_draft = (
             like.rows,
             like.generations,
@@ -116,13 +118,14 @@ class StepPlan:
             like.n_draft,
         )
         self.logits, self.samples, self.drafts, self.tree = like.logits, like.samples, like.drafts, like.tree
+        self._form = like._form
 
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
         drafted."""
         alone = self.masks or self.score_ids or other.masks or other.score_ids
         same = self.ahead == other.ahead and self.generations == other.generations
-        return not alone and same and _PARTS(self) == _PARTS(other)
+        return not alone and same and _SHARED(self) == _SHARED(other) and self.unread == other.unread
 
     def form(self, kinds: Mapping[tuple[int, int], int]) -> Form | None:
         """What steps that one batch serves have in common, to be looked up by; None for one that none repeats, or with a row that
@@ -130,7 +133,8 @@ class StepPlan:
         who = tuple(map(kinds.get, zip(self.rows, self.generations, strict=True)))
         if self.masks or self.score_ids or None in who:
             return None
-        return self.ahead, who, *map(array.tobytes, _PARTS(self))
+        self._form = self._form or tuple(map(array.tobytes, _SHARED(self)))
+        return self.ahead, who, self._form, self.unread.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,8 @@ class Pace:
         self._drafts += 1
         weight, every = max(_MEMORY, 1 / (self._drafts + 4)), self._kept
         every[:nodes] = [own + weight * ((node in kept) - own) for node, own in enumerate(every[:nodes])]
+        if nodes == len(every):
+            return
         rate = every[nodes - 1] / max(every[nodes - 2] if nodes > 1 else 1.0, 0.01) if nodes in self.sizes else 0.0
         for node in range(nodes, len(every)):
             # Nobody has seen it. A later node is no likelier; bad luck is forgotten, until it is kept as the last one seen is where

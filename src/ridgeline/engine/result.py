@@ -19,6 +19,8 @@ from ridgeline.ops.rows import ToHost
 class Clock:
     """Seconds a step takes on the device: events on a GPU, the wall clock where steps run at once."""
 
+    __slots__ = ("_begin", "_end", "_started", "_stopped", "cuda")
+
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
         if cuda:

@@ -250,15 +250,17 @@ class Drafts(Speculation):
                 self._pace.rested(rows, seconds, self._plain[2])
                 self._plain = self._pace, rows, 0
             return 0.0
-        asked, nodes = step.asked, len(plan.drafts) - plan.drafts.count(DEVICE) if step.asked else 0
-        each = len(result.tokens) / rows, seconds, nodes / rows, sum([one.gained for one in asked]) / rows
-        read = Reading(rows, *each, result.fresh, len(asked) / rows)
-        if asked and not (plan.ahead or step.size):
-            saved, price = self._pace.asked(read, len(asked), sum(map(_looking, asked)))
-        else:
+        asked, gained, idle = step.asked, len(result.tokens) / rows, not plan.drafts
+        if not asked:
             # A step that drafts otherwise than it verifies tells nothing of either size.
-            steady, idle = not asked and plan.ahead == step.size, not plan.drafts
-            saved, price = self._pace.drafted(read, step.size, steady=steady, idle=idle), PRICE
+            read = Reading(rows, gained, seconds, fresh=result.fresh)
+            return self._pace.drafted(read, step.size, steady=plan.ahead == step.size, idle=idle)
+        nodes, quoted = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.gained for one in asked)
+        read = Reading(rows, gained, seconds, nodes / rows, quoted / rows, result.fresh, len(asked) / rows)
+        if plan.ahead or step.size:
+            saved, price = self._pace.drafted(read, step.size, steady=False, idle=idle), PRICE
+        else:
+            saved, price = self._pace.asked(read, len(asked), sum(map(_looking, asked)))
         for request in asked:
             request.quoted += _MEMORY * (request.gained - price - request.quoted)
             if _looking(request):
