@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,27 @@ def test_drafts_by_hand(runner: Runner) -> None:
     assert list(result.counts) == [3] and result.kept == {0: [0, 1]}
     assert list(result.tokens) == expected[1:4]
     assert list(run_plan(runner, plan(3, (1, 1, 1, True))).tokens) == expected[4:5]
+
+
+def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many hidden states of each row as the longest draft has nodes."""
+    multiplied: list[int] = []
+    decoder, logits = type(runner._step.decoder), type(runner._step.decoder).logits
+
+    def noted(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        multiplied.append(len(hidden))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(decoder, "logits", noted)
+    expected = alone(max_tokens=6)
+    start(runner)
+    shares = (3, 1, 4, False), (2, 1, len(PROMPT), True), (1, 1, 4, True)
+    made = plan(2, *shares, joins=[join(2), join(3)], pages=[*pages(2, 10), *pages(3, 20)])
+    made.n_draft[2], made.drafts = 3, array("i", [expected[1], expected[2], 0])
+    result = run_plan(runner, made)
+    assert list(result.counts) == [0, 1, 3] and list(result.tokens) == [expected[0], *expected[1:4]]
+    assert multiplied == [1, 1 + 4]
+    assert list(run_plan(runner, plan(3, (3, 1, 7, True))).tokens) == expected[:1]
 
 
 def test_drafts_stop_at_an_end(runner: Runner) -> None:

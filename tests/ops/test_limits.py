@@ -80,12 +80,10 @@ def test_a_row_draws_the_same_in_any_company(ops: Ops, kind: str) -> None:
     assert ops.draw is not None
     for count in (1, 2):
         torch.set_num_threads(count)
-        found.append(ops.draw(state, knobs, every, logits.bfloat16(), None, None))
+        found.append(ops.draw(state, knobs, every, logits.bfloat16(), None))
         found.append(ops.sample(logits, heat, key, position, Purpose.TOKEN, limits))
         for given in (logits, logits.bfloat16()):
-            each = [
-                ops.draw(state, knobs, every[row : row + 1], given[row : row + 1], None, None) for row in range(rows)
-            ]
+            each = [ops.draw(state, knobs, every[row : row + 1], given[row : row + 1], None) for row in range(rows)]
             found.append(torch.cat(each))
     torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
