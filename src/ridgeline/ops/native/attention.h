@@ -153,8 +153,9 @@ template <class T> std::vector<Item> whole_items(const View& v, index heads) {
         const Row row(v, i);
         if (!row.runs()) continue;
         const index all = row.tokens * group, blocks = (all + most - 1) / most;
-        // Where tiles need not be full and no order is fixed, about as many in each.
-        const index each = by_tiles || v.fixed ? most : (all + blocks - 1) / blocks;
+        // About as many in each where what a block takes is its queries', not a tile's.
+        const bool alike = sizeof(T) == 2 && SOME_VECTORS > FEW_VECTORS && !by_tiles && !v.fixed;
+        const index each = alike ? (all + blocks - 1) / blocks : most;
         for (index first = 0; first < all; first += each) {
             const index count = std::min(each, all - first), places = (first + count - 1) / group + 1;
             const index begin = first_seen(v, row, first / group, places, align);

@@ -9,7 +9,7 @@ namespace ridgeline {
 
 constexpr index FEW = 4;          // queries of a tile that are worth softening by keys
 // Without tiles: up to so many add up the products with a key, and so many have keys as lanes from the start.
-constexpr index FEW_VECTORS = 4, SOME_VECTORS = SUMS >= 24 ? 16 : FEW_VECTORS;
+constexpr index FEW_VECTORS = SUMS >= 24 ? 4 : 8, SOME_VECTORS = SUMS >= 24 ? 15 : FEW_VECTORS;
 
 // Weights [key][16 queries] to tiles [16 queries][32 keys]; those of the keys from n on are 0.
 inline void pack_weights(index tile, index n, Work<bf16>& w) {
