@@ -21,7 +21,7 @@ RUN = tl.constexpr(256)
 """Logits of which the largest one is noted."""
 _PAIRINGS = tl.constexpr(8)
 """Its logarithm to base 2."""
-AT_ONCE = tl.constexpr(32)
+AT_ONCE = tl.constexpr(16)
 """Runs that are read at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 COLDEST = tl.constexpr(1e-5)
@@ -31,8 +31,10 @@ _PARTS = tl.constexpr(1 << 40)
 """Parts of the likeliest token's chance in which runs' sums are added."""
 _NOTHING = tl.constexpr(40.0)
 """So far below the largest, over temperature, a whole vocabulary has no mass: 2^-40 of the likeliest token's."""
-_HALVINGS = tl.constexpr(7)
-"""Of the range in which the runs' largest logits look for a bound."""
+_FEW = tl.constexpr(7)
+"""Halvings of the range where the runs' largest logits look for a bound below which nothing is drawn again."""
+_MANY = tl.constexpr(12)
+"""Halvings where the bound is to spare looks at the logits."""
 
 
 @triton.jit
@@ -51,6 +53,7 @@ def run_sums(numbers):
 
 @triton.jit
 def _four(a, b, c, d, e, f, g, h):
+    """Adds four sums at a time: the threads meet once for all of them."""
     return a + e, b + f, c + g, d + h
 
 
@@ -112,10 +115,10 @@ def _among(
 
 
 @triton.jit
-def _reach(tops, weights, target, low, high):
+def _reach(tops, weights, target, low, high, halvings: tl.constexpr):
     """Between these by halving: where `low` has risen, the runs that reach it weigh at least `target`, those that reach `high`
     less."""
-    for _ in range(_HALVINGS):
+    for _ in range(halvings):
         middle = low + (high - low) * 0.5
         enough = tl.sum(tl.where(tops >= middle, weights, 0.0), 0) >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
@@ -130,7 +133,7 @@ def _mass_of(k, top_p, logits_ptr, list_ptr, tops, tallest, logit, count, mass, 
     own = share(logit, largest, rate)
     least, most = tl.maximum(least, mass + own), tl.minimum(most, mass + (k - count) * own)
     if (mass >= top_p * least) & (mass < top_p * most):
-        low, above = _reach(tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * heat, logit)
+        low, above = _reach(tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * heat, logit, _MANY)
         least = tl.maximum(least, tl.sum(tl.where(tops > above, tallest, 0.0), 0))
         at, high = low, logit
         while (mass >= top_p * least) & (mass < top_p * most) & (at < high):
@@ -213,10 +216,10 @@ def allowed(
         looking = refused
         if refused:
             if top_k > 0:
-                low, _ = _reach(tops, one, top_k, logit, largest)
+                low, _ = _reach(tops, one, top_k, logit, largest, _FEW)
                 floor = tl.maximum(floor, low)
             if top_p < 1.0:
-                low, _ = _reach(tops, tallest, top_p * most, logit, largest)
+                low, _ = _reach(tops, tallest, top_p * most, logit, largest, _FEW)
                 floor = tl.maximum(floor, low)
             token = _among(
                 logits_ptr, list_ptr, tops, best, drawn, logit, floor, first, second, temperature, vocab, PLAIN

@@ -23,7 +23,7 @@ from ridgeline.ops.triton.noise import draw_key, score
 BLOCK = tl.constexpr(4096)
 MARK = tl.constexpr(1 << 30)
 """Added to tokens of rows with limits, so that others are not asked again."""
-LOOK_WARPS = 16
+LOOK_WARPS = 8
 _SPECIAL = {
     "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride"],
     "do_not_specialize_on_alignment": [
