@@ -82,17 +82,18 @@ def test_what_is_multiplied(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_few_of_a_long_chunk_attend_alone(family: str, tmp_path: Path) -> None:
+    """But no more of them than there are rows."""
     model = load(family, tmp_path, compiled=False)
+    long = [list(range(3, 60)), list(range(50, 61))]
 
-    def attended(wanted: torch.Tensor | None) -> int:
+    def attended(prompts: list[list[int]], wanted: torch.Tensor | None) -> int:
         with FlopCounterMode(display=False) as counter:
-            PagedRows(model).step(list(enumerate(PROMPTS)), wanted)
+            PagedRows(model).step(list(enumerate(prompts)), wanted)
         return counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
 
-    every, layers = attended(None), len(model.spec.layers)
     # The reference multiplies each query token with every slot of its row.
-    pairs = sum(len(prompt) ** 2 for prompt in PROMPTS)
-    seen = {0: 0, 1: 11, 2: 29 + 11, 5: pairs}
-    for places in WANTED:
-        found = attended(torch.tensor(places, dtype=torch.int32))
-        assert found * pairs * layers == every * (pairs * (layers - 1) + seen[len(places)])
+    cases = [(PROMPTS, places, {0: 0, 1: 11, 2: 29 + 11}.get(len(places))) for places in WANTED]
+    for prompts, places, seen in [*cases, (long, [5, 56, 67], None), (long, [56, 67], 57 + 11)]:
+        pairs, layers = sum(len(prompt) ** 2 for prompt in prompts), len(model.spec.layers)
+        every, found = attended(prompts, None), attended(prompts, torch.tensor(places, dtype=torch.int32))
+        assert found * pairs * layers == every * (pairs * (layers - 1) + (pairs if seen is None else seen))

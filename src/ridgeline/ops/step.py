@@ -76,9 +76,9 @@ class StepInputs:
     def alone(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
         may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
-        it saves."""
+        it saves, or more than the step's rows, as kernels were not made ready for."""
         narrowed = self.ancestors is not None or self.key_positions is not None
-        if narrowed or not few(len(tokens), len(self.position)):
+        if narrowed or len(tokens) > len(self.rows) or not few(len(tokens), len(self.position)):
             return None
         row = self.row_of.index_select(0, tokens)
         behind = self.q_start.index_select(0, row + 1) - 1 - tokens
