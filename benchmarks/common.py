@@ -89,15 +89,20 @@ class Timed:
 _runs = iter(range(1, 1 << 30))
 
 
-def timed(engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *, temperature: float = 1.0) -> Timed:
-    """All requests at once, random token ids, end tokens ignored; seconds until the last token of the last request."""
+def timed(
+    engine: LocalEngine, shapes: Sequence[tuple[int, int]], vocab: int, *, temperature: float = 1.0, **limits: float
+) -> Timed:
+    """All requests at once, random token ids, end tokens ignored; seconds until the last token of the last request. limits: top_k,
+    top_p, min_p."""
     chance = random.Random(1)
     run = next(_runs)
     first: dict[str, float] = {}
     outputs = 0
     for index, (length, _) in enumerate(shapes):
         ids = [chance.randrange(vocab) for _ in range(length)]
-        sampling = SamplingParams(temperature=temperature, max_tokens=shapes[index][1], ignore_eos=True, seed=index)
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=shapes[index][1], ignore_eos=True, seed=index, **limits
+        )
         engine.submit(Submit(f"{run}-{index}", ids, sampling, time.time(), cache=False))
     started = time.perf_counter()
     for delta in engine.news():
