@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8b-drafts": ({}, "", True),
     "8-heads-quotes": (GROUPED, "", True),
     "8b-eager": ({}, "", False),
+    "8b-eager-drafts": ({}, "", False),
     "8b-one-kernel": (LARGE, "", True),
     "7-heads": (SEVEN, "", True),
     "8-heads": (GROUPED, "", True),
@@ -128,6 +129,7 @@ def plans(
             made.tree.extend([-1] * n_draft if tree else ())
             made.logits.append(Logits.LAST)
             made.samples.append(1)
+        made.ahead = max(drafts) * (step % 2 and not tree)
         if made.rows and len(made.rows) <= ROWS and sum(made.n_query) <= STEP_TOKENS:
             yield made
 

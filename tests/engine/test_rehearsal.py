@@ -14,7 +14,9 @@ from ridgeline.engine.late import Late
 from ridgeline.engine.rehearsal import chunk_sizes, chunked, mixes, row_counts
 
 
-@pytest.mark.parametrize("case", ["8b", "8b-one-kernel", "8-heads", "window-eager", "8b-drafts", "8-heads-quotes"])
+@pytest.mark.parametrize(
+    "case", ["8b", "8b-one-kernel", "8-heads", "window-eager", "8b-drafts", "8b-eager-drafts", "8-heads-quotes"]
+)
 def test_no_step_needs_a_kernel_that_start_up_has_not_launched(apart: Callable[..., Any], case: str) -> None:
     """For a Hopper GPU, on paper."""
     pytest.importorskip("triton")

@@ -154,7 +154,7 @@ def test_what_the_device_drafted_is_verified_once() -> None:
 
 
 def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose drafts are as those of the one before it takes that one's arrays, and a bound of its own."""
+    """A step whose drafts are as those of one of late takes that one's arrays, and a bound of its own."""
     speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=0.5, parents=(-1, -1, 0))
     plans: list[StepPlan] = []

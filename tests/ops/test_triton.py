@@ -261,16 +261,17 @@ def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
 
 def test_the_first_of_equals_is_drawn_and_never_a_token_that_is_not_there() -> None:
     vocab = 5000
-    logits = torch.full((4, vocab), -1.0)
+    logits = torch.full((5, vocab), -1.0)
     logits[0, [4990, 70, 900]] = 2.0
+    logits[4, 5], logits[4, 4990] = -0.0, 0.0
     logits[1] = float("-inf")
     logits[1, 4321] = -9.0
     logits[2] = float("nan")
     logits[2, :4096] = float("-inf")
     logits[3] = float("nan")
-    zeros = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-    drawn = TRITON.sample(logits.to(DEVICE), torch.zeros(4, device=DEVICE), zeros, zeros[:, 0], Purpose.TOKEN).tolist()
-    assert drawn[:2] == [70, 4321]
+    zeros = torch.zeros(5, 2, dtype=torch.int32, device=DEVICE)
+    drawn = TRITON.sample(logits.to(DEVICE), torch.zeros(5, device=DEVICE), zeros, zeros[:, 0], Purpose.TOKEN).tolist()
+    assert drawn[:2] == [70, 4321] and drawn[4] == 5
     assert all(0 <= token < vocab for token in drawn)
 
 

@@ -98,7 +98,7 @@ class StepPlan:
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
     _form: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)
-    """What `form` has read of arrays that plans share."""
+    """What `form` has read of arrays that plans share, and that nobody changes from then on."""
 
     @property
     def n_tokens(self) -> int:
@@ -111,13 +111,9 @@ class StepPlan:
 
     def take(self, like: StepPlan) -> None:
         """The rows, numbers and drafts of a plan that has the same: its very arrays, which nobody changes any more."""
-        self.rows, self.generations, self.n_query, self.n_draft = (
-            like.rows,
-            like.generations,
-            like.n_query,
-            like.n_draft,
-        )
-        self.logits, self.samples, self.drafts, self.tree = like.logits, like.samples, like.drafts, like.tree
+        self.rows, self.generations = like.rows, like.generations
+        self.n_query, self.n_draft, self.logits, self.samples = like.n_query, like.n_draft, like.logits, like.samples
+        self.drafts, self.tree = like.drafts, like.tree
         self._form = like._form
 
     def repeats(self, other: StepPlan) -> bool:

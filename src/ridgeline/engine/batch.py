@@ -320,13 +320,14 @@ class BatchBuilder:
         self._branches = [
             branches(tuple(parents[ends[place] - self._n_draft[place] : ends[place]])) for place in self._where
         ]
-        return max(one.levels for one in self._branches)
+        return max((one.levels for one in self._branches), default=0)
 
     # --- what goes up -----------------------------------------------------------------------------------------------
 
     def room(self) -> Room:
         """Without padding."""
-        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens, self.shape.wide, len(self._plan.drafts))
+        drafts = int(self._nodes.sum()) - self.shape.n_draws
+        return Room(self.shape.n_rows, self.shape.n_draws, self.shape.n_tokens, self.shape.wide, drafts)
 
     def pack(self, room: Room) -> None:
         """Add the step to the packet, padded to `room`."""
@@ -360,10 +361,8 @@ class BatchBuilder:
         # Logits of a row start at its last known token.
         part["at"][: len(number)] = np.repeat(ends[where] - self._nodes, self._nodes) + number
         if room.wide > 1:
-            part["owner"][: len(number)], part["number"][: len(number)] = (
-                np.repeat(self._rows[where], self._nodes),
-                number,
-            )
+            part["owner"][: len(number)] = np.repeat(self._rows[where], self._nodes)
+            part["number"][: len(number)] = number
             part["first"][:n_draws], part["n_draft"][:n_draws] = first, n_draft[where]
         row_of = np.repeat(np.arange(n_rows, dtype=np.int32), n_query)
         part["row_of"][:n_tokens] = row_of

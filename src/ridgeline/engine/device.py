@@ -143,8 +143,8 @@ class DeviceStep:
 
     def finish(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None = None) -> tuple[Outcome, Tensor]:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
-        sees the logits; None: if it wants to. -> what the host is told, and the hidden state that drew the last token of each row
-        that drew, [S, d_model]."""
+        sees the logits; None: if it wants to. -> what the host is told, and, where something is drafted ahead, the hidden state
+        that drew the last token of each row that drew, [S, d_model]."""
         scores, draws = None, len(batch.drawing)
         if batch.scores is not None:
             scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]

@@ -159,7 +159,7 @@ def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
     room = Room(rows, rows, rows * wide, wide, rows * (wide - 1))
     packed = torch.zeros(packed_size(room, tree), dtype=torch.int32, device=step.rows.ints.device)
-    batch = unpack(packed, verify_step(room, tree), room)
+    batch = replace(unpack(packed, verify_step(room, tree), room), ahead=1)
     step.finish(batch, step.decoder.embedding.new_zeros(room.tokens, step.spec.d_model), KNOWN)
 
 

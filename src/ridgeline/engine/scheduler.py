@@ -74,7 +74,7 @@ class Scheduler:
         """Device seconds that one query token in every step so far would have cost."""
         self._flight: deque[FlyingStep] = deque()
         self._forms: deque[FlyingStep] = deque(maxlen=8)
-        """Of each form of late the last step, since somebody entered."""
+        """Of each form of late the last step, since somebody entered or left."""
         self._updates: list[Update] = []
         self._leaving = 0
         self._open = 0
@@ -169,6 +169,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Out of the running set; row and blocks return now, or when the last step that holds them is committed."""
         self.running.remove(request)
+        self._forms.clear()
         request.state = State.LEAVING
         request.settle(self._price)
         request.writable = request.watch = 0

@@ -1,4 +1,4 @@
-"""Sums of probabilities that no order of addition changes: a probability is a whole number of parts of 1.
+"""Sums of probabilities that no order of addition changes: a probability is a whole number of parts of 1, or of the largest one.
 
 Libraries add a row in an order that depends on how many rows there are, and round after every addition, so that a
 log-probability would depend on who else is in the batch. Whole numbers are added exactly, in any order.

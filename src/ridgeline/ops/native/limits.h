@@ -1,8 +1,9 @@
 // What may be drawn: top-k, top-p and min-p as ops.sample.within has them, without sorting.
 //
 // Noise belongs to a token, so what is drawn among all tokens is also what is drawn among the allowed ones, if it is one of them.
-// Whether it is, its logit's rank and the chances above it say. If not, no smaller logit is allowed either, and the draw is among
-// the larger ones, until it is allowed, as the largest always is: 1.05 to 1.5 draws where a model is sure of anything.
+// Whether it is, its logit's rank and the chances above it say, by two more passes (the largest of all, then what is above). If not,
+// no smaller logit is allowed either, and the draw is among the larger ones, until it is allowed, as the largest always is: 1.05 to
+// 1.5 draws where a model is sure of anything.
 //
 // A row's numbers are added in an order of their own, by one thread, so that they are the same in any company.
 #pragma once

@@ -161,7 +161,8 @@ def _best_kernel(
     limited = tl.load(token_ptr + row * blocks) >= MARK
     drawn &= MARK - 1
     # The best one, of equals the first, in one maximum: scores in the order of whole numbers before tokens backwards.
-    best = tl.where(best == best, best, float("-inf"))
+    # A zero's sign says nothing.
+    best = tl.where(best == best, tl.where(best == 0.0, 0.0, best), float("-inf"))
     order = best.to(tl.int32, bitcast=True)
     order = (order ^ ((order >> 31) & NOBODY)).to(tl.int64)
     found = tl.max(order << 32 | (drawn ^ NOBODY).to(tl.int64), 0)
