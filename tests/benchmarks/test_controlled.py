@@ -43,11 +43,11 @@ def test_the_kernels_dictate_the_same() -> None:
     state = RowState(ints.new_zeros(4, 64), ints, ints.new_zeros(1, 4, 4), 16)
     rows, share = ints.new_tensor([3, 1, 2]), ints.new_tensor(500)
     said, luck = script.said.view(4, 64), script.luck.view(4, 64)
-    for wide in (1, 5):
-        got = scripted.said(state, rows, ints.new_zeros(3 * wide), script).view(3, wide)
-        for index, row in enumerate(rows.tolist()):
-            known = int(ints[row, Int.KNOWN])
-            assert torch.equal(got[index], said[row, known : known + wide])
+    for each in ([1, 1, 1], [1, 5, 20, 2]):
+        of = ints.new_tensor([3, 1, 2, 1][: len(each)]).repeat_interleave(ints.new_tensor(each))
+        depth = torch.cat([torch.arange(count) for count in each]).int().to(device)
+        got = scripted.said(state, of, depth, torch.zeros_like(of), script)
+        assert torch.equal(got, said[of, ints[of, Int.KNOWN] + depth])
     scripted.draft(state, rows, 3, script, share)
     right = 0
     for row in rows.tolist():

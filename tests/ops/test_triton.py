@@ -100,7 +100,7 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
     rows, fields = ATTENTION[name]
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, torch.float32)
     want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    tokens = torch.tensor([3, 6, 40, 63], dtype=torch.int32, device=DEVICE)
+    tokens = torch.tensor([3, 6, 40, 63][-len(rows) :], dtype=torch.int32, device=DEVICE)
     step = case.step.alone(tokens)
     assert step is not None and step.decode
     q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
@@ -114,6 +114,8 @@ def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: C
     step, tokens = batch(rows, **fields).step, torch.tensor([3], dtype=torch.int32)
     assert step.alone(tokens) is None and batch(MIXED).step.alone(tokens) is not None
     assert batch(MIXED).step.alone(tokens.repeat(5)) is None, "more than a 16th of the tokens"
+    long = batch([(90, 90)]).step
+    assert long.alone(tokens) is not None and long.alone(tokens.repeat(2)) is None, "more than rows"
 
 
 def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
