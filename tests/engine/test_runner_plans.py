@@ -14,7 +14,7 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import graphs as graphs_module
-from ridgeline.engine.batch import Batch, Room, Shape
+from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, unpack, unread
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.graphs import Graphs, buckets, draft_rooms, mixed_rooms
 from ridgeline.engine.packet import Packet
@@ -162,6 +162,29 @@ def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monk
     assert list(result.counts) == [0, 1, 3] and list(result.tokens) == [expected[0], *expected[1:4]]
     assert multiplied == [1, 1 + 4]
     assert list(run_plan(runner, plan(3, (3, 1, 7, True))).tokens) == expected[:1]
+
+
+@pytest.mark.parametrize("room", [None, Room(5, 0, 16)])
+@pytest.mark.parametrize("count", [1, 4, 5, 23])
+def test_what_a_draft_model_has_not_read(count: int, room: Room | None) -> None:
+    """Every row's tokens in order but for the last two, of as many rows at a time as the graph holds that reads them."""
+    behind = [7 * row % 19 for row in range(count)]
+    made = plan(1, *((row, 1, 1, row % 5 != 4) for row in range(1, count + 1)))
+    made.unread = array("i", [own for row, own in enumerate(behind, 1) if row % 5 != 4])
+    found: dict[int, list[int]] = {}
+    for packed, its in unread(made, room):
+        assert room is None or its is room
+        ragged = unpack(torch.from_numpy(packed), mixed_step(its), its).ragged
+        rows = packed[: its.rows].tolist()
+        assert ragged is not None
+        owners, places, tokens = ragged.row_of.tolist(), ragged.place.tolist(), int(ragged.q_start[-1])
+        for at, (own, place) in enumerate(zip(owners[:tokens], places[:tokens], strict=True)):
+            found.setdefault(rows[own], []).append(place)
+            assert int(ragged.q_start[own]) <= at < int(ragged.q_start[own + 1])
+        ends = dict(zip(owners[:tokens], places[:tokens], strict=True))
+        assert all(int(ragged.n_query[own]) == place + 1 for own, place in ends.items())
+    wanted = {row: own - 2 for row, own in enumerate(behind, 1) if row % 5 != 4 and own > 2}
+    assert found == {row: list(range(-1 - own, -1)) for row, own in wanted.items()}
 
 
 def test_drafts_stop_at_an_end(runner: Runner) -> None:

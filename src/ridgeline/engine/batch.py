@@ -226,16 +226,23 @@ def verify_step(room: Room, tree: bool) -> Shape:
 
 def unread(plan: StepPlan, room: Room | None) -> Iterator[tuple[np.ndarray, Room]]:
     """Packed steps of what the plan's rows have not read but for the last two tokens, each row's in order, with their room: `room`,
-    or one without padding if rows are too many for it."""
+    of as many rows at a time as it holds; None: of all at once, without padding."""
     if max(plan.unread, default=0) <= 2:
         return
     own = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
     # The scratch row stands in for one that was lost: it has nothing to read.
     each = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - 2, 0) * (own > 0)
+    own, each = own[each > 0], each[each > 0]
+    most = len(own) if room is None else room.rows - 1
+    for begin in range(0, len(own), max(1, most)):
+        some = slice(begin, begin + most)
+        yield from _reading(own[some], each[some], room or Room(len(own), 0, int(each.sum())))
+
+
+def _reading(own: np.ndarray, each: np.ndarray, room: Room) -> Iterator[tuple[np.ndarray, Room]]:
+    """Steps that read the last `each` tokens of device rows but for two, both [n]; see `unread`."""
     row_of = np.repeat(np.arange(len(own), dtype=np.int32), each)
     place = np.arange(len(row_of)) - np.cumsum(each)[row_of] - 1
-    if room is None or len(own) >= room.rows:
-        room = Room(len(own), 0, len(row_of))
     for first in range(0, len(row_of), room.tokens):
         part = slice(first, first + room.tokens)
         packed, into = _blank(room, False)

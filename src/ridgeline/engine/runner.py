@@ -359,7 +359,7 @@ class Runner:
             packet = Packet()
             packet.add("step", packed)
             batch = unpack(packet.send(self.device)["step"], mixed_step(room), room)
-            if graphs is not None and room is own:
-                graphs.read(batch, room)
-            else:
+            if graphs is None or own is None:
                 self._step.read(batch)
+            else:
+                graphs.read(batch, room)
