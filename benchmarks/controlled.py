@@ -102,7 +102,7 @@ def dictated(script: Script) -> Iterator[None]:
 
     def drawn(self: Any, batch: Any, hidden: torch.Tensor, bound: int, learn: bool | None) -> Any:
         tokens, logprobs = plain(self, batch, hidden, bound, learn)
-        rows, depth = batch.drawing, torch.zeros_like(tokens) if batch.nodes is None else batch.nodes.depth
+        rows, depth = batch.owners, torch.zeros_like(tokens) if batch.nodes is None else batch.nodes.depth
         if rows.is_cuda:
             return kernels().said(self.rows.state, rows, depth, tokens, script), logprobs
         known = self.rows.ints[:, Int.KNOWN].index_select(0, rows) + depth

@@ -122,9 +122,9 @@ class Text:
                 spread = None if ragged is None else Spread(ragged.n_query, ragged.row_of, nodes.depth)
                 return step.ops.gather(self._behind(step.rows.state), batch.rows, spread).tokens, logprobs
             # Rows that read a prompt, maybe beside rows that verify: nothing that is recorded.
-            place = step.rows.ints[batch.drawing, Int.KNOWN] + (0 if nodes is None else nodes.depth)
+            place = step.rows.ints[batch.owners, Int.KNOWN] + (0 if nodes is None else nodes.depth)
             held = self._behind(step.rows.state).tokens
-            return held[batch.drawing, (place - 1).clamp(max=held.shape[1] - 1)], logprobs
+            return held[batch.owners, (place - 1).clamp(max=held.shape[1] - 1)], logprobs
 
         device.DeviceStep._drawn = drawn_of  # type: ignore[method-assign, assignment]
         try:

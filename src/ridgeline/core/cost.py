@@ -135,11 +135,9 @@ class CostModel:
         weights = (moved - kv_bytes) / (self.bytes_per_s * self.memory_share)
         attention = attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
         cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
-        launch = self.launch_s if chunked else 0.0
+        products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
         extra = self.overhead_s + logits * self.row_s + tokens * self.token_s
-        if self.overlap == math.inf:  # as `joined` has it, in fewer calls: this is done in every step
-            return max(linear, weights, launch) + max(attention, cache) + extra
-        return joined(self.overlap, linear, weights, launch) + joined(self.overlap, attention, cache) + extra
+        return products + joined(self.overlap, attention, cache) + extra
 
     def bound(self, work: StepWork) -> str:
         """ "compute" or "memory": which side of the ridge the step stands on."""

@@ -160,7 +160,7 @@ class Batch:
         return None if self.ragged is None else self.ragged.nodes
 
     @property
-    def drawing(self) -> torch.Tensor:
+    def owners(self) -> torch.Tensor:
         """The device row of each row of logits, int32 [N]."""
         return self.sampled if self.nodes is None else self.nodes.rows
 

@@ -145,7 +145,7 @@ class DeviceStep:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
         sees the logits; None: if it wants to. -> what the host is told, and, where something is drafted ahead, the hidden state
         that drew the last token of each row that drew, [S, d_model]."""
-        scores, draws = None, len(batch.drawing)
+        scores, draws = None, len(batch.owners)
         if batch.scores is not None:
             scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
         if not draws:
@@ -169,7 +169,7 @@ class DeviceStep:
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """hidden: of the query tokens that want logits."""
-        rows, nodes, logits = batch.drawing, batch.nodes, self.decoder.logits(hidden)
+        rows, nodes, logits = batch.owners, batch.nodes, self.decoder.logits(hidden)
         ints = self.rows.ints.index_select(0, rows)
         place = known = ints[:, Int.KNOWN]
         if nodes is not None:
@@ -184,7 +184,7 @@ class DeviceStep:
         if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if nodes is None else nodes.depth
-        return fused(rows.state, rows.knobs, batch.drawing, self.decoder.logits(hidden), depth), None
+        return fused(rows.state, rows.knobs, batch.owners, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""

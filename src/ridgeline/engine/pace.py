@@ -80,9 +80,9 @@ class _Account:
 
     def book(self, took: float, gained: float) -> None:
         """A step took so many plain ones and gave its rows `gained` tokens each."""
-        won, spare = gained - took, self.spare + _SHARE * took
-        self.won, credit = self.won + won, self.credit + won
-        self.credit, self.spare = credit if credit < _CREDIT else _CREDIT, spare if spare < _CREDIT else _CREDIT
+        self.won += gained - took
+        self.credit = min(_CREDIT, self.credit + gained - took)
+        self.spare = min(_CREDIT, self.spare + _SHARE * took)
 
     def forgive(self, share: float) -> None:
         """Such a share of the requests is new."""
@@ -138,7 +138,8 @@ class Pace:
     def _of(self, rows: int) -> _Batch:
         """Batches within a quarter are alike. A new one begins with what is known of the next larger: with fewer rows a node adds
         less to a step, so what pays there pays here."""
-        key = rows if rows < 8 else rows >> rows.bit_length() - 3 << rows.bit_length() - 3
+        bits = max(0, rows.bit_length() - 3)
+        key = rows >> bits << bits
         if (found := self._batches.get(key)) is not None:
             return found
         larger = min((other for other, one in self._batches.items() if other > key and one.count >= _WARM), default=0)
@@ -278,7 +279,7 @@ class Pace:
         known = batch.ratio.get(size) if size else max(batch.ratio.values())
         batch.plain = batch.plain or step.seconds / (known or 1.0)
         took, says = batch.took(step, known or 1.0, _SURPRISE * (known or _UNTRIED))
-        quoting = batch.quoting(step.nodes) + PRICE * step.asked if step.asked or step.nodes else 0.0
+        quoting = batch.quoting(step.nodes) + PRICE * step.asked
         batch.host.book(took, took - quoting + step.quoted)
         batch.device.book(took - quoting, step.gained - step.quoted)
         ruined = size > 0 and batch.device.credit <= 0

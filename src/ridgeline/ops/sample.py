@@ -54,7 +54,8 @@ def sample(
     limits: Limits | None = None,
 ) -> torch.Tensor:
     """logits [N, V] of any float type, -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
-    (noise.row_key); position int32 [N], place in the request of the token to be drawn -> tokens int32 [N]."""
+    (noise.row_key); position int32 [N], place in the request of the token to be drawn; limits: what may be drawn, None: all
+    -> tokens int32 [N]."""
     keys = draw_key(key, position, purpose)
     cold = temperature.neg().unsqueeze(1)
     n_rows, vocab = logits.shape

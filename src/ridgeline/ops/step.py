@@ -76,7 +76,7 @@ class StepInputs:
     def alone(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
         may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
-        it saves, or more than the step's rows, as kernels were not made ready for."""
+        it saves, or more than the step has rows, for which no kernels were made ready."""
         narrowed = self.ancestors is not None or self.key_positions is not None
         if narrowed or len(tokens) > len(self.rows) or not few(len(tokens), len(self.position)):
             return None

@@ -22,16 +22,18 @@ template <class T> struct Wanted {
 template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids, std::int32_t* tokens, const Of& wanted) {
     const int threads = threads_for(n * vocab, LOGITS_PER_THREAD);
     std::vector<Best> found(n * threads);
+    Meeting meeting;
 #pragma omp parallel num_threads(threads)
     {
-        const index who = omp_get_thread_num(), of = omp_get_num_threads(), blocks = (vocab + LANES - 1) / LANES;
+        const Team team = Team::here(meeting);
+        const index who = team.who, of = team.of, blocks = (vocab + LANES - 1) / LANES;
         const Range own = share(blocks, who, of);
         for (index row = 0; row < n; ++row) {
             const auto one = wanted(row);
             const index end = std::min(vocab, own.end * LANES), at = who * n + row;
             found[at] = best_of(one.logits, ids, one.draw, own.begin * LANES, end);
         }
-        Team{int(who), int(of)}.wait();
+        team.wait();
         for (index row = who; row < n; row += of) {
             Best best = found[row];
             for (index other = 1; other < of; ++other)
