@@ -14,9 +14,9 @@ from ridgeline.core.spec import KvGroup, KvLayout
 from ridgeline.engine.fake import FakeRunner, next_token
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
-from ridgeline.engine.policy import admission
+from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
-from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 

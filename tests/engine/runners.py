@@ -18,10 +18,10 @@ from ridgeline.core.spec import KvLayout, kv_layout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
-from ridgeline.engine.policy import admission
+from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Constraint, Request
 from ridgeline.engine.runner import Runner, Sizes, build_runner
-from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 from ridgeline.models.build import LoadedModel, build

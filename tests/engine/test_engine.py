@@ -7,72 +7,20 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ridgeline.core.errors import BadGrammar
 from ridgeline.core.events import LateWork, StepCounts, Update
-from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.account import Account, Accounted
-from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, StepStats, Submit
-from tests.engine.helpers import VOCAB, Bench, oracle
-
-
-class OneTwo:
-    """A grammar that allows tokens 1 and 2 and is complete after three of them."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def mask(self) -> bytes:
-        return (0b110).to_bytes(16, "little")
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.seen.extend(tokens)
-
-    @property
-    def finished(self) -> bool:
-        return len(self.seen) >= 3
-
-
-class Broken(OneTwo):
-    """A grammar that outgrows its bounds after two tokens."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self._where = where
-
-    def mask(self) -> bytes:
-        if self._where == "mask" and len(self.seen) >= 2:
-            raise BadGrammar("the grammar outgrew its bounds")
-        return super().mask()
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        super().accept(tokens)
-        if self._where == "accept" and len(self.seen) >= 2:
-            raise BadGrammar("the grammar outgrew its bounds")
-
-
-class Grammars:
-    def start(self, grammar: Grammar) -> OneTwo:
-        return Broken(grammar.source) if grammar.kind == "lark" else OneTwo()
-
-
-def make(**options: Any) -> Engine:
-    bench = Bench(**options)
-    setup = Setup(256, VOCAB, (5,), "toy", 7, {"model": "toy"}, Grammars())
-    return Engine(bench.loop, setup)
-
-
-def submit(name: str, tokens: list[int], **options: Any) -> Submit:
-    return Submit(name, tokens, SamplingParams(**options), 0.0)
+from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, StepStats
+from tests.engine.constrained import make, submit
+from tests.engine.helpers import VOCAB, oracle
 
 
 def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
@@ -172,36 +120,6 @@ def test_a_stop_string_found_by_the_service_ends_the_choice_silently() -> None:
     assert {delta.choice for delta in later} == {1}
 
 
-def test_a_grammar_is_followed_token_by_token_and_ends_the_answer() -> None:
-    """The mask travels with the plan; with a step in flight the row waits until its last token is known."""
-    engine = make(depth=1)
-    masks: list[dict[int, bytes]] = []
-    launch = engine.loop.runner.launch
-    engine.loop.runner.launch = lambda plan: (masks.append(dict(plan.masks)), launch(plan))[1]  # type: ignore[method-assign]
-    local = LocalEngine(engine)
-    news = list(local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True, grammar=Grammar("regex", "[12]{3}"))]))
-    assert sum(len(delta.tokens) for delta in news) == 3 and news[-1].finish == "stop"
-    assert len([mask for mask in masks if mask]) == 3
-
-
-@pytest.mark.parametrize("where", ["mask", "accept"])
-def test_a_grammar_that_breaks_ends_its_own_request_only(where: str) -> None:
-    engine = make(depth=1)
-    local = LocalEngine(engine)
-    news = list(
-        local.run(
-            [
-                submit("broken", [1, 2], max_tokens=9, grammar=Grammar("lark", where)),
-                submit("whole", [1, 2], max_tokens=9, seed=1, ignore_eos=True),
-            ]
-        )
-    )
-    ends = {delta.id: delta for delta in news if delta.finish}
-    assert ends["broken"].finish == "refused" and "outgrew" in ends["broken"].error
-    assert ends["whole"].finish == "length"
-    assert engine.idle and engine.loop.scheduler.leases.pool.used == 0
-
-
 def test_orders_are_answered() -> None:
     engine = make()
     (stats,) = engine.handle(Control("1", "stats"))
@@ -213,8 +131,9 @@ def test_orders_are_answered() -> None:
     (unknown,) = engine.handle(Control("3", "dance"))
     assert isinstance(unknown, Reply) and "dance" in unknown.facts["error"]
     engine.handle(Control("4", "drain"))
-    (refused,) = engine.handle(submit("late", [1]))
-    assert isinstance(refused, Deltas) and "shutting down" in refused.deltas[0].error
+    engine.handle(submit("late", [1]))
+    refused = engine.turn()
+    assert refused is not None and "shutting down" in refused.deltas[0].error and engine.idle
 
 
 def test_closing_the_news_cancels_what_is_left() -> None:
@@ -316,27 +235,6 @@ def test_times_come_with_the_first_tokens_and_with_the_end() -> None:
     first, last = news[0].times, news[-1].times
     assert first is not None and last is not None
     assert first[:2] == last[:2] and first[2] == 0 < last[2]
-
-
-def test_an_end_token_that_the_grammar_forbids_is_no_end() -> None:
-    """Nothing may be drawn (allowed_token_ids and grammar exclude each other): an error, never an answer cut short."""
-
-    class Strict(OneTwo):
-        def accept(self, tokens: Sequence[int]) -> None:
-            super().accept(tokens)
-            if not set(tokens) <= {1, 2}:
-                raise BadGrammar("the output left its grammar")
-
-    class One:
-        def start(self, grammar: Grammar) -> OneTwo:
-            return Strict()
-
-    engine = make()
-    engine.setup = dataclasses.replace(engine.setup, eos_ids=tuple(range(3, 19)), grammars=One())
-    grammar = Grammar("regex", "[12]{3}")
-    runs = [submit(f"r{seed}", [1, 2], max_tokens=9, seed=seed, grammar=grammar) for seed in range(40)]
-    ends = [delta for delta in LocalEngine(engine).run(runs) if delta.finish]
-    assert all(delta.finish == "refused" and "left its grammar" in delta.error for delta in ends)
 
 
 def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:

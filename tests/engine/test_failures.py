@@ -104,6 +104,8 @@ class Fragile:
 
     finished = False
 
+    ready = True
+
     def __init__(self, left: int) -> None:
         self._left = left
 

@@ -275,6 +275,8 @@ def test_prompts_are_scored(step_tokens: int) -> None:
 class Only:
     """Allows the given tokens, one after the other."""
 
+    ready = True
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self.left = list(tokens)
 

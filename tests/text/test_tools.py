@@ -64,8 +64,8 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def starter(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, *, parallel: bool = True) -> Any:
     compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=[END])
     grammar = tool_grammar(form, choice, tokenizer, parallel=parallel)
-    compiler.check(grammar, param="tools")
-    return lambda: compiler.start(grammar)
+    compiler.compile(grammar)
+    return lambda: compiler.compile(grammar).start()
 
 
 def follow(state: GrammarState, tokenizer: Tokenizer, text: str) -> str:
@@ -201,7 +201,7 @@ def test_bounds_of_64_bits_compile(tagged: Tokenizer) -> None:
     number = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
     tools = read_tools([function("f", {"type": "object", "properties": {"a": number}}, strict=True)])
     grammar = tool_grammar(HERMES, ToolChoice(tools, True), tagged)
-    GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END]).check(grammar)
+    GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END]).compile(grammar)
 
 
 def test_very_deep_schemas_are_refused() -> None:

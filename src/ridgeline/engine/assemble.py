@@ -18,12 +18,12 @@ from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.account import open_account
 from ridgeline.engine.drafting import open_drafters, weigh
-from ridgeline.engine.engine import Engine, Grammars, Setup
+from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
-from ridgeline.engine.policy import admission
+from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.runner import Sizes, build_runner
-from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.engine.scheduler import Scheduler
 from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, quantized_ops, served_spec
 from ridgeline.models.config import read_model
@@ -32,6 +32,7 @@ from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
 from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.grammar_cache import GrammarCache
 from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -155,11 +156,12 @@ def _memory(device: torch.device) -> tuple[int, int]:
     return total, total - free
 
 
-def _grammars(folder: Path, spec: ModelSpec) -> Grammars | None:
-    """A compiler of grammars; None for a folder without a tokenizer (benchmarks on a config.json)."""
+def _grammars(folder: Path, spec: ModelSpec) -> GrammarCache | None:
+    """The grammars of its vocabulary; None for a folder without a tokenizer (benchmarks on a config.json)."""
     if not (folder / TOKENIZER_FILE).is_file():
         return None
-    return GrammarCompiler(Tokenizer.load(folder), vocab_size=spec.vocab_size, end_ids=spec.eos_ids)
+    compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size=spec.vocab_size, end_ids=spec.eos_ids)
+    return GrammarCache(compiler)
 
 
 def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.device) -> dict[str, Any]:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from array import array
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import News, Update
-from ridgeline.core.sampling import MAX_STOP_IDS, Grammar
+from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.late import Late
 from ridgeline.engine.loop import Loop
-from ridgeline.engine.request import Constraint, Request
+from ridgeline.engine.request import Request
 from ridgeline.kv.prefix import chain_root
+from ridgeline.text.grammar import COMPILE_S, CompiledGrammar
+from ridgeline.text.grammar_cache import GrammarCache
 from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish, Reply, StepStats, Submit, Up
 
 _WASTE_EVERY = 32
 """Steps between two readings of the KV waste, which costs a pass over all running requests."""
+_LOOK_S = 0.001
+"""Seconds between two looks at grammars that are being compiled, while nothing else happens."""
 
 
-class Grammars(Protocol):
-    """Turns a request's grammar into the state that constrains it (text.grammar.GrammarCompiler is one)."""
+class _Waiting(NamedTuple):
+    """A request that waits for its grammar, until the monotonic second `deadline`."""
 
-    def start(self, grammar: Grammar) -> Constraint: ...
+    message: Submit
+    compiled: Future[CompiledGrammar]
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Setup:
     fingerprint: str
     seed: int
     facts: dict[str, Any]
-    grammars: Grammars | None = None
+    grammars: GrammarCache | None = None
     account: Account = field(default_factory=Account)
     late: Late = field(default_factory=Late)
 
@@ -62,20 +70,34 @@ class Engine:
         """Running and waiting requests as the last record had them."""
         self.reply_s = 0.0
         """Host seconds of telling the last news; whoever sends a frame adds what that took."""
+        self._waiting: list[_Waiting] = []
+        self._refused: list[Update] = []
+        """News of requests that never reached the scheduler."""
         self._draining = False
         self.stopped = False
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self._scheduler.idle and not (self._waiting or self._refused)
+
+    def rest(self) -> float:
+        """Seconds in which turning brings nothing unless a message arrives."""
+        return 0.0 if self._refused else min(self.loop.rest(), _LOOK_S if self._waiting else math.inf)
+
+    def close(self) -> None:
+        """Give the device's memory back and compile nothing more."""
+        self.loop.runner.close()
+        if self.setup.grammars is not None:
+            self.setup.grammars.close()
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def handle(self, message: Up) -> list[Down]:
         """Take one message; whatever is wrong with it ends that request and nothing else."""
         if isinstance(message, Submit):
-            return self._submit(message)
-        if isinstance(message, Cancel):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self._waiting = [waiting for waiting in self._waiting if waiting.message.id != message.id]
             self._scheduler.cancel(message.id, message.reason)
         elif isinstance(message, Finish):
             self._scheduler.end_choice(message.id, message.choice, message.reason, message.kept)
@@ -83,17 +105,42 @@ class Engine:
             return [Reply(message.id, self._control(message))]
         return []
 
-    def _submit(self, message: Submit) -> list[Down]:
+    def _submit(self, message: Submit) -> None:
+        """Hand the request to the scheduler, at once or when its grammar has been compiled."""
+        grammar = message.sampling.grammar
+        if grammar is None:
+            self._add(message, None)
+        elif self.setup.grammars is None:
+            self._refuse(message, "This server has no grammar support: install ridgeline[structured].")
+        else:
+            compiled = self.setup.grammars.compile(grammar)
+            self._waiting.append(_Waiting(message, compiled, time.monotonic() + COMPILE_S))
+            self._take_compiled()
+
+    def _take_compiled(self) -> None:
+        """Hand on the requests whose grammars have been compiled, in the order in which they came."""
+        now = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            if request.compiled.done():
+                self._add(request.message, request.compiled)
+            elif now < request.deadline:
+                self._waiting.append(request)
+            else:
+                self._refuse(request.message, f"The grammar was not compiled within {COMPILE_S:g} s: simplify it.")
+
+    def _add(self, message: Submit, compiled: Future[CompiledGrammar] | None) -> None:
         try:
-            for request in self._requests(message):
+            for request in self._requests(message, None if compiled is None else compiled.result()):
                 self._scheduler.add(request)
         except RidgelineError as error:
-            choices = range(message.sampling.n)
-            refused = [Update(message.id, choice, [], finish="refused", error=error.message) for choice in choices]
-            return [self._frame(News(refused), None)]
-        return []
+            self._refuse(message, error.message)
 
-    def _requests(self, message: Submit) -> list[Request]:
+    def _refuse(self, message: Submit, reason: str) -> None:
+        choices = range(message.sampling.n)
+        self._refused += [Update(message.id, choice, [], finish="refused", error=reason) for choice in choices]
+
+    def _requests(self, message: Submit, compiled: CompiledGrammar | None) -> list[Request]:
         """One request per choice. Raises RequestError for what can never run (the service refuses these first)."""
         sampling, setup = message.sampling, self.setup
         length = len(message.tokens)
@@ -132,7 +179,7 @@ class Engine:
                     arrival=message.arrival,
                     root=root,
                     cache=message.cache,
-                    constraint=self._constraint(sampling.grammar),
+                    constraint=None if compiled is None else compiled.start(),
                 )
             )
         if not self._scheduler.fits(requests[0]):
@@ -142,13 +189,6 @@ class Engine:
                 param="max_tokens",
             )
         return requests
-
-    def _constraint(self, grammar: Grammar | None) -> Constraint | None:
-        if grammar is None:
-            return None
-        if self.setup.grammars is None:
-            raise RequestError("This server has no grammar support: install ridgeline[structured].", param="grammar")
-        return self.setup.grammars.start(grammar)
 
     def _control(self, message: Control) -> dict[str, Any]:
         leases = self._scheduler.leases
@@ -179,7 +219,11 @@ class Engine:
     def turn(self) -> Deltas | None:
         """One turn of the heart; None when there is nothing to tell."""
         scheduler, before = self._scheduler, self._scheduler.last_step
+        if self._waiting:
+            self._take_compiled()
         news = self.loop.turn()
+        if self._refused:
+            news.updates, self._refused = self._refused + news.updates, []
         steps = int(scheduler.last_step != before)
         # With nothing on the device no step will tell who came or went.
         moved = not (steps or scheduler.steps_in_flight) and self._told != (len(scheduler.running), scheduler.queued)

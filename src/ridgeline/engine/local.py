@@ -26,7 +26,6 @@ class LocalEngine:
         self._engine: Engine | None = engine
         self._on_step = on_step
         self._open: dict[str, int] = {}
-        self._refused: list[Delta] = []
 
     @classmethod
     def start(
@@ -49,8 +48,7 @@ class LocalEngine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request; nothing runs before `news` is iterated."""
-        for answer in self.engine.handle(request):
-            self._refused.extend(self._deltas(answer))
+        self.engine.handle(request)
         self._open[request.id] = request.sampling.n
 
     def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
@@ -63,15 +61,12 @@ class LocalEngine:
         comes between two steps: the engine can go on with other requests."""
         with Whole() as whole:
             try:
-                while self._open or self._refused:
-                    deltas, self._refused = self._refused, []
-                    if not deltas:
-                        frame = whole(self.engine.turn)
-                        if frame is None:
-                            time.sleep(self.engine.loop.rest())
-                            continue
-                        deltas = self._deltas(frame)
-                    for delta in deltas:
+                while self._open:
+                    frame = whole(self.engine.turn)
+                    if frame is None:
+                        time.sleep(self.engine.rest())
+                        continue
+                    for delta in self._deltas(frame):
                         if delta.finish:
                             self._ended(delta.id)
                         yield delta
@@ -94,9 +89,8 @@ class LocalEngine:
         if engine is None:
             return
         self._open.clear()
-        self._refused.clear()
         try:
-            engine.loop.runner.close()
+            engine.close()
         finally:
             del engine
             gc.unfreeze()

@@ -8,12 +8,22 @@ dynamic:N,W  as static, but a batch also opens when its oldest request has waite
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ridgeline.core.errors import ConfigError
 
 STATIC_PATIENCE_S = 10.0
 """A static batch that never fills opens after this long all the same, so that no request hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler plans within. rows: device rows (row 0 is scratch and not counted)."""
+
+    rows: int
+    step_tokens: int
+    max_len: int
 
 
 class Waiting(Protocol):

@@ -63,12 +63,12 @@ def serve(engine: Engine, inbox: Inbox) -> None:
                 started = time.perf_counter()
                 inbox.send(news)
                 engine.reply_s += time.perf_counter() - started
-            elif (rest := engine.loop.rest()) > 0:
+            elif (rest := engine.rest()) > 0:
                 inbox.wait(min(rest, BEAT_S))
     finally:
         ended.set()
         pulse.join()
-    engine.loop.runner.close()
+    engine.close()
 
 
 def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:

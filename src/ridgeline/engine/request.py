@@ -25,6 +25,10 @@ class Constraint(Protocol):
     def accept(self, tokens: Sequence[int]) -> None: ...
 
     @property
+    def ready(self) -> bool:
+        """The next mask is there, or takes no time worth mentioning; else it is being made, and the request is not planned."""
+
+    @property
     def finished(self) -> bool:
         """Nothing but an end token may follow."""
 

@@ -17,7 +17,6 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
@@ -28,18 +27,11 @@ from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.leases import Leases
-from ridgeline.engine.policy import Admission
+from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Request, State
 from ridgeline.engine.speculation import NO_DRAFTS, Speculation
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes the scheduler plans within. rows: device rows (row 0 is scratch and not counted)."""
-
-    rows: int
-    step_tokens: int
-    max_len: int
+_MASK_S = 0.0005  # seconds to sleep where all that run wait for their masks
 
 
 class Scheduler:
@@ -95,9 +87,11 @@ class Scheduler:
         return self._open - len(self.running)
 
     def rest(self, now: float) -> float:
-        """Seconds in which there is nothing to do unless something arrives."""
-        if self.running or self._flight or self._updates:
+        """Seconds in which there is nothing to do unless something arrives. To be asked after a turn that did nothing."""
+        if self._flight or self._updates:
             return 0.0
+        if self.running:
+            return _MASK_S
         return self._admission.opens_in(self.waiting, now) if self.waiting else math.inf
 
     def fits(self, request: Request) -> bool:
@@ -250,9 +244,7 @@ class Scheduler:
         samples = request.planned + n_query == request.expected
         draft = NOTHING
         if samples:
-            if request.limit <= request.expected or (
-                request.in_flight and (request.constraint is not None or speculation.waits(request))
-            ):
+            if request.limit <= request.expected or not self._ready(request):
                 return 0
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
@@ -280,6 +272,13 @@ class Scheduler:
         if samples:
             request.expected += 1 + len(draft.tokens)
         return total
+
+    def _ready(self, request: Request) -> bool:
+        """Whether its next token can be planned. A grammar and a host drafter must know the last one first, and a mask that
+        takes long must have been made."""
+        if request.in_flight:
+            return request.constraint is None and not self._speculation.waits(request)
+        return request.constraint is None or request.constraint.ready
 
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
         """Which logits its next `total` tokens need, of a prompt at least; states the tokens to score."""

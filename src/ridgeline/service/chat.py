@@ -126,12 +126,13 @@ async def _bind_tools(
         assert bound.grammar is not None
         if len(bound.grammar.source) > MAX_SOURCE:
             raise
-        alone = [tool_grammar(form, ToolChoice((tool,), True), service.tokenizer) for tool in tools.tools]
-        found = await asyncio.to_thread(service.grammars.first_bad, [one for one in alone if one is not None])
-        if found is None:
-            raise
-        place, reason = found
-        raise BadGrammar(f"The parameters of {tools.tools[place].name!r}: {reason}", param="tools") from None
+        for tool in tools.tools:
+            alone = tool_grammar(form, ToolChoice((tool,), True), service.tokenizer)
+            try:
+                await check_grammar(service, dataclasses.replace(sampling, grammar=alone), "tools")
+            except BadGrammar as error:
+                raise BadGrammar(f"The parameters of {tool.name!r}: {error.message}", param="tools") from None
+        raise
     return bound
 
 

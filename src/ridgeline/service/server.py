@@ -23,6 +23,7 @@ from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
+from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun, connect
 from ridgeline.service.origins import Origins
 from ridgeline.service.reference import Reference, make_reference
@@ -149,7 +150,7 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
         card=card,
         tokenizer=tokenizer,
         templates=templates,
-        grammars=GrammarCompiler(tokenizer, vocab_size=limits.vocab, end_ids=ends),
+        grammars=GrammarChecks(GrammarCompiler(tokenizer, vocab_size=limits.vocab, end_ids=ends)),
         limits=limits,
         gate=Gate(front.config.max_queue, int(facts.get("max_num_seqs") or 1)),
         fingerprint=f"ridgeline-{ridgeline.__version__}",

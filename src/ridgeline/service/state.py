@@ -11,9 +11,9 @@ from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
+from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.chat import ChatTemplates
-from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
 
@@ -94,7 +94,7 @@ class Service:
     card: ModelCard
     tokenizer: Tokenizer
     templates: ChatTemplates
-    grammars: GrammarCompiler
+    grammars: GrammarChecks
     limits: Limits
     gate: Gate
     fingerprint: str

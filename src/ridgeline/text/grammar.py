@@ -1,15 +1,16 @@
-"""Structured output: a constraint compiled once to masks over the vocabulary, by llguidance (extra `structured`).
+"""Structured output: a grammar compiled once to masks over the vocabulary, by llguidance (extra `structured`).
 
-The service checks a grammar before the request goes to the engine; the engine starts a state of it for every choice.
-Compiling takes a millisecond as a rule and tens of them for large schemas, without the interpreter lock: call `check`
-from a thread.
+The service compiles a grammar to check it before the request goes to the engine (service/grammar_checks.py). The engine keeps
+compiled grammars in a GrammarCache (text/grammar_cache.py) and starts a state for every choice.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar, UnsupportedField
+from ridgeline.core.memory import allocated_bytes
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.schema import check_schema, draw_in, read_schema
 from ridgeline.text.tokenizer import Tokenizer
@@ -28,27 +30,90 @@ except ImportError:  # an optional dependency
     llguidance = None  # type: ignore[assignment]
 
 MAX_SOURCE = 1 << 16
-"""Characters of a grammar: bounds the time to compile one (about a second for the worst we found)."""
+"""Most characters of a grammar."""
+
+COMPILE_S = 10.0
+"""Seconds within which a grammar must be compiled, those in front of it included."""
 
 WHITESPACE = r"( |\n {0,64}|\n\t{1,16})"
 """Between the tokens of JSON: a space, or a line's end and its indentation. With any blanks small models lose themselves in
 them (32 tabs around every colon spent an answer's tokens)."""
 
 _LISTING = re.compile(r"\n\s*\d+ \| ")
-_COMPILED = 64
 _PRIVATE = "\ue000"
 """A character of names that no text holds."""
+
+# What one grammar may use. The lexer keeps about 170 bytes per expression and up to 2 kB per state, and all states of one
+# compiled grammar share a lexer. A schema needs 0.7 expressions per character of its source; a bounded string needs one to
+# nine states per character of the output.
+_EXPRESSIONS = 50_000
 _LEXER_STATES = 50_000
-"""A state takes 1 to 2 kB, so a grammar stays below 100 MB."""
+_STEP_FUEL = 20_000
+_STEP_ITEMS = 10_000
+"""Work of lexer and parser for one mask: together they bound the time that a mask takes to some 20 ms."""
+
+_SLOW_MASK_S = 0.001
+"""Seconds from which on a state's next mask is made beside the step loop."""
+
+_SAMPLED = 16
+"""One mask in so many is measured for what it adds to the lexer."""
+_UNKNOWN_SIZE = 8 << 20
+"""Bytes that a compiled grammar counts for where the C library does not tell."""
+
+_NOUNS = {
+    "json_object": "JSON grammar",
+    "json_schema": "schema",
+    "regex": "regex",
+    "choice": "list of choices",
+    "lark": "grammar",
+}
+_SMALLER = {
+    "regex": "reduce its nested repetitions",
+    "lark": "reduce its nested repetitions and ambiguous rules",
+    "choice": "shorten it",
+}
+_LIMIT = re.compile(r"too (many|big|large|complex)|max is \d+|limit|fuel", re.IGNORECASE)
+"""What the library says when a grammar needs more than it may."""
+
+
+class CompiledGrammar:
+    """A grammar over one vocabulary. Its states share one lexer, which grows while they run.
+
+    size: bytes of memory it takes, as measured. failed: a state of it ran into a limit of the shared lexer, so the next one
+    would too. thread: where masks that take long are made; None for the thread that asks for them.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: Any, mask_bytes: int, end_ids: frozenset[int]) -> None:
+        self.grammar = grammar
+        self.mask_bytes = mask_bytes
+        self.end_ids = end_ids
+        self.size = 0
+        self.failed = False
+        self.thread: Executor | None = None
+        self._matcher = matcher
+
+    def start(self) -> GrammarState:
+        """A state at the beginning of an output."""
+        return GrammarState(self, self._matcher.deep_copy())
 
 
 class GrammarState:
-    """Where one output stands in its grammar."""
+    """Where one output stands in its grammar. While it is not `ready`, nothing else may be asked of it."""
 
-    def __init__(self, matcher: Any, mask_bytes: int, end_ids: frozenset[int]) -> None:
+    def __init__(self, compiled: CompiledGrammar, matcher: Any) -> None:
+        self._compiled = compiled
         self._matcher = matcher
-        self._mask_bytes = mask_bytes
-        self._end_ids = end_ids
+        self._mask: bytes | None = None
+        """The mask at the present place, once it is made."""
+        self._coming: Future[bytes] | None = None
+        """The mask at the present place, while it is made in the grammars' thread."""
+        self._slow = False
+        self._masks = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next mask is there, or is expected to take less than _SLOW_MASK_S."""
+        return self._coming is None or self._coming.done()
 
     @property
     def finished(self) -> bool:
@@ -59,24 +124,29 @@ class GrammarState:
         """Tokens allowed next: little-endian uint32 words, bit t % 32 of word t // 32 for token t of the model's
         vocabulary. End tokens are among them where the output may end. Raises BadGrammar when the grammar outgrew its
         limits: end the request with that message."""
-        mask: bytes = self._matcher.compute_bitmask()
+        if self._mask is None:
+            self._mask = self._make_mask() if self._coming is None else self._coming.result()
+            self._coming = None
         self._fail_on_error()
-        return mask[: self._mask_bytes]
+        return self._mask
 
     def masks(self, draft: Draft) -> tuple[Draft, bytes]:
         """What of a draft the grammar allows, and the masks behind the last token and behind each node kept, one after the
-        other. A node that ends the output is left out, since nothing may be drawn behind it. Raises BadGrammar."""
+        other. A node that ends the output is left out, since nothing may be drawn behind it, and so is what follows a mask
+        that took long. Raises BadGrammar."""
         tokens, parents = draft.tokens, draft.parents or tuple(range(-1, len(draft.tokens) - 1))
         masks, place = [self.mask()], {-1: -1}
         path: list[int] = []
         for node, token in enumerate(tokens):
+            if self._slow:
+                break
             if parents[node] not in place:
                 continue
             while path and path[-1] != parents[node]:
                 path.pop()
                 self._matcher.rollback(1)
             above = masks[place[parents[node]] + 1]
-            if token in self._end_ids or not above[token // 8] >> token % 8 & 1:
+            if token in self._compiled.end_ids or not above[token // 8] >> token % 8 & 1:
                 continue
             self._matcher.consume_token(token)
             if self.finished:
@@ -84,7 +154,7 @@ class GrammarState:
                 continue
             path.append(node)
             place[node] = len(place) - 1
-            masks.append(self.mask())
+            masks.append(self._make_mask())
         if path:
             self._matcher.rollback(len(path))
         self._fail_on_error()
@@ -95,18 +165,34 @@ class GrammarState:
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that the masks allowed; what follows an end token is not looked at. Raises BadGrammar."""
         for token in tokens:
-            if self.finished and token in self._end_ids:
+            if self.finished and token in self._compiled.end_ids:
                 break
             self._matcher.consume_token(token)
         self._fail_on_error()
+        self._mask = None
+        if self._slow and self._compiled.thread is not None:
+            self._coming = self._compiled.thread.submit(self._make_mask)
+
+    def _make_mask(self) -> bytes:
+        """Make the mask at the matcher's place. One mask in _SAMPLED is measured for the memory it adds, and counts for those
+        that are not. Memory of the state alone is among it, so the estimate is too high rather than too low."""
+        self._masks += 1
+        before = allocated_bytes() if self._masks % _SAMPLED == 0 else None
+        started = time.perf_counter()
+        mask: bytes = self._matcher.compute_bitmask()
+        self._slow = time.perf_counter() - started > _SLOW_MASK_S
+        if before is not None:
+            self._compiled.size += _SAMPLED * max(0, (allocated_bytes() or 0) - before)
+        return mask[: self._compiled.mask_bytes]
 
     def _fail_on_error(self) -> None:
         if self._matcher.is_error():
-            raise BadGrammar(f"The output left its grammar: {_reason(self._matcher.get_error())}")
+            self._compiled.failed = True
+            raise BadGrammar(_failure(self._compiled.grammar, self._matcher.get_error()))
 
 
 class GrammarCompiler:
-    """Grammars over one model's tokens. Keeps the last 64 compiled ones."""
+    """Compiles grammars over one model's tokens. Keeps none of them."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> None:
         """vocab_size: the model's, padding included. end_ids: tokens that end an output (at least one)."""
@@ -114,30 +200,36 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = [index for index in end_ids if index < vocab_size]  # others are never drawn
         self._vocabulary = lru_cache(1)(self._read_vocabulary)
-        self._compiled = lru_cache(_COMPILED)(self._compile)
 
-    def check(self, grammar: Grammar, *, param: str = "response_format") -> None:
-        """Raises BadGrammar with the reason for a grammar that the engine could not follow, UnsupportedField when the
-        server was installed without llguidance. `param`: the request's field."""
-        try:
-            self._compiled(grammar)
-        except (BadGrammar, UnsupportedField) as error:
-            raise type(error)(error.message, param=param) from error
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile, and make the first mask, which is the most expensive one. Takes a few milliseconds as a rule and 0.2 s at
+        most, mostly without the interpreter lock: call it from a thread.
 
-    def first_bad(self, grammars: Sequence[Grammar]) -> tuple[int, str] | None:
-        """The first of some grammars that the engine could not follow, and why. None of them is kept."""
-        for place, grammar in enumerate(grammars):
-            try:
-                self._compile(grammar)
-            except BadGrammar as error:
-                return place, error.message
-        return None
-
-    def start(self, grammar: Grammar) -> GrammarState:
-        """A fresh state. Raises as `check` does."""
-        return GrammarState(
-            self._compiled(grammar).deep_copy(), (self._vocab_size + 31) // 32 * 4, frozenset(self._end_ids)
+        Raises BadGrammar for a grammar that cannot be followed, UnsupportedField without llguidance.
+        """
+        if len(grammar.source) > MAX_SOURCE:
+            raise BadGrammar(
+                f"The {_NOUNS[grammar.kind]} has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it."
+            )
+        vocabulary = self._vocabulary()
+        source = _translate(grammar)
+        limits = llguidance.LLParserLimits(
+            max_lexer_states=_LEXER_STATES,
+            initial_lexer_fuel=_EXPRESSIONS + len(grammar.source),
+            step_lexer_fuel=_STEP_FUEL,
+            step_max_items=_STEP_ITEMS,
+            verbose_errors=False,
         )
+        before = allocated_bytes()
+        matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that allows nothing fails only now
+        if matcher.is_error():
+            raise BadGrammar(_failure(grammar, matcher.get_error()))
+        compiled = CompiledGrammar(grammar, matcher, (self._vocab_size + 31) // 32 * 4, frozenset(self._end_ids))
+        after = allocated_bytes()
+        compiled.size = _UNKNOWN_SIZE if before is None or after is None else max(0, after - before)
+        return compiled
 
     def _read_vocabulary(self) -> Any:
         if llguidance is None:
@@ -151,18 +243,6 @@ class GrammarCompiler:
             msgspec.json.encode(content).decode(), n_vocab=self._vocab_size, eos_token=self._end_ids
         )
 
-    def _compile(self, grammar: Grammar) -> Any:
-        if len(grammar.source) > MAX_SOURCE:
-            raise BadGrammar(f"The grammar has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it.")
-        vocabulary = self._vocabulary()
-        limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
-        matcher = llguidance.LLMatcher(vocabulary, _translate(grammar), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that allows nothing fails only now
-        if matcher.is_error():
-            raise BadGrammar(f"The {grammar.kind} does not compile: {_reason(matcher.get_error())}")
-        return matcher
-
 
 def _translate(grammar: Grammar) -> str:
     """The library's own form of a grammar."""
@@ -170,7 +250,7 @@ def _translate(grammar: Grammar) -> str:
     try:
         grammar.source.encode()
     except UnicodeEncodeError as error:
-        raise BadGrammar(f"The {grammar.kind} holds a lone surrogate: send valid Unicode.") from error
+        raise BadGrammar(f"The {_NOUNS[grammar.kind]} holds a lone surrogate: send valid Unicode.") from error
     if grammar.kind == "json_object":
         return matcher.grammar_from_json_schema('{"type": "object"}', overrides={"whitespace_pattern": WHITESPACE})
     if grammar.kind == "json_schema":
@@ -230,11 +310,22 @@ def _choices(source: str) -> list[str]:
     return choices
 
 
-def _reason(message: str) -> str:
-    if message.startswith("NoExtension"):
-        return "it matches no text"
+def _failure(grammar: Grammar, message: str) -> str:
+    """What the library's error means for the caller, and the remedy."""
+    noun = _NOUNS[grammar.kind]
     if "satisfy the grammar" in message:  # masks allow nothing else, so nothing was left to draw
-        return "no token that it allows was left to draw; allowed_token_ids may exclude them all"
+        return f"No token that the {noun} allows was left to draw: check allowed_token_ids and logit_bias."
+    if message.startswith("NoExtension"):
+        if grammar.kind == "lark":
+            return "The grammar matches nothing: a rule refers only to itself."
+        return f"The {noun} matches nothing: change it so that at least one output fits."
+    if _LIMIT.search(message.split("failed to compile JSON schema: ")[0]):
+        remedy = _SMALLER.get(grammar.kind, "shorten its patterns, enums and length limits")
+        return f"This {noun} is too large: {remedy}."
+    return f"The {noun} does not compile: {_reason(message)}"
+
+
+def _reason(message: str) -> str:
     if "coerce_one_of" in message:  # an option of the library's that no caller can reach
         return (
             "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give each a "

@@ -1,0 +1,127 @@
+"""The service's check of grammars: each one is compiled once, beside the streams, and only the verdict is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from threading import Event
+from typing import Any
+
+import pytest
+
+from ridgeline.core.errors import BadGrammar, Overloaded, UnsupportedField
+from ridgeline.core.sampling import Grammar
+from ridgeline.service import grammar_checks
+from ridgeline.service.grammar_checks import GrammarChecks
+
+
+class Compiled:
+    """What a compiler returns; told apart from nothing by weak references."""
+
+
+class Compiler:
+    """Compiles when it may, and refuses what holds an x."""
+
+    def __init__(self) -> None:
+        self.asked: list[Grammar] = []
+        self.made: list[weakref.ref[Compiled]] = []
+        self.may = Event()
+        self.may.set()
+        self.installed = True
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        self.asked.append(grammar)
+        assert self.may.wait(10)
+        if not self.installed:
+            raise UnsupportedField("Structured output needs llguidance.")
+        if "x" in grammar.source:
+            raise BadGrammar("This regex is too large.")
+        compiled = Compiled()
+        self.made.append(weakref.ref(compiled))
+        return compiled
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def checks(compiler: Any) -> Any:
+    checks = GrammarChecks(compiler)
+    yield checks
+    compiler.may.set()
+    checks.close()
+
+
+async def test_a_verdict_is_remembered_and_nothing_else(checks: GrammarChecks, compiler: Compiler) -> None:
+    for _ in range(3):
+        await checks.check(Grammar("regex", "a"), "guided_regex")
+        with pytest.raises(BadGrammar, match="too large") as caught:
+            await checks.check(Grammar("regex", "x"), "guided_regex")
+        assert caught.value.param == "guided_regex"
+    assert [grammar.source for grammar in compiler.asked] == ["a", "x"]
+    gc.collect()
+    assert all(made() is None for made in compiler.made)
+
+
+async def test_the_kind_belongs_to_the_key(checks: GrammarChecks, compiler: Compiler) -> None:
+    await checks.check(Grammar("regex", "a"), "guided_regex")
+    await checks.check(Grammar("lark", "a"), "guided_grammar")
+    assert len(compiler.asked) == 2
+
+
+async def test_one_grammar_of_many_requests_is_compiled_once(checks: GrammarChecks, compiler: Compiler) -> None:
+    compiler.may.clear()
+    waiting = [asyncio.create_task(checks.check(Grammar("regex", "x"), "guided_regex")) for _ in range(12)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting), "the event loop does not wait"
+    compiler.may.set()
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(error, BadGrammar) for error in errors) and len(compiler.asked) == 1
+
+
+async def test_a_client_that_goes_does_not_take_the_verdict_from_others(
+    checks: GrammarChecks, compiler: Compiler
+) -> None:
+    compiler.may.clear()
+    gone, stays = (asyncio.create_task(checks.check(Grammar("regex", "a"), "guided_regex")) for _ in range(2))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    compiler.may.set()
+    await stays
+    assert gone.cancelled() and len(compiler.asked) == 1
+
+
+async def test_who_waits_too_long_is_told_to_come_back(compiler: Any) -> None:
+    checks = GrammarChecks(compiler, deadline_s=0.05)
+    compiler.may.clear()
+    try:
+        with pytest.raises(Overloaded, match="within 0.05 s") as caught:
+            await checks.check(Grammar("regex", "a"), "guided_regex")
+        assert caught.value.retry_after_s > 0
+        compiler.may.set()
+        while checks._verdicts and not all(verdict.done() for verdict in checks._verdicts.values()):
+            await asyncio.sleep(0.01)
+        await checks.check(Grammar("regex", "a"), "guided_regex")
+        assert len(compiler.asked) == 1, "the work was not in vain"
+    finally:
+        compiler.may.set()
+        checks.close()
+
+
+async def test_verdicts_are_bounded(checks: GrammarChecks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "REMEMBERED", 3)
+    for source in ("a", "b", "c", "a", "d", "a", "b"):
+        await checks.check(Grammar("regex", source), "guided_regex")
+    assert [grammar.source for grammar in compiler.asked] == ["a", "b", "c", "d", "b"]
+
+
+async def test_a_missing_library_is_no_verdict(checks: GrammarChecks, compiler: Compiler) -> None:
+    compiler.installed = False
+    with pytest.raises(UnsupportedField) as caught:
+        await checks.check(Grammar("regex", "a"), "guided_regex")
+    assert caught.value.param == "guided_regex"
+    compiler.installed = True
+    await checks.check(Grammar("regex", "a"), "guided_regex")
