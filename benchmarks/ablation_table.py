@@ -1,0 +1,379 @@
+"""The kernels of `ridgeline.ops.triton` that benchmarks/ablation.py switches off, and the rows on which each can show its gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+from ridgeline.ops.reference import qkv_write
+from ridgeline.ops.triton.integer_shapes import IntStreamTile
+from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, VectorTile
+
+PACKAGE = "ridgeline.ops.triton"
+NAMED, SCALED = "cublasLt of 16 bits", "cublasLt of 8 bits"
+"""Names under which benchmarks/ablation.py counts products through cuBLASLt's C interface."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """path: "module:name" or "module:Class.name" below PACKAGE. replace(original) stands there while the kernel is off."""
+
+    path: str
+    replace: Callable[[Any], Any]
+
+    def place(self) -> tuple[Any, str]:
+        """The object that holds the name, and the name. AttributeError if there is none."""
+        module, _, names = self.path.partition(":")
+        *owners, name = names.split(".")
+        target: Any = import_module(f"{PACKAGE}.{module}")
+        for owner in owners:
+            target = getattr(target, owner)
+        getattr(target, name)
+        return target, name
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A row to measure. source: a model of benchmarks/shapes.py, "NAME" or "NAME:FORMAT", whose `row` is a step; or ENGINE before
+    a model of benchmarks/gpu.py, whose `row` is one of its table. predicted: the gain in percent, written before the run."""
+
+    source: str
+    row: str
+    predicted: float
+
+
+ENGINE = "engine:"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel that can be switched off.
+
+    kernels: launch names. At least one is launched while the kernel is on, and none while it is off. Empty: the same kernels run
+    with another grid or other constants, so the set of launches must differ.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    switches: tuple[Switch, ...]
+    rows: tuple[Asked, ...]
+    shared: bool = False
+    """Another product of the same step uses the same kernel, so off means fewer launches instead of none."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Take the next best path within the block; restore the product afterwards."""
+        with ExitStack() as stack:
+            for switch in self.switches:
+                target, name = switch.place()
+                stack.enter_context(patch.object(target, name, switch.replace(getattr(target, name))))
+            yield
+
+
+# --- what stands in a kernel's place ----------------------------------------------------------------------------------
+
+
+def _returns(value: object) -> Callable[[Any], Any]:
+    """A function that declines the work."""
+    return lambda original: lambda *given, **named: value
+
+
+def _value(value: object) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _never(original: Any) -> property:
+    """A property of attention._Call."""
+    return property(lambda self: False)
+
+
+def _without(*kinds: type) -> Callable[[Any], Any]:
+    """tile_for without tiles of these kinds: cuBLAS multiplies what they did."""
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def tile_for(*given: Any) -> Any:
+            tile = original(*given)
+            return None if isinstance(tile, kinds) else tile
+
+        return tile_for
+
+    return replace
+
+
+def _norms_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """tile_for without products that norm their input."""
+
+    def tile_for(tokens: int, n: int, k: int, norm: bool = False, gate: bool = False) -> Any:
+        return None if norm else original(tokens, n, k, norm, gate)
+
+    return tile_for
+
+
+def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, dict[int, Any]]:
+    """_STREAMS with tiles of 64 tokens for all products of 33 to 256 tokens, several tiles side by side beyond 64."""
+    gates, others = (IntStreamTile(64, 2, 128, 2),), (IntStreamTile(64, 1, 128, 2),)
+    return {narrow: {**table, 64: (gates, others), 256: (gates, others)} for narrow, table in original.items()}
+
+
+HEADS = Switch("table:turned_heads", _returns(None))
+GATED = Switch("table:gated_product", _returns(None))
+TILES = Switch("cublas:kernel_for", _returns(None))
+INTEGER_RING = Switch("integer:gluon", _returns(None))
+
+LLAMA, QWEN, GEMMA = "llama-3.1-8b", "qwen3-0.6b", "gemma-2-9b"
+
+
+def _rows(asked: Mapping[str, Mapping[str, float]]) -> tuple[Asked, ...]:
+    """Source -> row -> predicted gain in percent."""
+    return tuple(Asked(source, row, gain) for source, rows in asked.items() for row, gain in rows.items())
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+# The first variants are those that the redesign asks for by name. Predictions: docs/log.md, entry of 2026-11-24.
+VARIANTS = (
+    Variant(
+        "heads",
+        ("turned_heads",),
+        (HEADS,),
+        _rows(
+            {
+                ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 0.4},
+                LLAMA: {"prefill:2048": 0.9, "prefill:8192": 0.7},
+                "llama-3.2-1b": {"prefill:8192": 1.3},
+            }
+        ),
+    ),
+    Variant(
+        "gated",
+        ("gated_product",),
+        (GATED,),
+        _rows(
+            {
+                ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 2.0},
+                LLAMA: {"prefill:2048": 1.5, "prefill:2700": 2.3, "prefill:8192": 2.5},
+                "qwen3-1.7b": {"prefill:8192": 2.6},
+            }
+        ),
+    ),
+    Variant(
+        "cublas_tiles",
+        (NAMED,),
+        (TILES,),
+        _rows(
+            {
+                LLAMA: {
+                    "decode:448x256": 20.0,
+                    "prefill:512": 0.5,
+                    "prefill:640": 4.0,
+                    "prefill:1024": 2.0,
+                    "prefill:1400": 0.5,
+                    "prefill:1664": 2.5,
+                },
+                "qwen2.5-7b": {"prefill:512": 1.0, "decode:448x256": 4.0},
+            }
+        ),
+    ),
+    Variant(
+        "heads+gated+cublas_tiles",
+        ("turned_heads", "gated_product"),
+        (HEADS, GATED, TILES),
+        _rows({ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 3.7}, LLAMA: {"prefill:8192": 4.5}}),
+    ),
+    Variant(
+        "integer_ring",
+        ("integer_ring.integer_ring_kernel",),
+        (INTEGER_RING,),
+        _rows(
+            {
+                LLAMA + ":int4": {"decode:64x256": 50.0, "decode:128x256": 75.0, "prefill:512": 30.0},
+                LLAMA + ":int8": {"decode:64x256": 40.0, "decode:128x256": 65.0},
+            }
+        ),
+    ),
+    Variant(
+        "integer_ring (streams to 256 tokens)",
+        ("integer_ring.integer_ring_kernel",),
+        (INTEGER_RING, Switch("integer_shapes:_STREAMS", _streamed_further)),
+        _rows(
+            {
+                LLAMA + ":int4": {"decode:64x256": 0.5, "decode:128x256": 17.0, "decode:256x256": 30.0},
+                LLAMA + ":int8": {"decode:64x256": 0.5, "decode:128x256": 12.0},
+                "qwen3-4b:int4": {"decode:64x256": 0.5},
+            }
+        ),
+    ),
+    Variant(
+        "integer_stream",
+        ("integer_product",),
+        (Switch("integer_stream:takes", _returns(False)),),
+        _rows(
+            {
+                LLAMA + ":int4": {
+                    "decode:2x256": 18.0,
+                    "decode:8x256": 8.0,
+                    "decode:16x256": 7.5,
+                    "decode:32x256": 5.5,
+                },
+                LLAMA + ":int8": {"decode:2x256": 4.0, "decode:16x256": 1.7},
+                "qwen3-4b:int4": {"decode:2x256": 15.0, "decode:16x256": 4.5},
+            }
+        ),
+    ),
+    Variant(
+        "hopper",
+        ("attend_chunks",),
+        (Switch("hopper:takes", _returns(False)),),
+        _rows(
+            {
+                ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 9.0},
+                ENGINE + LLAMA + ":fp8": {"8b-fp8-prefill-tok-s": 14.0},
+                LLAMA: {"prefill:512": 0.5, "prefill:2048": 3.0, "prefill:8192": 10.0},
+                "llama-3.2-1b": {"prefill:8192": 20.0},
+                GEMMA: {"prefill:2048": 6.0, "prefill:8192": 14.0},
+            }
+        ),
+    ),
+    Variant(
+        "layers (one token, one kernel)",
+        ("layers.layers_kernel",),
+        (Switch("one_token:OneToken._attends", _returns(False)),),
+        _rows(
+            {
+                ENGINE + LLAMA: {"8b-bf16-single128-tpot-ms": 4.0, "8b-bf16-single4096-tpot-ms": 2.0},
+                ENGINE + LLAMA + ":fp8": {"8b-fp8-single128-tpot-ms": 20.0},
+                LLAMA: {"decode:1x256": 3.0, "decode:1x4096": 2.0},
+                LLAMA + ":fp8": {"decode:1x256": 16.0},
+                LLAMA + ":int4": {"decode:1x256": 25.0},
+                LLAMA + ":int8": {"decode:1x256": 18.0},
+                "qwen3-4b:int4": {"decode:1x256": 39.0},
+            }
+        ),
+    ),
+    Variant(
+        "wide",
+        ("wide_product",),
+        (Switch("wide:plan_for", _returns(None)),),
+        _rows(
+            {
+                LLAMA: {"decode:96x256": 2.3, "decode:160x256": 2.4, "decode:256x256": 1.0, "prefill:256": 1.0},
+                "qwen2.5-7b": {"decode:128x256": 2.5},
+            }
+        ),
+    ),
+    Variant(
+        "ring",
+        ("ring.ring_kernel",),
+        (Switch("table:ring_for", _returns(None)),),
+        _rows(
+            {
+                ENGINE + LLAMA: {"8b-bf16-batch64-tpot-ms": 2.5},
+                ENGINE + QWEN: {"0.6b-bf16-nano-tok-s": 6.0},
+                LLAMA: {"decode:4x256": 2.0, "decode:16x256": 1.5, "decode:64x256": 3.0},
+                QWEN: {"decode:64x256": 8.0},
+            }
+        ),
+    ),
+    Variant(
+        "ring of 8 bits",
+        ("ring.ring_kernel",),
+        (Switch("fp8:ring8_for", _returns(None)),),
+        _rows({LLAMA + ":fp8": {"decode:2x256": 20.0, "decode:16x256": 13.0, "decode:64x256": 12.0}}),
+        shared=True,
+    ),
+    Variant(
+        "cublas of 8 bits (joined stream)",
+        (SCALED,),
+        (Switch("cublas:product", _returns(False)),),
+        _rows(
+            {
+                ENGINE + LLAMA + ":fp8": {"8b-fp8-prefill-tok-s": 2.2},
+                LLAMA + ":fp8": {"decode:256x256": 1.0, "prefill:2048": 2.0, "prefill:8192": 2.0},
+            }
+        ),
+    ),
+    Variant(
+        "gemm_small (matrix tiles)",
+        ("gemm_small.matrix_kernel",),
+        (Switch("table:tile_for", _without(MatrixTile)),),
+        _rows({LLAMA: {"decode:2x256": 0.5, "decode:16x256": 0.5}, QWEN: {"decode:16x256": 2.0}}),
+    ),
+    Variant(
+        "gemv (one token)",
+        ("gemv.vector_kernel", "gemv.resident_kernel"),
+        (Switch("table:tile_for", _without(VectorTile, ResidentTile)),),
+        _rows(
+            {
+                ENGINE + QWEN: {"0.6b-bf16-single128-tpot-ms": 70.0},
+                LLAMA: {"decode:1x256": 1.0},
+                QWEN: {"decode:1x256": 50.0},
+                GEMMA: {"decode:1x256": 10.0},
+            }
+        ),
+    ),
+    Variant(
+        "gemv with the norm inside",
+        ("gemv.resident_kernel",),
+        (Switch("table:tile_for", _norms_apart),),
+        _rows({ENGINE + QWEN: {"0.6b-bf16-single128-tpot-ms": 10.0}, QWEN: {"decode:1x256": 7.0}}),
+        shared=True,
+    ),
+    Variant(
+        "fp8_vector",
+        ("fp8_vector._kernel",),
+        (Switch("fp8_vector:takes", _returns(False)),),
+        _rows({QWEN + ":fp8": {"decode:1x256": 20.0}, GEMMA + ":fp8": {"decode:1x256": 8.0}}),
+    ),
+    Variant(
+        "integer_vector",
+        ("integer_vector.integer_vector_kernel",),
+        (Switch("integer_shapes:FEWEST_STREAMS", _value(1)),),
+        _rows({GEMMA + ":int4": {"decode:1x256": 10.0}}),
+    ),
+    Variant(
+        "qkv_write",
+        ("qkv._qkv_kernel",),
+        (Switch("table:qkv_write", _value(qkv_write)),),
+        _rows({LLAMA: {"decode:16x256": 20.0, "prefill:640": 4.0}}),
+    ),
+    Variant(
+        "qkv_write by the token",
+        (),
+        (Switch("qkv:_kv_heads", _returns(1)),),
+        _rows({QWEN: {"prefill:8192": 3.0}}),
+    ),
+    Variant(
+        "walk: wide",
+        (),
+        (Switch("attention:_Call.wide", _never),),
+        _rows({LLAMA: {"decode:8x256": 1.0, "decode:16x256": 2.0}, QWEN: {"decode:8x4096": 3.0}}),
+    ),
+    Variant(
+        "walk: lone",
+        (),
+        (Switch("attention:_Call.lone", _never),),
+        _rows({QWEN: {"decode:1x4096": 1.0}, LLAMA: {"decode:2x4096": 0.5}}),
+    ),
+    Variant(
+        "walk: snug",
+        (),
+        (Switch("attention:_Call.snug", _never),),
+        _rows({LLAMA: {"decode:64x256": 1.0, "decode:64x4096": 1.0}, QWEN: {"decode:64x4096": 1.5}}),
+    ),
+    Variant(
+        "walk: early",
+        (),
+        (Switch("attention:_Call.early", _never),),
+        _rows({LLAMA: {"decode:32x256": 0.5, "decode:64x256": 0.5}}),
+    ),
+    Variant(
+        "walk: a kernel that combines",
+        ("walk.combine_kernel",),
+        (Switch("attention:_Call.sparse", _never),),
+        _rows({LLAMA: {"decode:8x4096": 3.0}, QWEN: {"decode:1x4096": 5.0, "decode:8x4096": 5.0}}),
+    ),
+)

@@ -1,0 +1,264 @@
+"""The ablation switches kernels off, measures, and restores them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ablation
+import ablation_table
+import gpu
+import pytest
+import shapes
+import torch
+from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
+
+from ridgeline.core.spec import NUMBER_FORMATS
+from ridgeline.ops.triton import cublas, fp8, integer, ring_shapes, table, wide
+from ridgeline.ops.triton.norm import rms_norm
+from tests.benchmarks.test_shapes import SMALL
+
+TINY = "qwen3-4b"
+
+
+def held(switch: Switch) -> Any:
+    """The switched object as stored, so a property is not evaluated."""
+    target, name = switch.place()
+    return vars(target)[name]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_switches_exist_and_are_restored(variant: Variant) -> None:
+    before = [held(switch) for switch in variant.switches]
+    assert before
+    with variant.off():
+        assert all(held(switch) is not old for switch, old in zip(variant.switches, before, strict=True))
+    assert all(held(switch) is old for switch, old in zip(variant.switches, before, strict=True))
+    with pytest.raises(ZeroDivisionError), variant.off():
+        raise ZeroDivisionError
+    assert all(held(switch) is old for switch, old in zip(variant.switches, before, strict=True))
+
+
+def test_a_switch_that_names_nothing_fails() -> None:
+    variant = Variant("none", (), (Switch("table:no_such_kernel", lambda original: None),), ())
+    with pytest.raises(AttributeError, match="no_such_kernel"), variant.off():
+        pass
+
+
+def test_rows_exist_and_names_are_unique() -> None:
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+    for variant in VARIANTS:
+        # The logits of both sides are compared in steps alone.
+        assert any(not asked.source.startswith(ENGINE) for asked in variant.rows), variant.name
+        for asked in variant.rows:
+            name, _, quantization = asked.source.removeprefix(ENGINE).partition(":")
+            assert quantization in ablation.TOLERANCE and (not quantization or quantization in NUMBER_FORMATS)
+            if asked.source.startswith(ENGINE):
+                assert asked.row in {row.name for row in gpu.TABLE[name, quantization]}
+            else:
+                assert name in shapes.MODELS and shapes.case_of(asked.row).tokens
+
+
+@pytest.mark.parametrize("row", ["decode:448x256", "prefill:640", "prefill:1024", "prefill:1664"])
+def test_cublas_tiles_are_off(row: str) -> None:
+    """The tables name a kernel for this row, and none while the variant is off."""
+    tokens = shapes.case_of(row).tokens
+    (variant,) = (variant for variant in VARIANTS if variant.name == "cublas_tiles")
+    assert cublas.kernel_for(tokens, 28_672, 4096) is not None
+    with variant.off():
+        assert cublas.kernel_for(tokens, 28_672, 4096) is None
+
+
+def test_the_next_best_path_is_taken() -> None:
+    """What the predicates say of shapes of an 8B, and what they say while a kernel is off."""
+    of = {variant.name: variant for variant in VARIANTS}
+    assert wide.plan_for(96, 14_336, 4096, True) and table.ring_for(16, 6144, 4096) and fp8.ring8_for(16, 6144, 4096)
+    with of["wide"].off(), of["ring"].off(), of["ring of 8 bits"].off():
+        assert wide.plan_for(96, 14_336, 4096, True) is None
+        assert table.ring_for(16, 6144, 4096) is None and fp8.ring8_for(16, 6144, 4096) is None
+        assert ring_shapes.ring_for(16, 6144, 4096)
+    with of["gemv with the norm inside"].off():
+        assert table.tile_for(1, 6144, 1024, True) is None and table.tile_for(1, 6144, 1024) is not None
+    with of["gemm_small (matrix tiles)"].off():
+        assert table.tile_for(16, 128_256, 4096) is None and table.tile_for(1, 128_256, 4096) is not None
+    with of["gemv (one token)"].off():
+        assert table.tile_for(16, 128_256, 4096) is not None and table.tile_for(1, 128_256, 4096) is None
+
+
+def test_integer_products_without_the_ring() -> None:
+    """int4 of an 8B's qkv: through the ring, widened as a whole, and streamed."""
+    codes, scales = torch.zeros(6144, 4096, dtype=torch.uint8), torch.zeros(6144, 32)
+    matrix = integer.pack(codes, scales, None, 4, 128)
+    of = {variant.name: variant for variant in VARIANTS}
+
+    def kinds(rings: bool) -> list[str]:
+        tiles = (integer.tile_for(tokens, matrix, False, rings) for tokens in (1, 16, 64, 200, 512))
+        return [type(tile).__name__ for tile in tiles]
+
+    vector, stream, ring, widened = "IntVectorTile", "IntStreamTile", "IntRingTile", "NoneType"
+    assert kinds(True) == [vector, stream, ring, ring, ring]
+    with of["integer_ring"].off():
+        assert integer.gluon(torch.device("cuda"), "integer_ring") is None
+        assert kinds(False) == [vector, stream, widened, widened, widened]
+    with of["integer_ring (streams to 256 tokens)"].off():
+        assert kinds(False) == [vector, stream, stream, stream, widened]
+    with of["integer_vector"].off():
+        assert kinds(True) == [stream, stream, ring, ring, ring]
+
+
+def test_launches_are_counted_by_kernel_and_form() -> None:
+    launches, x = ablation.Launches(), torch.randn(3, 64)
+    rms_norm(x, torch.ones(64), 1e-6, False)
+    with launches.counted():
+        rms_norm(x, torch.ones(64), 1e-6, False)
+        few = set(launches.forms)
+        rms_norm(x[:2], torch.ones(64), 1e-6, False)
+    rms_norm(x, torch.ones(64), 1e-6, False)
+    assert launches.kernels == {"norm._norm_kernel": 2}
+    assert few < launches.forms
+    assert launches.of(Variant("norm", ("norm._norm_kernel",), (), ())) == 2
+
+
+def test_a_kernel_is_off_if_it_is_launched_no_more() -> None:
+    def launches(**kernels: int) -> ablation.Launches:
+        counted = ablation.Launches()
+        for name, count in kernels.items():
+            for _ in range(count):
+                counted._note(name)
+        return counted
+
+    alone, shared, form = (
+        Variant("alone", ("ring",), (), ()),
+        Variant("shared", ("ring",), (), (), True),
+        Variant("form", (), (), ()),
+    )
+    assert ablation.is_off(alone, launches(ring=4), launches(other=4))
+    assert not ablation.is_off(alone, launches(ring=4), launches(ring=1))
+    assert not ablation.is_off(alone, launches(other=4), launches(other=4))
+    assert ablation.is_off(shared, launches(ring=4), launches(ring=1))
+    assert not ablation.is_off(shared, launches(ring=4), launches(ring=4))
+    assert ablation.is_off(form, launches(ring=4), launches(other=4))
+    assert not ablation.is_off(form, launches(ring=4), launches(ring=4))
+
+
+def test_a_gain_is_positive_where_the_kernel_is_faster() -> None:
+    assert ablation.Reading({True: [10.0], False: [11.0]}, "us").gains == pytest.approx([0.1])
+    assert ablation.Reading({True: [11.0], False: [10.0]}, "tok/s").gains == pytest.approx([0.1])
+
+
+def variant_of(change: Any, source: str, row: str) -> Variant:
+    """A variant that changes what a decoder's forward pass says, which works on a CPU too."""
+    return Variant("tiny", (), (Switch("decoder:Decoder.forward", change),), (Asked(source, row, 1.0),))
+
+
+def test_steps_are_read_in_turns_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole script on a CPU: a switch that changes nothing, and one that changes the logits."""
+    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
+    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
+    monkeypatch.setattr(ablation, "SIZING", ("prefill:24",))
+    sides: list[str] = []
+
+    def change(sign: int, name: str) -> Any:
+        def replace(original: Any) -> Any:
+            def forward(*given: Any) -> Any:
+                sides.append(name)
+                return sign * original(*given)
+
+            return forward
+
+        return replace
+
+    out = tmp_path / "new" / "ablation.json"
+    for sign, row in ((1, "decode:3x20"), (-1, "prefill:24")):
+        monkeypatch.setattr(ablation, "VARIANTS", (variant_of(change(sign, row), TINY, row),))
+        words = ["--device", "cpu", "--layers", "2", "--turns", "3", "--repeats", "2", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["ablation.py", *words])
+        ablation.main()
+    same, negative = json.loads(out.read_text())
+    assert [row["row"] for row in (same, negative)] == [f"tiny: {TINY}-decode:3x20", f"tiny: {TINY}-prefill:24"]
+    assert same["agree"] and same["logits_differ"] == 0 and same["same_tokens"] == 1 and same["predicted"] == 0.01
+    assert not negative["agree"] and negative["logits_differ"] == pytest.approx(2)
+    assert same["gain_low"] <= same["gain"] <= same["gain_high"] and same["turns"] == 3 and same["unit"] == "us"
+    assert not same["off"]  # no Triton kernel ran at all, so none ran in another form
+    assert {"machine", "date", "commit", "command"} < set(same)
+    # Four readings (the first is dropped) of three warm-up and two timed steps, and one step for the logits.
+    assert sides.count("decode:3x20") == 4 * 5 + 1
+
+
+def test_rows_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shapes.MODELS[TINY] | SMALL | {"num_hidden_layers": 2}))
+    row = gpu.Row("tiny-tpot-ms", "ms", None, None, None, lambda bench: bench.seconds([(8, 4)]) * 1e3)
+    monkeypatch.setitem(gpu.TABLE, (str(tmp_path), ""), [row])
+    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
+    monkeypatch.setattr(gpu, "LEAST_S", 1e-9)
+    runs: list[int] = []
+
+    def replace(original: Any) -> Any:
+        return lambda *given: runs.append(1) or original(*given)
+
+    monkeypatch.setattr(ablation, "VARIANTS", (variant_of(replace, f"{ENGINE}{tmp_path}", "tiny-tpot-ms"),))
+    rows: list[dict[str, Any]] = []
+    ablation.run(ablation.parse(["--turns", "2"]), rows)
+    assert [row["of"] for row in rows] == ["tiny-tpot-ms"] and rows[0]["unit"] == "ms" and rows[0]["agree"] is None
+    assert len(runs) >= 3  # a warm-up run and two turns; recorded CPU steps repeat without Python
+    (line,) = ablation.summary(rows)
+    assert line.startswith("tiny") and line.endswith("not measured; 1 rows at fault")
+    (line,) = ablation.summary([row | {"off": True, "gain": 0.03} for row in rows])
+    assert "stays  best   +3.0 %" in line and line.endswith("on tiny-tpot-ms")
+    (line,) = ablation.summary([row | {"off": True, "gain": 0.019} for row in rows])
+    assert "goes   best   +1.9 %" in line
+    assert "NOT SWITCHED OFF" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_is_written_and_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
+    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
+    monkeypatch.setattr(ablation, "SIZING", ("prefill:24",))
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no such kernel image")
+
+    variants = (
+        variant_of(lambda original: fail, TINY, "decode:2x20"),
+        variant_of(lambda same: same, TINY, "prefill:24"),
+    )
+    monkeypatch.setattr(ablation, "VARIANTS", variants)
+    out = tmp_path / "ablation.json"
+    words = ["--device", "cpu", "--layers", "2", "--turns", "1", "--repeats", "1", "--out", str(out)]
+    rows: list[dict[str, Any]] = []
+    ablation.run(ablation.parse(words), rows)
+    failed, good = rows
+    assert failed["error"] == "RuntimeError: no such kernel image" and "with" not in failed
+    assert ablation.remarks(failed) == "FAILED: RuntimeError: no such kernel image"
+    assert good["agree"] and [row["of"] for row in json.loads(out.read_text())] == [failed["of"], good["of"]]
+
+
+def test_no_row_is_begun_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
+    monkeypatch.setattr(ablation, "VARIANTS", (variant_of(lambda original: original, TINY, "decode:3x20"),))
+    rows: list[dict[str, Any]] = []
+    ablation.run(ablation.parse(["--device", "cpu", "--seconds", "0"]), rows)
+    assert not rows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sources", "gpt-5"], "--sources: 'gpt-5' has no row"),
+        (["--variants", "heads,haeds"], "--variants: no variant begins with 'haeds'; there are heads, "),
+        (["--turns", "0"], "--turns and --repeats: give at least 1"),
+    ],
+)
+def test_arguments_that_ask_for_nothing_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        ablation.parse(words)
+
+
+def test_arguments() -> None:
+    args = ablation.parse([])
+    assert args.table == list(VARIANTS) and args.sources == ablation.sources_of(VARIANTS)
+    args = ablation.parse(["--variants", "heads,gated", "--sources", "llama-3.2-1b,llama-3.1-8b"])
+    assert [variant.name for variant in args.table] == ["heads", "gated", "heads+gated+cublas_tiles"]
+    assert args.sources == ["llama-3.2-1b", "llama-3.1-8b"]
+    assert [name for name in ablation.sources_of(args.table) if name.startswith(ENGINE)] == [ENGINE + "llama-3.1-8b"]
