@@ -1,4 +1,4 @@
-# make setup | serve | test | lint | format | bench-cpu | clean
+# make setup | serve | test | test-long | lint | format | bench-cpu | clean
 # Variables: PYTHON (3.11 or newer), VENV (an environment of your own), ARGS (handed to serve, pytest and bench-cpu).
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 TOO_OLD := "Ridgeline needs Python 3.11 or newer: make PYTHON=python3.11"
 
-.PHONY: setup serve test lint format bench-cpu clean
+.PHONY: setup serve test test-long lint format bench-cpu clean
 .DEFAULT_GOAL := setup
 
 setup: $(DEV_STAMP)
@@ -50,7 +50,11 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not long' $(ARGS)
+
+# Tests in a browser (apt-get install chromium, else they are skipped) and tests that take minutes.
+test-long: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long $(ARGS)
 
 bench-cpu: $(DEV_STAMP)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
