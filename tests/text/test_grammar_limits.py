@@ -198,7 +198,7 @@ def test_a_state_is_not_ready_while_its_mask_is_made(cache: GrammarCache, monkey
     state = compiled.start()
     assert state.ready
     state.accept(allowed(state)[:1])
-    assert not state.ready
+    assert not state.ready and not state.finished
     busy.set()
     assert allowed(state) and state.ready
 

@@ -98,7 +98,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """Where one output stands in its grammar. While it is not `ready`, nothing else may be asked of it."""
+    """Where one output stands in its grammar. While it is not `ready`, nothing may be asked of it but `finished`."""
 
     def __init__(self, compiled: CompiledGrammar, matcher: Any) -> None:
         self._compiled = compiled
@@ -109,16 +109,13 @@ class GrammarState:
         """The mask at the present place, while it is made in the grammars' thread."""
         self._slow = False
         self._masks = 0
+        self.finished = False
+        """Nothing but an end token may follow, or one has come."""
 
     @property
     def ready(self) -> bool:
         """Whether the next mask is there, or is expected to take less than _SLOW_MASK_S."""
         return self._coming is None or self._coming.done()
-
-    @property
-    def finished(self) -> bool:
-        """Nothing but an end token may follow, or one has come."""
-        return bool(self._matcher.is_stopped())
 
     def mask(self) -> bytes:
         """Tokens allowed next: little-endian uint32 words, bit t % 32 of word t // 32 for token t of the model's
@@ -149,7 +146,7 @@ class GrammarState:
             if token in self._compiled.end_ids or not above[token // 8] >> token % 8 & 1:
                 continue
             self._matcher.consume_token(token)
-            if self.finished:
+            if self._matcher.is_stopped():
                 self._matcher.rollback(1)
                 continue
             path.append(node)
@@ -165,12 +162,13 @@ class GrammarState:
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that the masks allowed; what follows an end token is not looked at. Raises BadGrammar."""
         for token in tokens:
-            if self.finished and token in self._compiled.end_ids:
+            if self._matcher.is_stopped() and token in self._compiled.end_ids:
                 break
             self._matcher.consume_token(token)
         self._fail_on_error()
         self._mask = None
-        if self._slow and self._compiled.thread is not None:
+        self.finished = bool(self._matcher.is_stopped())
+        if self._slow and self._compiled.thread is not None and not self.finished:
             self._coming = self._compiled.thread.submit(self._make_mask)
 
     def _make_mask(self) -> bytes:
