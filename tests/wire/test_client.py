@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 from msgspec.structs import replace
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.wire import client as client_module
 from ridgeline.wire.client import FAILURES, SILENCE_S, STALL_S, EngineClient
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
@@ -270,3 +272,65 @@ async def test_trouble_tells_slow_from_stuck(peer):
     peer.now += SILENCE_S + 1
     assert "silent" in peer.client.trouble
     subscription.close()
+
+
+async def ready(peer) -> None:
+    peer.send(Ready({}))
+    await peer.client.wait_ready()
+
+
+async def test_a_lost_engine_is_noticed_without_a_request(peer):
+    await ready(peer)
+    waiting = asyncio.ensure_future(peer.client.wait_lost())
+    peer.writer.close()
+    assert await asyncio.wait_for(waiting, 5) == "the engine process has ended." == peer.client.failure
+
+
+@pytest.mark.parametrize("stuck", ["silent", "at one step"])
+async def test_a_stuck_engine_is_given_up(peer, monkeypatch, stuck: str):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.01)
+    await ready(peer)
+    subscription = peer.client.submit(request())
+    peer.now += STALL_S + 1
+    if stuck == "at one step":
+        peer.client.last_heard = peer.now
+    reason = await asyncio.wait_for(peer.client.wait_lost(), 5)
+    assert stuck in reason and reason == peer.client.failure == peer.client.trouble
+    (end,) = await take_all(subscription)
+    assert (end.finish, end.error) == ("error", reason)
+    with pytest.raises(EngineFailed, match=stuck):
+        peer.client.submit(request("b"))
+
+
+async def test_who_was_stopped_itself_reads_before_it_gives_up(peer):
+    """After a pause of this process the clock has gone on, and the engine's beats wait in the socket."""
+    await ready(peer)
+    peer.now += SILENCE_S + 1
+    peer.send(Beat(1, False))
+    waiting = asyncio.ensure_future(peer.client.wait_lost())
+    while peer.client.last_heard != peer.now:
+        await asyncio.sleep(0.01)
+    peer.writer.close()
+    assert await asyncio.wait_for(waiting, 10) == "the engine process has ended."
+
+
+async def test_silence_is_noticed_when_it_lasts_long_enough(monkeypatch):
+    monkeypatch.setattr(client_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(client_module, "GRACE_S", 0.01)
+    peer = await Peer.start()
+    peer.client._clock = time.monotonic
+    await ready(peer)
+    assert "silent" in await asyncio.wait_for(peer.client.wait_lost(), 10)
+    await peer.client.close()
+    peer.writer.close()
+
+
+async def test_loading_may_take_any_time(peer):
+    waiting = asyncio.ensure_future(peer.client.wait_lost())
+    peer.now += 100 * STALL_S
+    peer.send(Loading("weights", 1, 2))
+    while peer.client.loading is None:
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    peer.send(Failed("out of memory"))
+    assert await asyncio.wait_for(waiting, 5) == "out of memory"

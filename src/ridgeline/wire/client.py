@@ -44,7 +44,11 @@ SILENCE_S = 30.0
 STALL_S = 300.0
 """Seconds that one turn of the engine's heart may take. A large step on a slow processor takes more than a minute."""
 
+GRACE_S = 1.0
+"""Seconds that an engine which counts as stuck has to prove that it is not, before it is given up."""
+
 _LAST_WORDS_S = 1.0
+_SHORTEST_WAIT_S = 0.1
 
 _START_UP: dict[str, type[RidgelineError]] = {
     kind.__name__: kind for kind in (ConfigError, UnsupportedModel, DoesNotFit)
@@ -189,6 +193,7 @@ class EngineClient:
         self._open: dict[str, Subscription] = {}
         self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
+        self._lost = asyncio.Event()
         self._closing = False
         self._task = asyncio.get_running_loop().create_task(self._read(), name="engine-client")
 
@@ -239,14 +244,43 @@ class EngineClient:
         if not self.ready.is_set():
             at = self.loading
             return "the engine is loading" + (f": {at.stage} {at.done}/{at.total}" if at is not None else "")
+        if (stuck := self._stuck()) is not None:
+            return stuck
+        if self.failed_steps >= FAILURES:
+            return f"the last {self.failed_steps} steps have failed; the engine's log says why"
+        return None
+
+    async def wait_lost(self) -> str:
+        """Wait until the engine that serves has ended, or is silent or stuck; returns why.
+
+        A stuck engine is given up: all its requests end with the reason. Its process is the caller's to end.
+        """
+        await self.ready.wait()
+        while self.failure is None:
+            if self._stuck() is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), self._patience())
+                continue
+            # This process itself may have been stopped for a while; what the engine sent meanwhile is read first.
+            await asyncio.sleep(GRACE_S)
+            if (stuck := self._stuck()) is not None:
+                self._fail(stuck)
+        return self.failure
+
+    def _stuck(self) -> str | None:
+        """Why an engine that serves is silent or does not get on, or None."""
         now = self._clock()
         if now - self.last_heard > SILENCE_S:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
             return f"requests wait, and the engine has been at one step for {now - self.last_progress:.0f} s"
-        if self.failed_steps >= FAILURES:
-            return f"the last {self.failed_steps} steps have failed; the engine's log says why"
         return None
+
+    def _patience(self) -> float:
+        """Seconds until the engine counts as stuck at the earliest."""
+        now = self._clock()
+        stalled = (self.last_progress if self._open else now) + STALL_S
+        return max(_SHORTEST_WAIT_S, min(self.last_heard + SILENCE_S, stalled) - now)
 
     def end_all(self, message: str, reason: str) -> None:
         """End every open request with an error that its reader sees."""
@@ -346,6 +380,7 @@ class EngineClient:
             return
         self.failure = message
         self.ready.set()
+        self._lost.set()
         self.end_all(message, "failed")
         for answer in self._replies.values():
             if not answer.done():
