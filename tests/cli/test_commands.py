@@ -96,6 +96,42 @@ def test_what_cannot_be_listened_on_names_its_option(tiny: Path, capsys: pytest.
             assert capsys.readouterr().err.endswith(f"choose another {words[0]}.\n")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("-q", "int5", "quantization 'int5' is unknown: use fp8, w8a8, int8, int4, int3, fp8-weight"),
+        ("--speculate", "magic", "speculate: 'magic' is unknown. Use auto, reference"),
+        ("--speculate", "reference:/no/such/file", "speculate: /no/such/file is no file that can be quoted"),
+        ("--speculate", "medusa:/no/such", "speculate: /no/such does not exist or has no config.json"),
+        ("--slo", "fast", "slo 'fast' names no limit we know: write ttft=200ms"),
+        ("--batching", "static", "batching is 'static': give continuous, static:N or dynamic:N,WINDOW_MS"),
+        ("--allowed-origins", "a.example", "allowed_origins has 'a.example': give https://"),
+        ("--metrics-alias", "tgi", "metrics_alias is 'tgi' (flag): give one of"),
+        ("--dtype", "int3", "dtype is 'int3' (flag): give one of auto"),
+        ("--load-format", "gguf", "load_format is 'gguf' (flag): give one of auto, dummy"),
+    ],
+)
+def test_a_bad_option_is_told_before_anything_loads(
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("begin", "resolve_model"):
+        monkeypatch.setattr(f"ridgeline.cli.serve.{name}", lambda *_: pytest.fail("this comes after the options"))
+    assert main(["serve", f"{flag}={value}" if flag.startswith("--") else f"{flag}{value}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ridgeline: {message}") and said.count("\n") == 1
+
+
+def test_options_are_checked_without_torch() -> None:
+    """Nor is the service's part imported, for which the engine would wait."""
+    program = (
+        "import sys; from ridgeline.cli.main import main; "
+        "status = main(['serve', '-q', 'int4', '--speculate', 'magic']); "
+        "print(sorted({'torch', 'aiohttp'} & set(sys.modules))); sys.exit(status)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "[]\n"), ended.stderr
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_printed_curl_line_is_a_request_that_works(tiny: Path) -> None:
     with server(str(tiny), *DUMMY) as (_, lines):

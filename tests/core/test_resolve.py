@@ -145,6 +145,7 @@ def test_variables_of_kubernetes_are_no_options() -> None:
         ("port", "70000"), ("port", "eight"), ("port", True), ("max_num_seqs", 0), ("max_num_seqs", "1.0005k"),
         ("max_num_seqs", "nank"), ("max_num_seqs", 1.5), ("gpu_memory_utilization", "1.5"), ("drain_s", "nan"),
         ("enforce_eager", "perhaps"), ("dtype", "int3"), ("device", "tpu"), ("host", None), ("host", 1.5),
+        ("load_format", "gguf"), ("metrics_alias", "tgi"),
     ],
 )  # fmt: skip
 def test_wrong_values_name_option_and_origin(name: str, raw: object) -> None:
@@ -152,6 +153,29 @@ def test_wrong_values_name_option_and_origin(name: str, raw: object) -> None:
         resolve({name: raw})
     assert caught.value.param == name
     assert name in caught.value.message and "(flag)" in caught.value.message and "give" in caught.value.message
+
+
+@pytest.mark.parametrize("raw", ["int5", "fp9", "int4-g7", "FP8", "int8 "])
+def test_an_unknown_number_format_names_the_known_ones(raw: str) -> None:
+    for given in (
+        lambda: resolve({}, environ={"RIDGELINE_QUANTIZATION": raw}),
+        lambda: split_options({"quantization": raw}, ModelConfig),
+    ):
+        with pytest.raises(ConfigError, match=f"quantization '{raw}' is unknown: use fp8, w8a8, int8") as caught:
+            given()
+        assert caught.value.param == "quantization"
+
+
+@pytest.mark.parametrize(
+    "raw", ["", "fp8", "int4-g64", "int3-channel-zp", "llm-int8", "gptq", "awq", "compressed-tensors"]
+)
+def test_known_number_formats_pass(raw: str) -> None:
+    assert resolve({"quantization": raw}).model.quantization == raw
+
+
+def test_an_slo_is_read_with_the_options() -> None:
+    with pytest.raises(ConfigError, match="names no limit we know: write ttft=200ms"):
+        resolve({"slo": "fast"})
 
 
 @pytest.mark.parametrize(

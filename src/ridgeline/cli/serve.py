@@ -23,6 +23,8 @@ from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.cli.show import Stages, chosen, configuration, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
+from ridgeline.core.speculate import check_files, read_wanted
+from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.launch import begin
 
@@ -94,10 +96,21 @@ def has_template(folder: Path) -> bool:
     )
 
 
+def check(resolved: Resolved) -> None:
+    """Raise ConfigError for options that the engine or the service would refuse after both have begun. Those with a fixed set
+    of values have been checked by `resolve`."""
+    admission(resolved.engine.batching)
+    check_files(read_wanted(resolved.engine))
+    if resolved.service.allowed_origins:
+        # Only here: what it needs is imported while the engine's process imports torch.
+        import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+
+
 def run(given: Given) -> int:
     started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = read(given)
+    check(resolved)
     folder = resolve_model(resolved.model)
     if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
         resolve_model(

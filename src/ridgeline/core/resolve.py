@@ -18,6 +18,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.slo import Slo
+from ridgeline.core.spec import check_format
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
@@ -46,6 +48,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "drain_s": (0.0, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
+CHECKS: Mapping[str, Callable[[str], object]] = {"quantization": check_format, "slo": Slo.parse}
+"""Readers of options with a grammar of their own. Each raises ConfigError that names what is known."""
 
 WHOLE = "a whole number (8192, 8K = 8192, 8k = 8000)"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -159,6 +163,8 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
     low, high = BOUNDS.get(name, (value, value))
     if name in BOUNDS and not low <= value <= high:
         raise _bad(name, raw, origin, f"{low:.15g} to {high:.15g}")
+    if name in CHECKS:
+        CHECKS[name](value)
     return value
 
 

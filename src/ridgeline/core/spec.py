@@ -81,22 +81,32 @@ _STORED_AS = ("gptq", "awq", "compressed-tensors")
 """What other engines' users say of checkpoints that hold a format of their own."""
 
 
+def check_format(asked: str) -> None:
+    """Raises ConfigError for a value of the option `quantization` that no checkpoint could be served with."""
+    if asked not in ("", *NUMBER_FORMATS, *_STORED_AS):
+        raise _unknown_format(asked)
+
+
 def settled_format(stored: str, asked: str) -> str:
     """The number format of a model whose checkpoint holds `stored` ("": none) when `asked` is wanted. Raises ConfigError for one
     that is unknown, or another than the checkpoint has."""
     known = ("", *NUMBER_FORMATS, *(_STORED_AS if stored else ()))
     if asked not in known or (not stored and asked.endswith("-ordered")):
-        raise ConfigError(
-            f"quantization {asked!r} is unknown: use {', '.join(one for one in NUMBER_FORMATS if '-' not in one)}, "
-            "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
-            param="quantization",
-        )
+        raise _unknown_format(asked)
     if stored and asked not in ("", stored, *_STORED_AS):
         raise ConfigError(
             f"quantization is {asked!r}, but the checkpoint holds {stored!r} already: leave it out, or name the original.",
             param="quantization",
         )
     return stored or asked
+
+
+def _unknown_format(asked: str) -> ConfigError:
+    return ConfigError(
+        f"quantization {asked!r} is unknown: use {', '.join(name for name in NUMBER_FORMATS if '-' not in name)}, "
+        "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
+        param="quantization",
+    )
 
 
 @dataclass(frozen=True, slots=True)

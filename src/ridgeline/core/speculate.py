@@ -97,6 +97,14 @@ def refusal(reason: str) -> ConfigError:
     )
 
 
+def check_files(wanted: Wanted) -> None:
+    """Raises ConfigError for a document or a folder of weights that does not exist. A draft model may be a name on the hub."""
+    if wanted.documents is not None and not wanted.documents.is_file():
+        raise refusal(f"{wanted.documents} is no file that can be quoted")
+    if wanted.folder is not None and wanted.device != "draft" and not (wanted.folder / "config.json").is_file():
+        raise refusal(f"{wanted.folder} does not exist or has no config.json")
+
+
 def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
     """Raises ConfigError if the draft's tokens mean something else, or its context is too short."""
     if draft.vocab_size != target.vocab_size:

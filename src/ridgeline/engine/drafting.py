@@ -8,7 +8,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.draft import HostDrafter
 from ridgeline.core.sizing import Beside
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import MOST, Wanted, check_draft, read_vocabulary, read_wanted, refusal
+from ridgeline.core.speculate import MOST, Wanted, check_draft, check_files, read_vocabulary, read_wanted, refusal
 from ridgeline.decoding.combined import FirstOf
 from ridgeline.decoding.draft_model import DraftModel
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
@@ -51,8 +51,7 @@ def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken
     wanted = wanted_by(config, spec, folder, place)
     if not wanted.most:
         return wanted, Beside(bytes=taken)
-    if wanted.documents is not None and not wanted.documents.is_file():
-        raise refusal(f"{wanted.documents} is no file that can be quoted")
+    check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
         small, how = _draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
@@ -60,8 +59,6 @@ def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken
         check_draft(draft, spec)
         return wanted, Beside(draft.layers, taken + draft.weight_bytes, logits)
     if wanted.folder is not None:
-        if not (wanted.folder / "config.json").is_file():
-            raise refusal(f"{wanted.folder} does not exist or has no config.json")
         taken += 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
     return wanted, Beside((), taken, logits)
 
