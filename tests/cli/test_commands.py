@@ -96,6 +96,18 @@ def test_what_cannot_be_listened_on_names_its_option(tiny: Path, capsys: pytest.
             assert capsys.readouterr().err.endswith(f"choose another {words[0]}.\n")
 
 
+def test_a_taken_port_is_told_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("begin", "resolve_model"):
+        monkeypatch.setattr(f"ridgeline.cli.serve.{name}", lambda *_: pytest.fail("this comes after the port"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "no/such-model", "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ridgeline: cannot listen on 127.0.0.1:{port} (") and said.endswith("another --port.\n")
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
@@ -114,7 +126,7 @@ def test_what_cannot_be_listened_on_names_its_option(tiny: Path, capsys: pytest.
 def test_a_bad_option_is_told_before_anything_loads(
     flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("begin", "resolve_model"):
+    for name in ("begin", "bind", "resolve_model"):
         monkeypatch.setattr(f"ridgeline.cli.serve.{name}", lambda *_: pytest.fail("this comes after the options"))
     assert main(["serve", f"{flag}={value}" if flag.startswith("--") else f"{flag}{value}"]) == 2
     said = capsys.readouterr().err

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Metrics
+from ridgeline.service.listen import bind
 from ridgeline.service.reference import make_reference
 from ridgeline.service.server import Server
 from ridgeline.text.pieces import byte_letters
@@ -179,7 +180,7 @@ def live(plan: Behaviour, **config: Any) -> Iterator[Live]:
         metrics = Metrics(MODEL, slo=Slo.parse(settings.slo))
         client = EngineClient(reader, writer, on_step=metrics.on_step)
         server = Server(settings, client, metrics, make_reference(settings, ModelConfig(), EngineConfig()))
-        await server.start()
+        await server.start(bind(settings.host, settings.port))
         opening = loop.create_task(server.open(model_folder(), "root/tiny-test"))
         if not plan.loading:
             await opening

@@ -15,6 +15,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.metrics import Metrics
 from ridgeline.service.launch import launch
+from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
 
 from .live import EOS, MODEL, Live, eos_id, tokenizer, write_model
@@ -59,8 +60,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     async def start():
         metrics = Metrics(MODEL)
         process = await launch(model_of(folder), EngineConfig(device="cpu", max_num_seqs=4, threads=1), metrics.on_step)
-        server = Server(ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0), process.client, metrics)
-        await server.start()
+        config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0)
+        server = Server(config, process.client, metrics)
+        await server.start(bind(config.host, config.port))
         await server.open(folder, MODEL)
         return process, server
 

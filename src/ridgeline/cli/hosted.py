@@ -14,6 +14,7 @@ from ridgeline.core.resolve import Resolved
 from ridgeline.metrics import Metrics
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.launch import launch
+from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
 
 
@@ -70,7 +71,7 @@ class Hosted:
         process = await launch(resolved.model, resolved.engine, on_step=metrics.on_step)
         server = Server(resolved.service, process.client, metrics)
         try:
-            await server.start()
+            await server.start(bind(resolved.service.host, resolved.service.port))
             opening = asyncio.ensure_future(server.open(folder, name))
             while not (await asyncio.wait({opening}, timeout=0.05))[0]:
                 if (loading := process.client.loading) is not None:

@@ -11,6 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from ridgeline.core.speculate import check_files, read_wanted
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.launch import begin
+from ridgeline.service.listen import bind
 
 SHIPPED_NAME = "ridgeline-14m"
 """What the API calls the model that comes with Ridgeline."""
@@ -111,19 +113,25 @@ def run(given: Given) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = read(given)
     check(resolved)
+    with ExitStack() as cleanup:
+        listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
+        folder = _find_models(resolved)
+        begun = begin(resolved.model, resolved.engine)
+        cleanup.callback(begun.process.kill)  # it has ended already, unless the service never came to speak to it
+        # Only now: what the service is made of is imported while the engine's process imports torch.
+        server = import_module("ridgeline.service.server")
+        console = Console(stderr=True)
+        stages = cleanup.enter_context(Stages(console))
+        announcer = Announcer(given, folder, console, stages, started)
+        uvloop.run(server.serve(resolved, folder, listeners, begun, announcer))
+    return 0
+
+
+def _find_models(resolved: Resolved) -> Path:
+    """The folder of the served model. Raises ConfigError when it, or the reference model beside it, cannot be had."""
     folder = resolve_model(resolved.model)
     if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
         resolve_model(
             replace(resolved.model, model=reference, revision=None)
         )  # a name that is none is an error now, not a warning later
-    begun = begin(resolved.model, resolved.engine)
-    try:
-        # Only now: what the service is made of is imported while the engine's process imports torch.
-        server = import_module("ridgeline.service.server")
-        console = Console(stderr=True)
-        with Stages(console) as stages:
-            announcer = Announcer(given, folder, console, stages, started)
-            uvloop.run(server.serve(resolved.service, resolved.model, resolved.engine, folder, begun, announcer))
-    finally:
-        begun.process.kill()  # it has ended already, but where the service never came to speak to it
-    return 0
+    return folder

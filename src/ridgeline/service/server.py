@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from aiohttp import http_exceptions, web
 
 import ridgeline
-from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.app import make_app
@@ -25,7 +26,7 @@ from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun, connect
-from ridgeline.service.origins import Origins
+from ridgeline.service.listen import cannot_listen
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -38,6 +39,7 @@ _CLOSE_S = 2.0
 """Seconds that connections get to close after the drain."""
 _LOOK_S = 0.05
 """Seconds between two looks at the engine's progress while it loads."""
+_BACKLOG = 1024
 
 CEILING_NAMES = frozenset(one.name for one in fields(Ceilings))
 
@@ -71,8 +73,9 @@ class Server:
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen. Until `open` every route but the small ones answers 503. Raises ConfigError when the port is taken."""
+    async def start(self, listeners: Sequence[socket.socket]) -> None:
+        """Listen on bound sockets (`listen.bind`). Until `open` every route but the small ones answers 503. Raises ConfigError
+        when another process listens on the port by now."""
         config = self.front.config
         runner = Runner(
             make_app(self.front),
@@ -84,14 +87,11 @@ class Server:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+            for listener in listeners:
+                await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
-            wrong = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another --{wrong}.",
-                param=wrong,
-            ) from error
+            raise cannot_listen(config.host, config.port, error) from error
         self._runner = runner
         self.port = runner.addresses[0][1]
 
@@ -198,22 +198,22 @@ class Quiet:
 
 
 async def serve(
-    config: ServiceConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
+    resolved: Resolved,
     folder: Path,
+    listeners: Sequence[socket.socket],
     begun: Begun,
     announce: Announce | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. begun: the engine of `model` and `engine`.
+    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. listeners: bound sockets. begun: the engine
+    process of `resolved`.
 
     Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
     get errors and /health says why, so that whoever supervises it can see and decide.
     """
-    reference = make_reference(config, model, engine)
+    config, model = resolved.service, resolved.model
+    reference = make_reference(config, model, resolved.engine)
     told = announce or Quiet()
     name = model.model or folder.name
-    Origins.parse(config.allowed_origins)  # a wrong one is told before the engine is waited for
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
     process = await connect(begun, metrics.on_step)
     server = Server(config, process.client, metrics, reference)
@@ -230,7 +230,7 @@ async def serve(
         loop.add_signal_handler(number, stop)
     opening = watching = None
     try:
-        await server.start()
+        await server.start(listeners)
         told.listening(server.url)
         watching = loop.create_task(_watch_loading(process.client, told))
         opening = loop.create_task(server.open(folder, name))
