@@ -121,6 +121,7 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
         ("--metrics-alias", "tgi", "metrics_alias is 'tgi' (flag): give one of"),
         ("--dtype", "int3", "dtype is 'int3' (flag): give one of auto"),
         ("--load-format", "gguf", "load_format is 'gguf' (flag): give one of auto, dummy"),
+        ("--engine-restarts", "-1", "engine_restarts is '-1' (flag): give 0 to"),
     ],
 )
 def test_a_bad_option_is_told_before_anything_loads(

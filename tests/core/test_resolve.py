@@ -45,6 +45,8 @@ SAID = {
     "max_body_mb": "1.5",
     "keep_alive_s": "3",
     "drain_s": "4",
+    "engine_restarts": "5",
+    "engine_restart_minutes": "2.5",
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "metrics_alias": "vllm",
@@ -145,7 +147,8 @@ def test_variables_of_kubernetes_are_no_options() -> None:
         ("port", "70000"), ("port", "eight"), ("port", True), ("max_num_seqs", 0), ("max_num_seqs", "1.0005k"),
         ("max_num_seqs", "nank"), ("max_num_seqs", 1.5), ("gpu_memory_utilization", "1.5"), ("drain_s", "nan"),
         ("enforce_eager", "perhaps"), ("dtype", "int3"), ("device", "tpu"), ("host", None), ("host", 1.5),
-        ("load_format", "gguf"), ("metrics_alias", "tgi"),
+        ("load_format", "gguf"), ("metrics_alias", "tgi"), ("engine_restarts", -1), ("engine_restarts", "some"),
+        ("engine_restart_minutes", 0),
     ],
 )  # fmt: skip
 def test_wrong_values_name_option_and_origin(name: str, raw: object) -> None:

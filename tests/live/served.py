@@ -22,6 +22,8 @@ from ..service.live import Reply
 MODEL = "ridgeline-14m"
 TIMEOUT_S = 60.0
 """Whatever takes longer hangs."""
+MARK = "TESTED_SERVER"
+"""Environment variable that names the log of the server that a process belongs to."""
 
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
@@ -41,9 +43,32 @@ class Served:
     @property
     def engine_pid(self) -> int:
         """Of the one child process."""
+        (child,) = self.children()
+        return child
+
+    def children(self) -> list[int]:
+        """Process ids of the engine and of what else the server has started, the oldest first."""
         pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def processes(self) -> list[int]:
+        """Ids of all processes that run because of this server, whoever their parent is by now."""
+        mark = f"{MARK}={self.log}".encode()
+        running = []
+        for folder in Path("/proc").iterdir():
+            # One that is ending may be gone between two looks, or have no environment any more.
+            with suppress(OSError):
+                if folder.name.isdecimal() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                    running.append(int(folder.name))
+        return running
+
+    def until_logged(self, text: str) -> str:
+        """Wait until the log has `text`; returns the log."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in (log := self.log.read_text()):
+            assert time.monotonic() < deadline, log
+            time.sleep(0.01)
+        return log
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
@@ -128,11 +153,12 @@ def refused(reply: Reply, status: int = 400, param: str = "") -> None:
 
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[Served]:
-    """A server on a free port, ready, from its start to its end. `folder`: for its log."""
+    """A server on a free port, ready, from its start to its end, after which none of its processes runs. `folder`: for its log."""
     log = folder / "serve.log"
     command = [sys.executable, "-m", "ridgeline", "serve", "--port", "0", "--threads", "1", *flags]
+    environment = {**_environment(), MARK: str(log)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=_environment())
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
     try:
         server = Served(process, _port(process, log), log)
         server.until_ready()
@@ -146,6 +172,10 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
             process.kill()
             process.wait()
             raise
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := server.processes():
+        assert time.monotonic() < deadline, f"processes {left} have outlived their server"
+        time.sleep(0.02)
 
 
 def _environment() -> dict[str, str]:

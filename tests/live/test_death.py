@@ -1,4 +1,4 @@
-"""The whole program ends well: SIGTERM drains, and neither process outlives the other for nothing."""
+"""The whole program ends well: SIGTERM drains, a killed engine comes back, and no process outlives the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from ..service.live import Reply
+import pytest
+
 from .served import TIMEOUT_S, Served, served
 
 LONG = {"ignore_eos": True, "temperature": 0, "stream": True}
@@ -61,22 +62,89 @@ def test_sigterm_lets_answers_finish(tmp_path: Path):
         assert gone(engine)
 
 
-def test_a_killed_engine_is_told_and_the_service_still_stops(tmp_path: Path):
-    """Two stream answers of thousands of tokens, three wait; none may look like an answer that came to its end."""
+def begun(server: Served, count: int) -> list[Asking]:
+    """Requests for thousands of tokens, of which at least one is being answered."""
+    asking = [Asking(server, max_tokens=4000) for _ in range(count)]
+    while not any(request.begun.wait(0.01) for request in asking):
+        assert all(request.is_alive() for request in asking)
+    return asking
+
+
+def failed(asking: list[Asking]) -> None:
+    """Every request ends with one error, and none looks like an answer that came to its end."""
+    for request in asking:
+        request.join(TIMEOUT_S)
+        assert request.data.count(b'"error"') == 1 and b"[DONE]" not in request.data
+
+
+def test_an_engine_that_is_killed_while_idle_comes_back(tmp_path: Path):
+    with served(tmp_path, "--max-model-len", "512", "--dtype", "float32") as server:
+        text = server.complete(max_tokens=16, temperature=0).json["choices"][0]["text"]
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        log = server.until_logged("restarting the engine")
+        assert "ERROR ridgeline.service.supervisor: The engine is lost: the engine process was ended by SIGKILL" in log
+        server.until_logged("ready again")
+        assert server.send("GET", "/health").status == 200
+        assert server.engine_pid != first and gone(first)
+        assert server.complete(max_tokens=16, temperature=0).json["choices"][0]["text"] == text
+        assert server.metric("engine_restarts_total") == 1
+        assert server.rest()["used"] == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIMEOUT_S) == 0
+
+
+def test_an_engine_that_is_killed_with_requests_in_flight_comes_back(tmp_path: Path):
+    """Two stream answers of thousands of tokens, three wait."""
     with served(tmp_path, "--max-model-len", "4096", "--max-num-seqs", "2") as server:
-        engine = server.engine_pid
-        asking = [Asking(server, max_tokens=4000) for _ in range(5)]
-        while not any(one.begun.wait(0.01) for one in asking):
-            assert all(one.is_alive() for one in asking)
-        os.kill(engine, signal.SIGKILL)
-        for one in asking:
-            one.join(TIMEOUT_S)
-            assert b'"error"' in one.data and b"[DONE]" not in one.data
-        health = server.send("GET", "/health")
+        asking = begun(server, 5)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        failed(asking)
+        health, later = server.send("GET", "/health"), server.complete()
         assert health.status == 503 and "SIGKILL" in health.error["message"]
-        later: Reply = server.complete()
-        assert (later.status, later.error["code"]) == (500, "engine_failed")
+        assert (later.status, later.error["code"]) == (503, "unavailable") and later.headers["retry-after"]
+        assert "the engine is being restarted" in later.error["message"] and "SIGKILL" in later.error["message"]
         assert server.send("GET", "/version").status == server.send("GET", "/metrics").status == 200
+        server.until_logged("ready again")
+        asking = begun(server, 2)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        failed(asking)
+        server.until_ready()
+        assert server.complete(max_tokens=4).status == 200
+        assert server.metric("engine_restarts_total") == 2 and server.metric("num_requests_running") == 0
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_engine_that_is_killed_too_often_ends_the_server(tmp_path: Path, restarts: int):
+    with served(tmp_path, "--max-model-len", "4096", "--engine-restarts", str(restarts)) as server:
+        for _ in range(restarts):
+            os.kill(server.engine_pid, signal.SIGKILL)
+            server.until_logged("ready again")
+        asking = begun(server, 2)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        failed(asking)
+        assert server.process.wait(TIMEOUT_S) == 1
+        log = server.log.read_text()
+        assert "No restart is left: the server ends" in log and log.count("restarting the engine") == restarts
+        assert "ridgeline: the engine is lost: the engine process was ended by SIGKILL" in log
+        assert f"--engine-restarts {restarts} (within --engine-restart-minutes 10) allows no further restart." in log
+
+
+def test_sigterm_ends_a_restart(tmp_path: Path):
+    with served(tmp_path, "--max-model-len", "512") as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        server.until_logged("restarting the engine")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert "ready again" not in server.log.read_text()
+
+
+def test_sigterm_ends_the_loading_of_a_restart(tmp_path: Path):
+    with served(tmp_path, "--max-model-len", "512") as server:
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        while not set(server.processes()) - {server.process.pid, first}:
+            time.sleep(0.005)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(TIMEOUT_S) == 0
 

@@ -176,6 +176,22 @@ def test_edges_end_at_the_context() -> None:
     assert seen["ridgeline:cache_config_info[block_size=16][num_gpu_blocks=99]"] == 1
 
 
+def test_a_restarted_engine_keeps_what_was_counted() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_ready(max_len=4096, page_tokens=16, blocks=99)
+    metrics.on_step(STEP)
+    metrics.on_request(REQUEST)
+    assert scrape(metrics)["ridgeline:engine_restarts_total"] == 0
+    metrics.engine_restarted()
+    metrics.on_ready(max_len=4096, page_tokens=16, blocks=80)
+    seen = scrape(metrics)
+    assert seen["ridgeline:engine_restarts_total"] == 1
+    assert seen["ridgeline:request_prompt_tokens_count"] == seen["ridgeline:steps_total"] == 1
+    assert seen["ridgeline:cache_config_info[block_size=16][num_gpu_blocks=80]"] == 1
+    metrics.on_ready(max_len=2048, page_tokens=16, blocks=80)
+    assert scrape(metrics)["ridgeline:request_prompt_tokens_count"] == 0, "other buckets cannot be added to these"
+
+
 def test_edges_are_inclusive() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 3.0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ridgeline.core.plan import TokenLogprobs
@@ -32,6 +33,7 @@ Script = Callable[[Submit, int], list[int]]
 @dataclass
 class Behaviour:
     """script: what is said. delay: seconds per step. per_step: tokens per step. stuck: requests get no answer.
+    beat_s: seconds between two beats of an engine that has nothing to do.
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
     as hits, at most. fail_after: tokens after which a request ends with an error, fails_as: or is refused.
@@ -46,6 +48,7 @@ class Behaviour:
     per_step: int = 1
     cached: int = 16
     stuck: bool = False
+    beat_s: float = 0.5
     loading: bool = False
     die_after: int | None = None
     last_word: str = ""
@@ -154,8 +157,7 @@ class FakeEngine:
         while True:
             if (not self._rows and not self._waiting) or self.behaviour.stuck:
                 self._wake.clear()
-                self.send(Beat(self._step, bool(self._waiting)))
-                await self._wake.wait()
+                await self._rest()
                 if self.behaviour.stuck:
                     continue
             await asyncio.sleep(self.behaviour.delay)
@@ -170,6 +172,13 @@ class FakeEngine:
             if self.behaviour.die_after is not None and self.said >= self.behaviour.die_after:
                 await self.die()
                 return
+
+    async def _rest(self) -> None:
+        """Beat until a message comes."""
+        while not self._wake.is_set():
+            self.send(Beat(self._step, bool(self._waiting)))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self.behaviour.beat_s)
 
     def _advance(self, row: _Row) -> Delta:
         sampling, b = row.submit.sampling, self.behaviour

@@ -7,8 +7,8 @@ import http.client
 import json
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.errors import EngineFailed
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Metrics
 from ridgeline.service.listen import bind
 from ridgeline.service.reference import make_reference
-from ridgeline.service.server import Server
+from ridgeline.service.server import Quiet, Server
+from ridgeline.service.supervisor import Supervisor
 from ridgeline.text.pieces import byte_letters
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
@@ -97,14 +99,74 @@ def behaviour(script: Any, **changes: Any) -> Behaviour:
     return Behaviour(script=script, eos=eos_id(), vocab=tokenizer().vocab_size, **changes)
 
 
+class FakeProcess:
+    """A fake engine as a supervisor sees an engine's process."""
+
+    def __init__(self, engine: FakeEngine, client: EngineClient) -> None:
+        self.engine = engine
+        self.client = client
+        self.killed = False
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.engine.die()
+
+    async def kill(self) -> None:
+        self.killed = True
+        await self.stop()
+
+
+class FakeEngines:
+    """Starts fake engines for a supervisor: the first one at once, each later one when `allowed` is set, which it clears."""
+
+    def __init__(self, plan: Behaviour, metrics: Metrics) -> None:
+        self._plan, self._metrics = plan, metrics
+        self.processes: list[FakeProcess] = []
+        self.allowed = asyncio.Event()
+
+    async def __call__(self) -> FakeProcess:
+        if self.processes:
+            await self.allowed.wait()
+            self.allowed.clear()
+        engine, reader, writer = await FakeEngine.connect(self._plan)
+        self.processes.append(FakeProcess(engine, EngineClient(reader, writer, on_step=self._metrics.on_step)))
+        return self.processes[-1]
+
+
+class Heard(Quiet):
+    """Keeps what a server announces."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def restarting(self, lost: str) -> None:
+        self.words.append(f"restarting: {lost}")
+
+    def restarted(self, url: str) -> None:
+        self.words.append(f"restarted: {url}")
+
+
 @dataclass
 class Live:
-    """A running server. Its event loop lives in another thread."""
+    """A running server. Its event loop lives in another thread.
+
+    engine: the first one. engines: of a supervised server, all of them. keeping: the server's task that replaces lost engines.
+    """
 
     port: int
     loop: asyncio.AbstractEventLoop
     server: Server
     engine: FakeEngine
+    engines: FakeEngines | None = None
+    keeping: asyncio.Task[None] | None = None
+    heard: Heard = field(default_factory=Heard)
+
+    def replace_engine(self) -> FakeEngine:
+        """Let the server start the engine that it waits for; returns it when the server answers again."""
+        engines, count = self.engines, len(self.engines.processes)
+        self.loop.call_soon_threadsafe(engines.allowed.set)
+        self.until(lambda: len(engines.processes) > count and self.server.front.trouble is None)
+        return engines.processes[-1].engine
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float = 10.0) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
@@ -175,31 +237,41 @@ def live(plan: Behaviour, **config: Any) -> Iterator[Live]:
     thread.start()
     settings = ServiceConfig(**{"port": 0, "drain_s": 1.0, "served_model_name": MODEL, **config})
 
-    async def start() -> Live:
-        engine, reader, writer = await FakeEngine.connect(plan)
-        metrics = Metrics(MODEL, slo=Slo.parse(settings.slo))
-        client = EngineClient(reader, writer, on_step=metrics.on_step)
-        server = Server(settings, client, metrics, make_reference(settings, ModelConfig(), EngineConfig()))
+    async def start() -> tuple[Live, Supervisor]:
+        metrics, heard = Metrics(MODEL, slo=Slo.parse(settings.slo)), Heard()
+        engines = FakeEngines(plan, metrics)
+        first = await engines()
+        supervisor = Supervisor(first, engines, settings)
+        reference = make_reference(settings, ModelConfig(), EngineConfig())
+        server = Server(settings, supervisor, metrics, reference)
         await server.start(bind(settings.host, settings.port))
         opening = loop.create_task(server.open(model_folder(), "root/tiny-test"))
         if not plan.loading:
             await opening
-        return Live(server.port, loop, server, engine)
 
-    async def stop(running: Live) -> None:
+        async def keep() -> None:
+            await opening
+            await server.keep_open(heard)
+
+        keeping = loop.create_task(keep())
+        return Live(server.port, loop, server, first.engine, engines, keeping, heard), supervisor
+
+    async def stop(running: Live, supervisor: Supervisor) -> None:
+        running.keeping.cancel()
+        with suppress(asyncio.CancelledError, EngineFailed):
+            await running.keeping
         await running.server.stop()
-        await running.server.front.client.close()
-        await running.engine.die()
+        await supervisor.stop()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    running = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    running, supervisor = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     try:
         yield running
     finally:
-        asyncio.run_coroutine_threadsafe(stop(running), loop).result(20)
+        asyncio.run_coroutine_threadsafe(stop(running, supervisor), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
         loop.close()

@@ -1,12 +1,14 @@
-"""The real engine in its own process, on a tiny random model: it answers, and its death is told."""
+"""The real engine in its own process, on a tiny random model: it answers, and is replaced when it is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,12 @@ import pytest
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.metrics import Metrics
-from ridgeline.service.launch import launch
+from ridgeline.service import launch as launch_module
+from ridgeline.service.launch import Begun, launch
 from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
+from ridgeline.service.supervisor import Supervisor
+from ridgeline.wire import client as client_module
 
 from .live import EOS, MODEL, Live, eos_id, tokenizer, write_model
 
@@ -59,19 +64,24 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
     async def start():
         metrics = Metrics(MODEL)
-        process = await launch(model_of(folder), EngineConfig(device="cpu", max_num_seqs=4, threads=1), metrics.on_step)
         config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0)
-        server = Server(config, process.client, metrics)
+        engine = EngineConfig(device="cpu", max_num_seqs=4, threads=1)
+        begin = partial(launch, model_of(folder), engine, metrics.on_step)
+        supervisor = Supervisor(await begin(), begin, config)
+        server = Server(config, supervisor, metrics)
         await server.start(bind(config.host, config.port))
         await server.open(folder, MODEL)
-        return process, server
+        return supervisor, server, loop.create_task(server.keep_open())
 
-    process, server = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-    running = Live(server.port, loop, server, process)
+    supervisor, server, keeping = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    running = Live(server.port, loop, server, supervisor.engine, keeping=keeping)
 
     async def stop() -> None:
+        keeping.cancel()
+        await asyncio.wait({keeping})
         await server.stop()
-        await process.stop()
+        await supervisor.stop()
+        assert supervisor.engine.process.returncode is not None
 
     yield running
     asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
@@ -125,8 +135,50 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path):
     asyncio.run(asyncio.wait_for(start(), 60))
 
 
-def test_zz_a_killed_engine_is_told_by_stream_and_health(real: Live):
-    """The last test of the module: the engine does not come back."""
+def test_a_launch_that_is_cancelled_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As SIGTERM does in the middle of a restart."""
+    begun: list[Begun] = []
+
+    async def connect(begun_now: Begun, on_step: object) -> None:
+        begun.append(begun_now)
+        await asyncio.Event().wait()
+
+    async def start() -> None:
+        task = asyncio.ensure_future(launch(model_of(tmp_path), EngineConfig(device="cpu")))
+        while not begun:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(launch_module, "connect", connect)
+    asyncio.run(asyncio.wait_for(start(), 60))
+    assert begun[0].process.returncode == -signal.SIGKILL and begun[0].pipe.fileno() == -1
+
+
+def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_checkpoint(tmp_path)
+    monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
+
+    async def start() -> None:
+        begin = partial(launch, model_of(tmp_path), EngineConfig(device="cpu", max_num_seqs=4, threads=1))
+        first = await begin()
+        supervisor = Supervisor(first, begin, ServiceConfig())
+        try:
+            await first.client.wait_ready()
+            first.process.send_signal(signal.SIGSTOP)
+            assert "the engine has been silent" in await supervisor.wait_lost()
+            client = await supervisor.restart()
+            assert first.process.returncode == -signal.SIGKILL
+            assert (await client.wait_ready())["max_len"] == 512
+        finally:
+            await supervisor.stop()
+        assert supervisor.engine.process.returncode == 0
+
+    asyncio.run(asyncio.wait_for(start(), 120))
+
+
+def test_a_killed_engine_is_told_by_its_streams_and_replaced(real: Live):
     seen: list[bytes] = []
 
     def ask() -> None:
@@ -135,9 +187,14 @@ def test_zz_a_killed_engine_is_told_by_stream_and_health(real: Live):
     asking = threading.Thread(target=ask)
     asking.start()
     real.until(lambda: real.server.front.client.open_choices > 0)
-    real.engine.process.send_signal(signal.SIGKILL)
+    process: subprocess.Popen[bytes] = real.engine.process
+    process.send_signal(signal.SIGKILL)
     asking.join(20)
-    assert b'"error"' in seen[0] and b"[DONE]" not in seen[0]
+    assert seen[0].count(b'"error"') == 1 and b"[DONE]" not in seen[0]
+    assert process.wait(20) == -signal.SIGKILL
     health = real.send("GET", "/health")
     assert health.status == 503 and "SIGKILL" in health.error["message"]
-    assert real.complete().status == 500
+    real.until(lambda: real.server.front.trouble is None, 60)
+    assert real.complete(max_tokens=3).json["usage"]["completion_tokens"] == 3
+    stats = real.send("GET", "/admin/stats").json
+    assert stats["free"] + stats["used"] == stats["total"]

@@ -11,10 +11,11 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.metrics import Metrics
 from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
+from ridgeline.service.supervisor import Supervisor
 from ridgeline.wire.client import EngineClient
 
 from .fake_engine import FakeEngine
-from .live import behaviour, counts
+from .live import FakeProcess, behaviour, counts
 
 
 def test_a_free_port_is_chosen_and_not_yet_listened_on() -> None:
@@ -57,12 +58,11 @@ async def test_a_port_that_was_taken_after_it_was_bound_names_the_option() -> No
     listeners = bind("127.0.0.1", 0)
     config = ServiceConfig(port=listeners[0].getsockname()[1])
     engine, reader, writer = await FakeEngine.connect(behaviour(counts))
-    client = EngineClient(reader, writer)
-    server = Server(config, client, Metrics("m"))
+    process = FakeProcess(engine, EngineClient(reader, writer))
+    server = Server(config, Supervisor(process, lambda: None, config), Metrics("m"))
     with bind("127.0.0.1", config.port)[0] as other:
         other.listen()
         with pytest.raises(ConfigError, match="choose another --port"):
             await server.start(listeners)
     await server.stop()
-    await client.close()
-    await engine.die()
+    await process.stop()

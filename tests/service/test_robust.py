@@ -323,7 +323,7 @@ def test_a_dead_engine_is_told_to_everyone():
         health = server.send("GET", "/health")
         assert health.status == 503 and "ended" in health.error["message"]
         later = server.complete()
-        assert (later.status, later.error["code"]) == (500, "engine_failed")
+        assert (later.status, later.error["code"]) == (503, "unavailable")
         assert server.send("GET", "/metrics").status == 200
 
 
@@ -331,7 +331,7 @@ def test_a_dead_engine_ends_single_bodies_too():
     with live(behaviour(counts, die_after=20, last_word="out of memory.")) as server:
         answer = server.complete(max_tokens=1000)
         assert answer.status == 500 and "out of memory" in answer.error["message"]
-        assert server.send("GET", "/health").error["message"] == "Not healthy: out of memory."
+        assert "out of memory" in server.send("GET", "/health").error["message"]
 
 
 def test_missing_frames_are_a_failure():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -127,6 +128,26 @@ def test_a_reference_that_cannot_score_is_counted_and_harms_nobody() -> None:
         running.until(lambda: metric(running, "shadow_failures_total") == 1)
         assert running.complete(max_tokens=3).status == 200
         assert metric(running, "shadow_answers_total") == 0
+
+
+def test_answers_are_scored_again_after_a_restart() -> None:
+    with reference() as (url, _), live(behaviour(counts), shadow_rate=1.0, shadow_url=url) as running:
+        running.complete(max_tokens=4)
+        running.until(lambda: metric(running, "shadow_answers_total") == 1)
+        before = running.server.front.service().shadow
+        running.run(running.engine.die())
+        running.until(lambda: running.heard.words)
+        engine = running.replace_engine()
+        running.complete(max_tokens=4)
+        running.until(lambda: metric(running, "shadow_answers_total") == 2)
+        assert running.server.front.service().shadow is not before
+        assert [submit.id.startswith("shadow") for submit in engine.submits] == [False, True]
+        assert metric(running, "shadow_failures_total") == 0
+
+        async def scoring() -> int:
+            return sum(task.get_coro().__qualname__ == "Shadow.run" for task in asyncio.all_tasks())
+
+        assert running.run(scoring()) == 1
 
 
 def test_nothing_leaves_the_server_unasked() -> None:

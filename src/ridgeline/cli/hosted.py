@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 import uvloop
@@ -15,7 +16,8 @@ from ridgeline.metrics import Metrics
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.launch import launch
 from ridgeline.service.listen import bind
-from ridgeline.service.server import Server
+from ridgeline.service.server import Server, run_until
+from ridgeline.service.supervisor import Supervisor
 
 
 def private(resolved: Resolved) -> Resolved:
@@ -68,8 +70,10 @@ class Hosted:
         resolved, folder = self._resolved, self._folder
         name = resolved.model.model or folder.name
         metrics = Metrics(resolved.service.served_model_name or name)
-        process = await launch(resolved.model, resolved.engine, on_step=metrics.on_step)
-        server = Server(resolved.service, process.client, metrics)
+        start = partial(launch, resolved.model, resolved.engine, metrics.on_step)
+        process = await start()
+        supervisor = Supervisor(process, start, resolved.service)
+        server = Server(resolved.service, supervisor, metrics)
         try:
             await server.start(bind(resolved.service.host, resolved.service.port))
             opening = asyncio.ensure_future(server.open(folder, name))
@@ -79,7 +83,7 @@ class Hosted:
             opening.result()
             self._url = server.url
             self._known.set()
-            await self._stop.wait()
+            await run_until(self._stop, server.keep_open())
         finally:
             await server.stop()
-            await process.stop()
+            await supervisor.stop()

@@ -57,6 +57,15 @@ class Announcer:
     def loading(self, stage: str, done: int, total: int) -> None:
         self._stages(stage, done, total)
 
+    def restarting(self, lost: str) -> None:
+        self._started = time.perf_counter()
+        text = f"restarting the engine: {lost}; requests get 503 until it is ready"
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def restarted(self, url: str) -> None:
+        seconds = time.perf_counter() - self._started
+        self._console.print(f"[bold]ready again[/bold] after {seconds:.1f} s: {url}/v1", highlight=False)
+
     def ready(self, url: str, facts: Mapping[str, Any]) -> None:
         self._stages.__exit__(None, None, None)
         resolved = read(self._given, chosen(facts))

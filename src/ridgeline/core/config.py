@@ -75,6 +75,11 @@ class ServiceConfig:
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
+    engine_restarts: int = option(
+        3,
+        "restarts of a lost engine within engine_restart_minutes; beyond that the server ends with status 1; 0: no restart",
+    )
+    engine_restart_minutes: float = option(10.0, "minutes for which a restart of the engine counts")
     slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput")
     price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
     metrics_alias: str = option(

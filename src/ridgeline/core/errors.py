@@ -12,7 +12,7 @@ RidgelineError                 500  something of ours broke
 │   ├── BodyTooSlow            408  the connection stalled before the end of the body
 │   ├── BodyTooLarge           413
 │   └── Overloaded             429  the queue is full; carries when to come back
-├── Unavailable                503  loading or draining, never load
+├── Unavailable                503  loading, draining or restarting the engine, never load
 ├── EngineFailed               500  a step failed or the engine process ended
 └── ConfigError                 -   start-up: an option or a model we cannot serve
     ├── UnsupportedModel        -   architecture, format or feature, by name

@@ -46,6 +46,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_body_mb": (0.001, 1 << 20),
     "keep_alive_s": (0.01, 1 << 20),
     "drain_s": (0.0, 1 << 20),
+    "engine_restarts": (0, 1 << 20),
+    "engine_restart_minutes": (0.01, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {"quantization": check_format, "slo": Slo.parse}

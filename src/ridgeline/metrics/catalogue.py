@@ -66,6 +66,7 @@ COUNTERS: Mapping[str, Entry] = {
     "spec_decode_saved_seconds": Entry(
         "Seconds that drafts saved, by what steps without any take (tries that failed taken off).", ours=True
     ),
+    "engine_restarts": Entry("Engine processes started in place of one that had ended or was stuck.", ours=True),
     "request_success": Entry("Finished choices.", label="finished_reason"),
     "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
     "steps": Entry("Steps run.", ours=True),

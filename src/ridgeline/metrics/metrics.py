@@ -127,9 +127,13 @@ class Metrics:
     # --- news -------------------------------------------------------------------------------------------------------
 
     def on_ready(self, max_len: int, page_tokens: int, blocks: int) -> None:
-        """The engine serves: its context bounds the token histograms, its cache is described. Forgets observations."""
+        """The engine serves: its context bounds the token histograms, its cache is described.
+
+        Another context than before forgets the observations; an engine that was restarted has the same one.
+        """
         self._settle()
-        self._set_edges(max_len)
+        if max_len != self._max_len:
+            self._set_edges(max_len)
         self._cache = {"block_size": str(page_tokens), "num_gpu_blocks": str(blocks)}
 
     def on_step(self, step: StepRecord) -> None:
@@ -222,6 +226,10 @@ class Metrics:
     def aborted(self, reason: str) -> None:
         """A request ended before its answer did, or was refused: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
+
+    def engine_restarted(self) -> None:
+        """A lost engine is being replaced."""
+        self._count("engine_restarts", 1)
 
     def shadowed(self, tokens: int, same: int, nats: float, mean: float) -> None:
         """An answer was scored by the reference too. nats: its divergences summed; mean: per token, of the last answers."""
@@ -318,6 +326,7 @@ class Metrics:
         self._counters[key] = self._counters.get(key, 0.0) + more
 
     def _set_edges(self, max_len: int) -> None:
+        self._max_len = max_len
         tokens = tuple(one_two_five(max_len))
         self._histograms = {name: Histogram(entry.edges or tokens) for name, entry in HISTOGRAMS.items()}
 

@@ -1,11 +1,11 @@
-"""What stands behind the app: nothing while the engine loads, then the service, then the reason it is going away."""
+"""What stands behind the app: the service while an engine serves, else the reason why there is none."""
 
 from __future__ import annotations
 
 import asyncio
 
 from ridgeline.core.config import ServiceConfig
-from ridgeline.core.errors import EngineFailed, Unavailable
+from ridgeline.core.errors import Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.service.origins import Origins
 from ridgeline.service.state import Service
@@ -13,7 +13,11 @@ from ridgeline.wire.client import EngineClient
 
 
 class Front:
-    """The one thing of the service that changes: it opens when the engine serves, and drains when the server ends."""
+    """The one value of the service that changes: it opens when an engine serves, closes when that engine is lost, and drains
+    when the server ends.
+
+    client: of the present engine, or of the last one until another is started.
+    """
 
     def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
         self.config = config
@@ -24,19 +28,27 @@ class Front:
         """Requests being answered."""
         self.origins = Origins.parse(config.allowed_origins)
         self._hurry = False
+        self._lost = ""
+        """Why the last engine was lost, while it is being replaced."""
         self._service: Service | None = None
 
     def open(self, service: Service) -> None:
+        """Answer with a service whose engine is ready."""
+        self.client = service.client
         self._service = service
+        self._lost = ""
+
+    def close(self, lost: str) -> None:
+        """Answer with 503 until the next `open`. lost: why the engine is being restarted."""
+        self._service = None
+        self._lost = lost
 
     def service(self) -> Service:
-        """The service. Raises Unavailable while loading or draining, EngineFailed when the engine has ended."""
-        if self.client.failure is not None:
-            raise EngineFailed(f"The engine has ended: {self.client.failure}")
+        """The service. Raises Unavailable while the engine loads or is restarted, and while the server drains."""
         if self.draining:
             raise Unavailable("The server is shutting down: send the request to another replica.")
-        if self._service is None:
-            raise Unavailable(f"The server is not ready: {self.client.trouble or 'the engine is loading'}.")
+        if self._service is None or self.client.failure is not None:
+            raise Unavailable(f"The server is not ready: {self.trouble}.")
         return self._service
 
     @property
@@ -44,6 +56,8 @@ class Front:
         """Why a router should send nothing here, or None."""
         if self.draining:
             return "the server is shutting down"
+        if self._lost:
+            return f"the engine is being restarted, because it was lost: {self._lost}"
         if (trouble := self.client.trouble) is not None:
             return trouble.rstrip(".")
         return None if self._service is not None else "the service is starting"

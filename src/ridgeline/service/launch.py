@@ -37,6 +37,11 @@ class EngineProcess:
             self.process.kill()
             await asyncio.to_thread(self.process.wait)
 
+    async def kill(self) -> None:
+        """End the process at once, whatever it does, and close its client."""
+        self.process.kill()
+        await self.stop()
+
 
 class Begun(NamedTuple):
     """An engine's process that nobody speaks to yet, and our end of its pipe. It ends when that is closed."""
@@ -72,8 +77,15 @@ async def connect(begun: Begun, on_step: Callable[[StepStats], None] | None = No
 async def launch(
     model: ModelConfig, engine: EngineConfig, on_step: Callable[[StepStats], None] | None = None
 ) -> EngineProcess:
-    """Begin an engine and speak to it."""
-    return await connect(begin(model, engine), on_step)
+    """Begin an engine and speak to it. Whoever cancels this leaves no process behind."""
+    begun = begin(model, engine)
+    try:
+        return await connect(begun, on_step)
+    except BaseException:
+        begun.process.kill()
+        begun.pipe.close()
+        begun.process.wait()
+        raise
 
 
 def _describe(status: int) -> str:

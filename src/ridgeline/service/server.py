@@ -7,8 +7,9 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from aiohttp import http_exceptions, web
 
 import ridgeline
 from ridgeline.core.config import ServiceConfig
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Metrics
@@ -25,21 +26,25 @@ from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
-from ridgeline.service.launch import Begun, connect
+from ridgeline.service.launch import Begun, connect, launch
 from ridgeline.service.listen import cannot_listen
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
+from ridgeline.service.supervisor import Supervisor
 from ridgeline.text.chat import ChatTemplates
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
+from ridgeline.wire.messages import StepStats
 
 _CLOSE_S = 2.0
 """Seconds that connections get to close after the drain."""
 _LOOK_S = 0.05
 """Seconds between two looks at the engine's progress while it loads."""
 _BACKLOG = 1024
+_NOTHING_RUNS = StepStats(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, steps=0)
+"""A record without a step: the gauges of a lost engine."""
 
 CEILING_NAMES = frozenset(one.name for one in fields(Ceilings))
 
@@ -61,15 +66,19 @@ http_log.addFilter(_ours)
 
 
 class Server:
-    """The HTTP side of one engine. `start` listens, `open` answers, `stop` drains and closes."""
+    """The HTTP side of a supervised engine. `start` listens, `open` answers, `keep_open` replaces engines that are lost, `stop`
+    drains and closes."""
 
     def __init__(
-        self, config: ServiceConfig, client: EngineClient, metrics: Metrics, reference: Reference | None = None
+        self, config: ServiceConfig, supervisor: Supervisor, metrics: Metrics, reference: Reference | None = None
     ) -> None:
-        """reference: scores a share of the answers again."""
-        self.front = Front(config, client, metrics)
+        """supervisor: of an engine that was begun; the caller stops it. reference: scores a share of the answers again."""
+        self.front = Front(config, supervisor.engine.client, metrics)
         self.port = config.port
+        self._supervisor = supervisor
         self._reference = reference
+        self._service: Service | None = None
+        """Of the present engine, or of the last one until another is ready."""
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
@@ -108,27 +117,59 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        metrics = self.front.metrics
+        self._answer(_make_service(self.front, card, tokenizer, templates))
+        log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
+
+    async def keep_open(self, announce: Announce | None = None) -> None:
+        """After `open`: start another engine whenever one is lost. Ends by being cancelled; raises EngineFailed when no
+        restart is left."""
+        announce = announce or Quiet()
+        assert self._service is not None
+        while True:
+            lost = await self._supervisor.wait_lost()
+            self.front.close(lost)
+            announce.restarting(lost)
+            self.front.metrics.engine_restarted()
+            self.front.metrics.on_step(_NOTHING_RUNS)
+            # The reference engine ends as well: it would hold memory that the next engine is to be sized with.
+            await self._end_shadowing()
+            client = await self._supervisor.restart()
+            try:
+                await client.wait_ready()
+            except RidgelineError:
+                continue  # an engine that does not start is the next one that is lost
+            self._answer(_renewed(self._service, client))
+            announce.restarted(self.url)
+
+    def _answer(self, service: Service) -> None:
+        """Open the front with a service whose engine is ready."""
+        config, metrics, client = service.config, service.metrics, service.client
+        facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
-        service = _make_service(self.front, card, tokenizer, templates)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.most)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
             service = replace(service, shadow=shadow)
+        self._service = service
         self.front.open(service)
-        log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
+
+    async def _end_shadowing(self) -> None:
+        if self._shadowing is not None:
+            self._shadowing.cancel()
+            await asyncio.wait({self._shadowing})
 
     async def stop(self) -> None:
-        """Drain, end with an error what is left, close. The engine is the caller's to stop."""
+        """Drain, end with an error what is left, close. The engine is the supervisor's to stop."""
         if self._shadowing is not None:
             self._shadowing.cancel()
         await self.front.drain()
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._shadowing is not None:
-            await asyncio.wait({self._shadowing})
+        if self._service is not None:
+            self._service.grammars.close()
+        await self._end_shadowing()
 
 
 def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
@@ -152,9 +193,19 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
         templates=templates,
         grammars=GrammarChecks(GrammarCompiler(tokenizer, vocab_size=limits.vocab, end_ids=ends)),
         limits=limits,
-        gate=Gate(front.config.max_queue, int(facts.get("max_num_seqs") or 1)),
+        gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
     )
+
+
+def _renewed(service: Service, client: EngineClient) -> Service:
+    """The service with another engine of the same model. What was read from the model's files stays."""
+    limits = Limits.of(client.facts, service.tokenizer)
+    return replace(service, client=client, limits=limits, gate=_make_gate(service.config, client.facts), shadow=None)
+
+
+def _make_gate(config: ServiceConfig, facts: Mapping[str, Any]) -> Gate:
+    return Gate(config.max_queue, int(facts.get("max_num_seqs") or 1))
 
 
 def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplates:
@@ -178,23 +229,31 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
 
 
 class Announce(Protocol):
-    """Who wants to know how far a server has come."""
+    """Receives the progress of a server: its start, and each replacement of its engine."""
 
     def listening(self, url: str) -> None: ...
 
     def loading(self, stage: str, done: int, total: int) -> None: ...
 
     def ready(self, url: str, facts: Mapping[str, Any]) -> None: ...
+
+    def restarting(self, lost: str) -> None: ...
+
+    def restarted(self, url: str) -> None: ...
 
 
 class Quiet:
-    """Tells nobody."""
+    """Announces nothing."""
 
     def listening(self, url: str) -> None: ...
 
     def loading(self, stage: str, done: int, total: int) -> None: ...
 
     def ready(self, url: str, facts: Mapping[str, Any]) -> None: ...
+
+    def restarting(self, lost: str) -> None: ...
+
+    def restarted(self, url: str) -> None: ...
 
 
 async def serve(
@@ -204,56 +263,69 @@ async def serve(
     begun: Begun,
     announce: Announce | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. listeners: bound sockets. begun: the engine
+    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. listeners: bound sockets. begun: the first engine
     process of `resolved`.
 
-    Raises ConfigError or EngineFailed for what cannot start. An engine that dies later does not end the server: requests
-    get errors and /health says why, so that whoever supervises it can see and decide.
+    Raises ConfigError or EngineFailed for what cannot start, and EngineFailed when the engine is lost and no restart is left.
     """
-    config, model = resolved.service, resolved.model
-    reference = make_reference(config, model, resolved.engine)
-    told = announce or Quiet()
+    config, model, engine = resolved.service, resolved.model, resolved.engine
+    reference = make_reference(config, model, engine)
+    announce = announce or Quiet()
     name = model.model or folder.name
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
-    process = await connect(begun, metrics.on_step)
-    server = Server(config, process.client, metrics, reference)
+    first = await connect(begun, metrics.on_step)
+    supervisor = Supervisor(first, partial(launch, model, engine, metrics.on_step), config)
+    server = Server(config, supervisor, metrics, reference)
+    stopped = _stop_signals(server.front)
+    try:
+        await server.start(listeners)
+        announce.listening(server.url)
+        await run_until(stopped, _run(server, folder, name, announce))
+    except RidgelineError:
+        server.front.hurry()  # nothing can be answered any more
+        raise
+    finally:
+        await server.stop()
+        await supervisor.stop()
+
+
+def _stop_signals(front: Front) -> asyncio.Event:
+    """Set by SIGTERM and SIGINT. The first signal drains, the second one does not wait."""
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        """The first signal drains, the second one does not wait."""
         if stopped.is_set():
-            server.front.hurry()
+            front.hurry()
         stopped.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    opening = watching = None
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    return stopped
+
+
+async def _run(server: Server, folder: Path, name: str, announce: Announce) -> None:
+    """Open the server and keep it open."""
+    watching = asyncio.ensure_future(_watch_loading(server.front.client, announce))
     try:
-        await server.start(listeners)
-        told.listening(server.url)
-        watching = loop.create_task(_watch_loading(process.client, told))
-        opening = loop.create_task(server.open(folder, name))
-        if await _opened(opening, stopped):
-            await watching
-            told.ready(server.url, process.client.facts)
-            await stopped.wait()
+        await server.open(folder, name)
+        await watching
     finally:
-        for task in (opening, watching):
-            if task is not None:
-                task.cancel()
-        await server.stop()
-        await process.stop()
+        watching.cancel()
+    announce.ready(server.url, server.front.client.facts)
+    await server.keep_open(announce)
 
 
-async def _opened(opening: asyncio.Task[None], stopped: asyncio.Event) -> bool:
-    """True when the server is open, False when it was stopped before; an error of `opening` is raised."""
-    stop = asyncio.ensure_future(stopped.wait())
-    await asyncio.wait({opening, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if opening.done():
-        opening.result()
-    return opening.done()
+async def run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends or `stopped` is set, which cancels it. Raises its error."""
+    running, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        stop.cancel()
+        await asyncio.gather(running, stop, return_exceptions=True)
 
 
 async def _watch_loading(client: EngineClient, announce: Announce) -> None:
