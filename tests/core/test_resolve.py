@@ -39,6 +39,7 @@ SAID = {
     "port": "0",
     "api_key": "secret",
     "allowed_origins": "https://a.example",
+    "allowed_hosts": "chat.example.org",
     "served_model_name": "name",
     "chat_template": "t.jinja",
     "max_queue": "9",

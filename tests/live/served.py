@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..service.live import Reply
+from ..service.live import Reply, json_headers
 
 MODEL = "ridgeline-14m"
 TIMEOUT_S = 60.0
@@ -78,7 +78,7 @@ class Served:
         connection = self.connect()
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, headers or {})
+            connection.request(method, path, data, json_headers(method, headers))
             response = connection.getresponse()
             found = {name.lower(): value for name, value in response.getheaders()}
             return Reply(response.status, found, response.read())
@@ -102,8 +102,7 @@ class Served:
         """A request by hand, so that its client can stop reading, or go, at any moment; the end of the answer is the
         connection's."""
         body = json.dumps(fields).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        return self.raw(head.encode() + body)
+        return self.raw(post(path, body, "Connection: close"))
 
     def stats(self) -> dict[str, Any]:
         return self.send("GET", "/admin/stats").json
@@ -132,6 +131,12 @@ class Served:
                     return
             assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
+
+
+def post(path: str, body: bytes, *lines: str) -> bytes:
+    """A whole POST of JSON as bytes. lines: further lines of its head."""
+    head = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines)
+    return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:

@@ -19,13 +19,14 @@ import pytest
 
 from ridgeline.service.fields import TABLE
 
-from ..service.live import Reply
+from ..service.live import Reply, json_headers
 from .hostile import HOSTILE
-from .served import TIMEOUT_S, Served, refused
+from .served import TIMEOUT_S, Served, post, refused
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 HI = [{"role": "user", "content": "hi"}]
 STORY = "Once upon a time"
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -83,13 +84,16 @@ def test_bodies_that_are_no_requests(server: Served, path: str):
     for number, body in enumerate(BODIES):
         for kind in (TYPES[0], TYPES[number % len(TYPES)]):
             if "\x01" not in kind:
-                refused(server.send("POST", path, body, {"content-type": kind}))
+                status = 400 if kind.startswith("application/json") else 415
+                refused(server.send("POST", path, body, {"content-type": kind}), status)
 
 
-def test_a_good_body_is_read_whatever_it_is_called(server: Served):
+def test_a_body_must_be_called_json(server: Served):
     body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
-    for kind in TYPES[:4]:
-        assert server.send("POST", "/v1/completions", body, {"content-type": kind}).status == 200
+    for kind in TYPES:
+        if "\x01" not in kind:
+            status = 200 if kind.startswith("application/json") else 415
+            assert server.send("POST", "/v1/completions", body, {"content-type": kind}).status == status
 
 
 def test_bodies_too_large(server: Served):
@@ -126,7 +130,7 @@ def test_any_value_in_any_field(server: Served, route: str):
     for field in TABLE:
         for value in VALUES if route in field.routes else ():
             body = {**given, "max_tokens": 1, field.name: value}
-            connection.request("POST", path, json.dumps(body))
+            connection.request("POST", path, json.dumps(body), json_headers("POST", None))
             response = connection.getresponse()
             reply = Reply(response.status, dict(response.getheaders()), response.read())
             if reply.status not in (200, 429):
@@ -204,11 +208,11 @@ def test_unknown_models_and_routes(server: Served):
 def test_bytes_that_are_no_http(server: Served):
     for data in (
         b"\x16\x03\x01nonsense\r\n\r\n",
-        b"GET " + b"/x" * 50_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET " + b"/x" * 50_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000 + b"\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        JSON_HEAD + b"Content-Length: -5\r\n\r\n",
+        JSON_HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     ):
         try:
             sock = server.raw(data)
@@ -222,8 +226,8 @@ def test_bytes_that_are_no_http(server: Served):
 
 
 def test_connections_that_say_nothing_or_half(server: Served):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
-    parts = (b"", b"P", head[:40], head, head + b'{"prompt":', b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    head = JSON_HEAD + b"Content-Length: 999\r\n\r\n"
+    parts = (b"", b"P", head[:40], head, head + b'{"prompt":', b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     socks = [server.raw(parts[number % len(parts)]) for number in range(60)]
     assert server.complete(max_tokens=2).status in (200, 429)
     for number, sock in enumerate(socks):
@@ -262,8 +266,7 @@ def test_slow_readers_get_everything(server: Served):
             "stream": True,
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-        sock.sendall(head.encode() + data)
+        sock.sendall(post("/v1/completions", data, "Connection: close"))
         socks.append(sock)
     reset(socks.pop())
     for sock in socks:

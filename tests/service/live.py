@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -146,6 +146,12 @@ class Heard(Quiet):
         self.words.append(f"restarted: {url}")
 
 
+def json_headers(method: str, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers of a request: a POST says that it sends JSON unless `headers` names another type."""
+    given = {name.lower(): value for name, value in (headers or {}).items()}
+    return {"content-type": "application/json", **given} if method == "POST" else given
+
+
 @dataclass
 class Live:
     """A running server. Its event loop lives in another thread.
@@ -187,7 +193,7 @@ class Live:
     def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
         connection = self.connect()
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, data, headers or {})
+        connection.request(method, path, data, json_headers(method, headers))
         response = connection.getresponse()
         text = response.read()
         connection.close()

@@ -16,6 +16,7 @@ from ridgeline.text.tokenizer import Tokenizer
 
 from .live import MODEL, Live, behaviour, counts, ids, live, says
 
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODIES = [
     b"",
     b"{",
@@ -219,7 +220,7 @@ def begin(server: Live, path: str = "/v1/completions", **fields) -> socket.socke
     """A request by hand, so that the client can go at any moment."""
     body = json.dumps({"prompt": "hi", "max_tokens": 1000, **fields}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)
     return sock
 
@@ -450,7 +451,7 @@ def test_abuse_leaves_a_server_that_answers():
             socks.append(begin(server, stream=bool(round_number % 2), n=1 + round_number % 3))
             socks.append(begin(server, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]))
             garbage = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-            garbage.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+            garbage.sendall(JSON_HEAD + b"Content-Length: 999\r\n\r\n{")
             socks.append(garbage)
             assert server.send("POST", "/v1/completions", BODIES[round_number]).status == 400
             assert server.complete(prompt="x" * 100_000).status in (400, 429)

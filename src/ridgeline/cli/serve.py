@@ -115,6 +115,8 @@ def check(resolved: Resolved) -> None:
     if resolved.service.allowed_origins:
         # Only here: what it needs is imported while the engine's process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+    if resolved.service.allowed_hosts:
+        import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 
 
 def run(given: Given) -> int:

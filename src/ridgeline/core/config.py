@@ -64,10 +64,15 @@ class ServiceConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_key: str | None = option(
-        None, "key that every route asks for but /health and the pages, whose data asks for it"
+        None, "key that every route asks for, except /health and the pages, whose data asks for it"
     )
     allowed_origins: str = option(
-        "", "sites whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
+        "", "sites whose pages may call the server from a browser: https://a.example,https://b.example, or * for all"
+    )
+    allowed_hosts: str = option(
+        "",
+        "host names by which the server may be called, beside localhost: chat.example.org,10.0.0.5, or * for all; checked "
+        "when it listens on loopback, or when this is given",
     )
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")

@@ -6,11 +6,14 @@ RidgelineError                 500  something of ours broke
 │   ├── ContextTooLong         400  prompt and answer cannot fit the model's context
 │   ├── BadGrammar             400  a schema, regex or grammar that does not compile
 │   ├── Unauthorized           401
+│   ├── HostNotAllowed         403  the header Host names a host that is not ours
+│   ├── CrossSiteRequest       403  a browser sends it for a page of a site that is not allowed
 │   ├── ModelNotFound          404
 │   ├── NotFound               404  no such route or object
 │   ├── MethodNotAllowed       405
 │   ├── BodyTooSlow            408  the connection stalled before the end of the body
 │   ├── BodyTooLarge           413
+│   ├── NotJson                415  the header content-type names another type than JSON
 │   └── Overloaded             429  the queue is full; carries when to come back
 ├── Unavailable                503  loading, draining or restarting the engine, never load
 ├── EngineFailed               500  a step failed or the engine process ended
@@ -62,6 +65,16 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
 
+class HostNotAllowed(RequestError):
+    status = 403
+    code = "host_not_allowed"
+
+
+class CrossSiteRequest(RequestError):
+    status = 403
+    code = "cross_site_request"
+
+
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
@@ -85,6 +98,11 @@ class BodyTooSlow(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class NotJson(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class Overloaded(RequestError):

@@ -10,19 +10,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ridgeline.core.errors import (
     BodyTooLarge,
     BodyTooSlow,
     MethodNotAllowed,
     NotFound,
+    NotJson,
     RequestError,
     RidgelineError,
     Unauthorized,
 )
 from ridgeline.service.errors import as_ridgeline, error_response
 from ridgeline.service.front import Front
+from ridgeline.service.hosts import Hosts
 
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -34,9 +36,13 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMES = 32
-_OPEN = frozenset({"/health", "/dashboard", "/chat"})
+_PAGES = frozenset({"/dashboard", "/chat"})
+"""HTML pages. Other sites may link to them."""
+_OPEN = frozenset({"/health"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
-"""Routes that need no key: the pages are the same for everybody, what they show is asked for with it."""
+"""Routes that need no key: the pages hold no data, and ask for data with the key."""
+_JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _BODY_S = 300.0
 """Seconds in which a body must arrive: who sends half of one would hold a connection, and up a drain, for ever."""
 _UNDONE = ("identity", "gzip", "deflate")
@@ -78,12 +84,16 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Gives the request its id, asks for the key, and turns every error into the one shape."""
     front = request.app[FRONT]
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
-    if (told := front.origins.preflight(request)) is not None:
-        return told
     front.active += 1
     try:
+        _check_host(request, front.hosts)
+        if (answer := front.origins.preflight(request)) is not None:
+            return answer
+        front.origins.check(request, _PAGES)
         if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
             _check_key(request, front.config.api_key)
+        if request.method not in _SAFE_METHODS and request.match_info.http_exception is None:
+            _check_content_type(request.headers.get("content-type", ""))
         return await handler(request)
     except web.HTTPException as error:
         return from_http(request, error)
@@ -93,12 +103,35 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         front.active -= 1
 
 
+def _check_host(request: web.Request, hosts: Hosts) -> None:
+    """Refuse a request that does not name its host, or names one that is not allowed."""
+    given = request.headers.getall("host", [])
+    if len(given) > 1 or (not given and request.version >= HttpVersion11):
+        raise RequestError("The header Host must be sent once: HTTP/1.1 requires it.", param="host")
+    for host in given:
+        hosts.check(host)
+    if not request.raw_path.startswith("/"):  # GET http://host/path names a host too, which precedes the header
+        hosts.check(request.url.authority)
+
+
 def _check_key(request: web.Request, key: str | None) -> None:
+    """Accepts `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key counts alone where both are sent."""
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(_raw(given.strip()), _raw(key)):
-        raise Unauthorized("The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")
+    if not hmac.compare_digest(_raw(given.strip()), _raw(key)):
+        raise Unauthorized(
+            "The API key is missing or wrong: send the header `authorization: Bearer KEY` or `x-api-key: KEY`."
+        )
+
+
+def _check_content_type(given: str) -> None:
+    """A browser asks for permission before a page of another site may send JSON; other types it sends unasked."""
+    if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()):
+        problem = f"The content type {given[:60]!r} is not JSON" if given else "The header content-type is missing"
+        raise NotJson(f"{problem}: send the header content-type: application/json.", param="content-type")
 
 
 def _raw(text: str) -> bytes:

@@ -1,4 +1,9 @@
-"""Which pages of other sites may call the API from a browser (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+"""Which pages of other sites may call the server from a browser.
+
+A browser names the page's site in `Origin` and its relation to the server in `Sec-Fetch-Site`; no script can change
+either header. Requests of a site that is not allowed are refused before they have an effect. Pages of allowed sites may
+read the answers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol). Programs send neither header.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,20 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import ConfigError, CrossSiteRequest
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+|null|\*")
 _EXPOSED = "x-request-id, x-ridgeline-ignored-fields, retry-after, retry-after-ms"
 _REMEMBERED_S = 600
 """Seconds for which a browser need not ask again."""
+_FOREIGN = frozenset({"cross-site", "same-site"})
+"""Values of Sec-Fetch-Site for a page of another origin; another port of the same host is "same-site"."""
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Origins that are allowed, as browsers send them; "*" stands for all, none for nobody but our own pages."""
+    """allowed: origins as browsers send them; "*" stands for all. The server's own pages are always allowed."""
 
     allowed: frozenset[str]
 
@@ -31,8 +39,28 @@ class Origins:
                 raise ConfigError(f"allowed_origins has {name!r}: give {wanted}.", param="allowed_origins")
         return cls(frozenset(names))
 
+    def check(self, request: web.Request, pages: frozenset[str]) -> None:
+        """Raises CrossSiteRequest for a request that a browser sends for a page of a site that is not allowed.
+
+        pages: paths of HTML pages. Other sites may link to them.
+        """
+        if "*" in self.allowed or self._allows(request):
+            return
+        origin = request.headers.get("origin")
+        if origin is not None and not _same_origin(origin, request.headers.get("host", "")):
+            raise CrossSiteRequest(
+                f"Pages of {origin[:100]} may not call this server: add the site to --allowed-origins.", param="origin"
+            )
+        site = request.headers.get("sec-fetch-site", "").lower()
+        if site in _FOREIGN and not (request.path in pages and _opens_page(request)):
+            raise CrossSiteRequest(
+                f"A page of another site may not make this request (sec-fetch-site: {site}): "
+                "add the site to --allowed-origins and call the server with fetch in mode cors.",
+                param="sec-fetch-site",
+            )
+
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks whether it may; None for any other request."""
+        """The answer to a browser that asks whether an allowed page may send a request; None for any other request."""
         asked = request.headers.get("access-control-request-method")
         if request.method != "OPTIONS" or asked is None or not self._allows(request):
             return None
@@ -42,7 +70,7 @@ class Origins:
         return web.Response(status=204, headers=headers)
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let the page that asked read the answer, if it may."""
+        """Let an allowed page read the answer."""
         if not self.allowed:
             return
         every = "*" in self.allowed
@@ -54,4 +82,17 @@ class Origins:
 
     def _allows(self, request: web.Request) -> bool:
         origin = request.headers.get("origin")
-        return origin is not None and ("*" in self.allowed or origin in self.allowed)
+        return origin is not None and ("*" in self.allowed or origin.lower() in self.allowed)
+
+
+def _same_origin(origin: str, host: str) -> bool:
+    """Whether a page's origin is the server itself. Only host and port count: behind a TLS proxy the schemes differ."""
+    scheme, separator, place = origin.lower().partition("://")
+    port = _DEFAULT_PORTS.get(scheme, "")
+    return bool(separator) and place.removesuffix(port) == host.strip().lower().removesuffix(port)
+
+
+def _opens_page(request: web.Request) -> bool:
+    """Whether a browser opens the address in a tab of its own, as after a click on a link."""
+    kind = (request.method, request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest"))
+    return kind == ("GET", "navigate", "document")
