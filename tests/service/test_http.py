@@ -53,13 +53,13 @@ def test_what_is_refused_before_the_application_is_asked_has_the_same_shape(endl
 
 def test_an_encoding_that_nobody_undoes_is_named(endless: Live):
     answer = endless.send("POST", "/v1/completions", b"\x00\x01\x02", {"Content-Encoding": "smaller"})
-    assert answer.status == 400 and "content-encoding 'smaller' is not known" in answer.error["message"]
+    assert answer.status == 400 and "content-encoding 'smaller' is not supported" in answer.error["message"]
     plain = endless.send("POST", "/v1/completions", b"\x00", {"Content-Encoding": "identity"})
     assert plain.status == 400 and "not valid JSON" in plain.error["message"]
 
 
 def test_half_a_body_does_not_hold_its_connection_for_ever(endless: Live, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ridgeline.service.guard._BODY_S", 0.2)
+    monkeypatch.setattr("ridgeline.service.bodies._BODY_S", 0.2)
     sock = socket.create_connection(("127.0.0.1", endless.port), timeout=10)
     sock.sendall(JSON_HEAD + b"Content-Length: 99\r\n\r\n{")
     head = sock.recv(65536)

@@ -23,7 +23,7 @@ from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, gua
 
 def make_app(front: Front) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
-    app = web.Application(middlewares=[guard], client_max_size=int(front.config.max_body_mb * (1 << 20)))
+    app = web.Application(middlewares=[guard])
     app[FRONT] = front
     app.on_response_prepare.append(add_headers)
     app.router.add_post("/v1/chat/completions", _chat)

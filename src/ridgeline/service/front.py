@@ -7,6 +7,7 @@ import asyncio
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import Unavailable
 from ridgeline.metrics import Metrics
+from ridgeline.service.bodies import Bodies
 from ridgeline.service.hosts import Hosts
 from ridgeline.service.origins import Origins
 from ridgeline.service.state import Service
@@ -28,6 +29,7 @@ class Front:
         self.active = 0
         """Requests being answered."""
         self.origins = Origins.parse(config.allowed_origins)
+        self.bodies = Bodies(int(config.max_body_mb * (1 << 20)))
         self.hosts = Hosts.parse(config.allowed_hosts, config.host)
         self._hurry = False
         self._lost = ""

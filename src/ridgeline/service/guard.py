@@ -1,20 +1,16 @@
-"""What every request passes on its way in and out: request id, key, body limit, error shape."""
+"""What every request passes on its way in and out: host, origin, key, content type, request id, error shape."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import HttpVersion11, web
 
 from ridgeline.core.errors import (
-    BodyTooLarge,
-    BodyTooSlow,
     MethodNotAllowed,
     NotFound,
     NotJson,
@@ -43,40 +39,11 @@ _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key: the pages hold no data, and ask for data with the key."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_BODY_S = 300.0
-"""Seconds in which a body must arrive: who sends half of one would hold a connection, and up a drain, for ever."""
-_UNDONE = ("identity", "gzip", "deflate")
-"""Encodings of a body that are undone wherever we run; others only where aiohttp finds a library for them."""
-_LARGE = 1 << 18
-"""Bytes of a body that is decoded and checked in a thread, so that no stream waits for it."""
 
 
 async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
-    """What `read` makes of the decoded body. Raises RequestError when it is no JSON, BodyTooLarge above the limit,
-    BodyTooSlow when it does not come."""
-    try:
-        async with asyncio.timeout(_BODY_S):
-            data = await request.read()
-    except TimeoutError as error:
-        raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it at once.") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        limit = request.app[FRONT].config.max_body_mb
-        raise BodyTooLarge(f"The body is larger than {limit:g} MiB: send less.") from error
-    except web.RequestPayloadError as error:
-        raise RequestError(
-            "The body is not what its headers say: check content-encoding and transfer-encoding."
-        ) from error
-    try:
-        if len(data) > _LARGE:
-            return await asyncio.to_thread(lambda: read(msgspec.json.decode(data)))
-        return read(msgspec.json.decode(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        coded = request.headers.get("content-encoding", "identity").lower()
-        if coded not in _UNDONE:
-            raise RequestError(
-                f"The body's content-encoding {coded[:40]!r} is not known: send one of {', '.join(_UNDONE)}."
-            ) from error
-        raise RequestError(f"The body is not valid JSON: {error}.") from error
+    """What `read` makes of the decoded body of a request."""
+    return await request.app[FRONT].bodies.read(request, read)
 
 
 @web.middleware

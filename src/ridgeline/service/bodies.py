@@ -1,0 +1,162 @@
+"""Reads JSON bodies within a bound of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, Overloaded, RequestError
+
+_T = TypeVar("_T")
+_MIB = 1 << 20
+_BODY_S = 300.0
+"""Seconds in which a body must arrive. A client that sends half of one would hold a connection, and a drain, for ever."""
+_ROOM_S = 30.0
+"""Seconds that a large body waits for others to be done."""
+_ENCODINGS = ("identity", "gzip", "deflate")
+"""Values of content-encoding that are decoded on every machine; others only where aiohttp finds a library for them."""
+_LARGE = 1 << 18
+"""Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
+_HELD = 48 * _MIB
+"""Bytes of large bodies that are held at the same time."""
+_DECODED = 128 * _MIB
+"""Bytes that the values of one decoded body may take, by `_COSTS`."""
+_COSTS = ((b",", 40), (b":", 150), (b"{", 80), (b"[", 80))
+"""Bytes of Python objects that a character of JSON outside of strings stands for: an item of a list (8) with a number (32),
+a member of an object, an object, a list."""
+_QUOTE = 30
+"""Half of a short string."""
+_SLICE = 1 << 18
+"""Bytes that are counted at a time; other threads run in between."""
+
+
+class Bodies:
+    """Reads bodies of at most `limit` bytes.
+
+    Large bodies share `_HELD` bytes (or `limit`, if that is more) and one thread that decodes them one after the other, so
+    that their number does not decide how much memory they take. Small bodies are decoded where they arrive.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._room = _Room(max(_HELD, limit))
+        self._decoder = ThreadPoolExecutor(1, "bodies")
+
+    async def read(self, request: web.Request, read: Callable[[Any], _T]) -> _T:
+        """What `read` makes of the decoded body.
+
+        Raises RequestError for a body that is not JSON, BodyTooLarge for one that is too large or would be when decoded,
+        BodyTooSlow for one that does not arrive, Overloaded when too many large bodies arrive at once.
+        """
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    body = await self._receive(request, held)
+            except TimeoutError as error:
+                raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it faster.") from error
+            except web.RequestPayloadError as error:
+                raise RequestError(
+                    "The body does not match its headers: check content-encoding and transfer-encoding."
+                ) from error
+            try:
+                if len(body) <= _LARGE:
+                    return read(msgspec.json.decode(body))
+                return await asyncio.get_running_loop().run_in_executor(self._decoder, _decode_large, body, read)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                encoding = request.headers.get("content-encoding", "identity").lower()
+                if encoding not in _ENCODINGS:
+                    raise RequestError(
+                        f"content-encoding {encoding[:40]!r} is not supported: use one of {', '.join(_ENCODINGS)}."
+                    ) from error
+                raise RequestError(f"The body is not valid JSON: {error}.") from error
+
+    async def _receive(self, request: web.Request, held: AsyncExitStack) -> bytearray:
+        """The body's bytes, decompressed. Room for a large one is reserved in `held`."""
+        plain = "content-encoding" not in request.headers
+        declared = request.content_length if plain else None
+        if declared is not None and declared > self._limit:
+            raise self._too_large()
+        body = bytearray()
+        reserved = False
+        while part := await request.content.readany():
+            body += part
+            if len(body) > self._limit:
+                raise self._too_large()
+            if len(body) > _LARGE and not reserved:
+                await held.enter_async_context(self._room.reserve(declared or self._limit))
+                reserved = True
+        return body
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body is larger than {self._limit / _MIB:g} MiB: send less, or raise --max-body-mb.")
+
+
+class _Room:
+    """Memory for large bodies. Who asks first is served first."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._turn = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    @asynccontextmanager
+    async def reserve(self, size: int) -> AsyncIterator[None]:
+        """Hold `size` bytes. Raises Overloaded when they do not become free in time."""
+        try:
+            async with asyncio.timeout(_ROOM_S), self._turn:
+                while self._free < size:
+                    self._returned.clear()
+                    await self._returned.wait()
+                self._free -= size
+        except TimeoutError as error:
+            raise Overloaded(
+                "Too many large bodies arrive at once: send this one again later.", retry_after_s=5
+            ) from error
+        try:
+            yield
+        finally:
+            self._free += size
+            self._returned.set()
+
+
+def _decode_large(body: bytearray, read: Callable[[Any], _T]) -> _T:
+    _check_cost(body)
+    return read(msgspec.json.decode(body))
+
+
+def _check_cost(body: bytearray) -> None:
+    """Raises BodyTooLarge for JSON whose decoded values would take more than `_DECODED` bytes: 30 MB of `[{},{},...]` take
+    800 MB."""
+    if any(cost > _DECODED for cost in _costs(body)):
+        raise BodyTooLarge(
+            f"The body's values would take more than {_DECODED // _MIB} MiB of memory: send fewer values, or several requests."
+        )
+
+
+def _costs(body: bytearray) -> Iterator[int]:
+    """The cost of the body up to the end of each slice."""
+    cost, start, in_string = 0, 0, False
+    while start < len(body):
+        end = start + _SLICE
+        part = bytes(body[start:end])
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape stays in one slice
+            part += body[end : end + 1]
+        start += len(part)
+        more, in_string = _slice_cost(part, in_string)
+        cost += more
+        yield cost
+
+
+def _slice_cost(part: bytes, in_string: bool) -> tuple[int, bool]:
+    """The cost of a slice of JSON, and whether it ends inside of a string. in_string: whether it begins inside of one."""
+    pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    outside = b"".join(pieces[int(in_string) :: 2])
+    quotes = len(pieces) - 1
+    cost = quotes * _QUOTE + sum(outside.count(character) * size for character, size in _COSTS)
+    return cost, in_string ^ (quotes % 2 == 1)

@@ -1,0 +1,69 @@
+"""Memory of the front process while large bodies arrive, several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .conftest import FLAGS
+from .served import Served, served
+
+AT_ONCE = 4
+BODY = 30_000_000
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with the default limit of bodies."""
+    with served(tmp_path_factory.mktemp("memory"), *FLAGS, "--max-body-mb", "32") as server:
+        yield server
+
+
+def growth(server: Served, work: Callable[[], object]) -> float:
+    """MB by which the front process's resident memory rises above its start while `work` runs, at the highest."""
+    process = Path(f"/proc/{server.process.pid}")
+    (process / "clear_refs").write_text("5")  # the peak counts from here
+    before = _read(process / "status", "VmRSS")
+    work()
+    return (_read(process / "status", "VmHWM") - before) / 1000
+
+
+def _read(status: Path, name: str) -> int:
+    """kB."""
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
+
+
+def repeat(item: bytes) -> bytes:
+    return b",".join([item] * (BODY // (len(item) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "most"),
+    [
+        pytest.param(b"[" + repeat(b"{}") + b"]", 413, 150, id="objects"),
+        pytest.param(b'{"prompt":[' + repeat(b"{}") + b"]}", 413, 150, id="field"),
+        pytest.param(b'{"prompt":' + b"[" * BODY + b"}", 413, 150, id="nested", marks=pytest.mark.long),
+        pytest.param(b'{"prompt":[' + repeat(b'"ab"') + b"]}", 413, 150, id="strings", marks=pytest.mark.long),
+        pytest.param(b"{" + repeat(b'"ab":1') + b"}", 413, 150, id="members", marks=pytest.mark.long),
+        pytest.param(b'{"prompt":[' + repeat(b"1234567") + b"]}", 413, 150, id="ids", marks=pytest.mark.long),
+        # Few enough to be decoded, one body at a time.
+        pytest.param(
+            b'{"prompt":[' + repeat(b"123456789012") + b"]}", 400, 300, id="fewer-ids", marks=pytest.mark.long
+        ),
+        pytest.param(b'{"prompt":"' + b"a" * BODY + b'"}', 400, 300, id="text", marks=pytest.mark.long),
+    ],
+)
+def test_large_bodies(roomy: Served, body: bytes, status: int, most: float) -> None:
+    def ask(_: int) -> int:
+        return roomy.send("POST", "/v1/completions", body).status
+
+    def ask_at_once() -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            assert list(pool.map(ask, range(AT_ONCE))) == [status] * AT_ONCE
+
+    assert growth(roomy, ask_at_once) < most
+    assert roomy.complete(max_tokens=1).status == 200

@@ -1,0 +1,137 @@
+"""Bodies of requests: what they may cost when decoded, and what many of them may hold at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+
+import pytest
+
+from ridgeline.core.errors import BodyTooLarge, Overloaded
+from ridgeline.service import bodies
+from ridgeline.service.bodies import _check_cost, _costs, _Room
+
+from .live import Live, behaviour, counts, live
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "item", [b"{}", b"[]", b'""', b'"ab"', b"[1]", b'{"a":1}', b'{"a":{}}', b'{"\\"":"\\\\"}'], ids=bytes.decode
+)
+def test_many_small_values_are_refused_before_they_are_decoded(item: bytes) -> None:
+    with pytest.raises(BodyTooLarge, match="send fewer values"):
+        _check_cost(bytearray(b"[" + b",".join([item] * (8 * MIB // len(item))) + b"]"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"prompt": "{}[],:" * (4 * MIB)}),
+        json.dumps({"prompt": '"{}",' * (3 * MIB)}),
+        json.dumps({"prompt": "\\" * (8 * MIB)}),
+        json.dumps({"prompt": "A sentence, as people write them: with commas. " * 500_000}),
+        json.dumps({"prompt": [[1234] * 2048] * 1024}),
+        json.dumps({"messages": [{"role": "user", "content": "hello"}] * 8192}),
+    ],
+    ids=["braces", "quotes", "backslashes", "prose", "ids", "messages"],
+)
+def test_long_texts_many_prompts_and_long_conversations_are_decoded(body: str) -> None:
+    _check_cost(bytearray(body.encode()))
+
+
+def test_slices_count_what_the_whole_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings and escapes that lie across the slices' borders."""
+    draw = random.Random(5)
+    for _ in range(200):
+        body = json.dumps([draw.choice(['"', "\\", '\\"', "{", 1, {}, {'"\\': "[,"}, "é"]) for _ in range(30)])
+        costs = []
+        for size in (1, 2, 3, 7, 1 << 20):
+            monkeypatch.setattr(bodies, "_SLICE", size)
+            costs.append(list(_costs(bytearray(body.encode())))[-1])
+        assert len(set(costs)) == 1, body
+        values = json.loads(body)
+        assert costs[0] == 80 + 40 * 29 + sum(_value_cost(value) for value in values)
+
+
+def _value_cost(value: object) -> int:
+    """By the table of costs, without reading JSON."""
+    if isinstance(value, str):
+        return 60
+    return 80 + (150 + 60 + 60 if value else 0) if isinstance(value, dict) else 0
+
+
+def test_a_large_body_is_refused_by_what_it_holds() -> None:
+    with live(behaviour(counts)) as server:
+        for body in (b"[" + b"{}," * (10 * MIB) + b"{}]", b'{"prompt":[' + b"{}," * (10 * MIB) + b"{}]}"):
+            answer = server.send("POST", "/v1/completions", body)
+            assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        assert server.complete(prompt="{}," * 100_000).error["code"] == "context_length_exceeded"
+
+
+def test_a_declared_length_above_the_limit_is_refused_before_the_body_arrives() -> None:
+    with live(behaviour(counts), max_body_mb=1) as server:
+        sock = _begin(server, MIB + 1, b"{")
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"--max-body-mb" in answer
+        sock.close()
+
+
+async def test_large_bodies_share_their_room_in_turn() -> None:
+    room, order = _Room(10), []
+
+    async def hold(name: str, size: int, until: asyncio.Event) -> None:
+        async with room.reserve(size):
+            order.append(name)
+            await until.wait()
+
+    ends = {name: asyncio.Event() for name in "abcd"}
+    tasks = []
+    for name, size in zip("abcd", (6, 4, 10, 1), strict=True):
+        tasks.append(asyncio.create_task(hold(name, size, ends[name])))
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert order == ["a", "b"]  # d would fit before c, and waits for its turn
+    ends["a"].set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert order == ["a", "b"]
+    tasks[2].cancel()  # a client that goes while it waits
+    ends["b"].set()
+    ends["d"].set()
+    await asyncio.wait(tasks)
+    assert order == ["a", "b", "d"]
+    async with room.reserve(10):
+        pass
+
+
+async def test_a_body_that_finds_no_room_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_ROOM_S", 0.01)
+    room = _Room(10)
+    async with room.reserve(10):
+        with pytest.raises(Overloaded, match="Too many large bodies"):
+            async with room.reserve(1):
+                pass
+    async with room.reserve(10):
+        pass
+
+
+def test_small_bodies_need_no_room() -> None:
+    with live(behaviour(counts), max_body_mb=64) as server:
+        body = b'{"prompt": "' + b"a" * (bodies._LARGE + 100)
+        sock = _begin(server, 64 * MIB, body)
+        server.until(lambda: server.server.front.bodies._room._free == 0)
+        assert server.complete(max_tokens=1).status == 200
+        sock.close()
+        server.until(lambda: server.server.front.bodies._room._free == 64 * MIB)
+
+
+def _begin(server: Live, length: int, body: bytes) -> socket.socket:
+    """A request of which only a part arrives."""
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+    return sock
