@@ -20,8 +20,11 @@ import pytest
 
 from ridgeline.cli.client import Answer, ChatClient
 from ridgeline.cli.flags import Given
+from ridgeline.cli.hosted import private
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.resolve import resolve
+from ridgeline.service.address import Address
 
 DUMMY = ("--load-format", "dummy", "--device", "cpu")
 
@@ -143,6 +146,21 @@ def test_options_are_checked_without_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "[]\n"), ended.stderr
+
+
+def test_a_server_for_this_machine_alone_speaks_plain_http() -> None:
+    """Whatever the environment says of the server that others use."""
+    flags = {"ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "a", "root_path": "/llm"}
+    address = Address.read(private(resolve({**flags, "host": "0.0.0.0", "api_key": "b"})).service)
+    assert (address.url(80), address.tls) == ("http://127.0.0.1:80", None)
+
+
+def test_files_of_tls_are_read_before_anything_loads(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeline.cli.serve.begin", lambda *_: pytest.fail("the engine was started"))
+    assert main(["serve", str(tiny), *DUMMY, "--ssl-certfile", "/nowhere/cert.pem"]) == 2
+    assert "ssl_certfile: /nowhere/cert.pem cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

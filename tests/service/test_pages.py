@@ -28,8 +28,8 @@ def test_pages_and_their_parts_are_served(polite: Live) -> None:
         answer = polite.get(path)
         assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
         assert "default-src 'self'" in answer.headers["content-security-policy"]
-        for part in re.findall(r'(?:src|href)="(/dashboard/[^"]+)"', answer.data.decode()):
-            assert polite.get(part).status == 200, part
+        for part in re.findall(r'(?:src|href)="(dashboard/[^"]+)"', answer.data.decode()):
+            assert polite.get(f"/{part}").status == 200, part
     assert polite.get("/dashboard/nothing.js").status == 404
     assert polite.get("/dashboard/..%2fpages.js").status == 404
 

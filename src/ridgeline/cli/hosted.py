@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import uvloop
 
@@ -21,8 +22,9 @@ from ridgeline.service.supervisor import Supervisor
 
 
 def private(resolved: Resolved) -> Resolved:
-    """The same for this machine alone: a free port of the loopback interface, no key."""
-    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None))
+    """The same for this machine alone: plain HTTP on a free port of the loopback interface, no key, no path of a proxy."""
+    plain: dict[str, Any] = {"ssl_certfile": None, "ssl_keyfile": None, "ssl_keyfile_password": None, "root_path": ""}
+    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None, **plain))
 
 
 class Hosted:

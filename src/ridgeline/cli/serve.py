@@ -27,6 +27,7 @@ from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.core.speculate import check_files, read_wanted
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
+from ridgeline.service.address import Address
 from ridgeline.service.launch import begin
 from ridgeline.service.listen import bind
 
@@ -112,6 +113,7 @@ def check(resolved: Resolved) -> None:
     of values have been checked by `resolve`."""
     admission(resolved.engine.batching)
     check_files(read_wanted(resolved.engine))
+    Address.read(resolved.service)
     if resolved.service.allowed_origins:
         # Only here: what it needs is imported while the engine's process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)

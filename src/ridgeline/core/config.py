@@ -74,6 +74,12 @@ class ServiceConfig:
         "host names by which the server may be called, beside localhost: chat.example.org,10.0.0.5, or * for all; checked "
         "when it listens on loopback, or when this is given",
     )
+    root_path: str = option(
+        "", "path under which a proxy offers the server, as in /llm; the proxy may keep or strip it"
+    )
+    ssl_certfile: str | None = option(None, "PEM file of the certificate and its chain; the server then speaks HTTPS")
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's key; None if ssl_certfile has it")
+    ssl_keyfile_password: str | None = option(None, "password of an encrypted key")
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
     max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")

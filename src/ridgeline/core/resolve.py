@@ -23,7 +23,7 @@ from ridgeline.core.spec import check_format
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -157,8 +157,8 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
         raise _bad(name, raw, origin, "a value")
     value: Any = _READERS[plain](name, raw, origin)
     if name in SECRETS and (not value or value != value.strip()):  # an unset variable must not open the door
-        wanted = "is empty, or has blanks at its ends, which no header can carry"
-        raise ConfigError(f"{name} {wanted} ({origin}): give a key, or leave the option out.", param=name)
+        problem = f"{name} is empty, or has blanks at its ends ({origin})"
+        raise ConfigError(f"{problem}: give a value without them, or leave the option out.", param=name)
     allowed = CHOICES.get(name)
     if allowed is not None and value not in allowed:
         raise _bad(name, raw, origin, "one of " + ", ".join(word or "(empty)" for word in allowed))

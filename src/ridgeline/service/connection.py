@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestHandler
 
@@ -53,11 +57,25 @@ class _Connections(web.Server):
 
 
 class Runner(web.AppRunner):
-    """Runs an application on such connections."""
+    """Runs an application on such connections. prefix: path before every route, which a proxy may have removed already."""
 
-    __slots__ = ()
+    __slots__ = ("_prefix",)
+
+    def __init__(self, app: web.Application, *, prefix: str = "", **options: Any) -> None:
+        super().__init__(app, **options)
+        self._prefix = prefix
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         server.__class__ = _Connections
+        server.request_factory = partial(_make_request, server.request_factory, self._prefix)
         return server
+
+
+def _make_request(factory: Callable[..., web.BaseRequest], prefix: str, message: Any, *rest: Any) -> web.BaseRequest:
+    """A request without the prefix in its path, so that routes and the rules about them know one path only."""
+    path = message.url.raw_path
+    if prefix and (path == prefix or path.startswith(f"{prefix}/")):
+        url = message.url.with_path(path[len(prefix) :] or "/", encoded=True, keep_query=True)
+        message = message._replace(url=url, path=str(url))
+    return factory(message, *rest)

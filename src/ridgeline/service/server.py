@@ -21,6 +21,7 @@ from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Metrics
+from ridgeline.service.address import Address
 from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
@@ -76,6 +77,7 @@ class Server:
         self.front = Front(config, supervisor.engine.client, metrics)
         self.port = config.port
         self._supervisor = supervisor
+        self._address = Address.read(config)
         self._reference = reference
         self._service: Service | None = None
         """Of the present engine, or of the last one until another is ready."""
@@ -88,6 +90,7 @@ class Server:
         config = self.front.config
         runner = Runner(
             make_app(self.front),
+            prefix=self._address.prefix,
             handler_cancellation=True,
             access_log=None,
             logger=http_log,
@@ -97,7 +100,7 @@ class Server:
         await runner.setup()
         try:
             for listener in listeners:
-                await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+                await web.SockSite(runner, listener, ssl_context=self._address.tls, backlog=_BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
             raise cannot_listen(config.host, config.port, error) from error
@@ -106,7 +109,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.front.config.host}:{self.port}"
+        return self._address.url(self.port)
 
     async def open(self, folder: Path, name: str) -> None:
         """Read the model folder's text side, wait for the engine, and answer. Raises what either of them raises."""

@@ -6,7 +6,7 @@ const form = byId("ask");
 let said = [], running = null;
 
 async function model() {
-  const response = await fetch("/v1/models", {headers: headers()});
+  const response = await fetch("v1/models", {headers: headers()});
   if (response.status === 401) return askKey(byId("trouble"), model);
   if (response.ok) byId("model").textContent = (await response.json()).data[0].id;
 }
@@ -37,7 +37,7 @@ async function answer() {
   byId("send").textContent = "Stop";
   const state = {started: performance.now(), first: null, usage: null, content: ""};
   try {
-    const response = await fetch("/v1/chat/completions", {
+    const response = await fetch("v1/chat/completions", {
       method: "POST", signal: running.signal, headers: headers({"content-type": "application/json"}),
       body: JSON.stringify({messages: said, stream: true, temperature: form.elements.temperature.valueAsNumber,
         max_completion_tokens: form.elements.most.valueAsNumber,

@@ -8,7 +8,7 @@ let open = new Set();
 
 async function poll() {
   try {
-    const response = await fetch("/dashboard/data", {headers: headers()});
+    const response = await fetch("dashboard/data", {headers: headers()});
     if (response.status === 401) return askKey(byId("trouble"), poll);
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const data = await response.json();
