@@ -39,6 +39,8 @@ def test_what_is_no_http_leaves_no_traceback_in_the_log(sent: bytes, caplog: pyt
         assert b" 400 " in head.splitlines()[0] and b"x-request-id: req_" in head
         error = Reply(400, {}, body).error
         assert error["type"] == "invalid_request_error" and len(error["message"]) < 160
+        malformed = error["message"].startswith("Malformed HTTP request: ")
+        assert malformed or b"gzip" in sent or b"chunked" in sent  # there the head was good
         assert server.complete(max_tokens=1).status == 200
     told = [record for record in caplog.records if record.name.startswith(("aiohttp", "ridgeline.service"))]
     assert {record.levelname for record in told} == {"INFO"} and not any(record.exc_info for record in told)

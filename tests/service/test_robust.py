@@ -310,7 +310,7 @@ def test_the_gate_computes_when_to_come_back():
     assert gate.retry_after(40) == pytest.approx(3.7, rel=0.3)
     gate.admit(11, 0)
     for open_choices, waiting in ((12, 0), (5, 4)):
-        with pytest.raises(Exception, match="wait already"):
+        with pytest.raises(Exception, match="queue is full"):
             gate.admit(open_choices, waiting)
     gate.admit(0, 50)
 

@@ -1,4 +1,4 @@
-"""HTTP that never becomes a request of the application: aiohttp refuses it by itself, here in the API's one shape."""
+"""HTTP connections: what aiohttp refuses before the application sees it gets the API's error shape too."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what could not be read, after which the connection is closed. Raises ConnectionError where one has
+        """The answer to a request that cannot be parsed. It closes the connection. Raises ConnectionError if an answer has
         begun."""
         super().handle_error(request, status, exc, message)  # for its log
-        error: RidgelineError = EngineFailed("The server failed on this request; its log says more.")
+        error: RidgelineError = EngineFailed("Internal error: the server's log has the details.")
         if status < 500:
             reason = (message or "").strip().split("\n")[0].rstrip(":.")
             if isinstance(exc, http_exceptions.LineTooLong):  # it would quote the line
-                reason = "an address or a line of its head is longer than 8190 bytes"
-            error = RequestError(f"This is no HTTP request that can be read: {reason or 'it is malformed'}.")
+                reason = "the request line or a header is longer than 8190 bytes"
+            error = RequestError(f"Malformed HTTP request: {reason or 'it cannot be parsed'}.")
         response = error_response(error)
         response.set_status(status)
         response.headers["x-request-id"] = request_id(None)
@@ -44,20 +44,23 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; what aiohttp refuses before any middleware is asked comes as an exception that is one."""
+        """Send an answer. What aiohttp refuses before any middleware runs is an exception that is an answer as well."""
         answer = from_http(request, resp) if isinstance(resp, web.HTTPException) else resp
         return await super().finish_response(request, answer, start_time)
 
 
 class _Connections(web.Server):
-    """aiohttp's server, with connections of our own. It has no place to name their class, so it is made anew of its parts."""
+    """aiohttp's server with our class of connections, for which it has no option."""
 
     def __call__(self) -> RequestHandler:
         return Connection(self, loop=self._loop, **self._kwargs)
 
 
 class Runner(web.AppRunner):
-    """Runs an application on such connections. prefix: path before every route, which a proxy may have removed already."""
+    """Runs an application on such connections.
+
+    prefix: path before every route, which a proxy may have removed already.
+    """
 
     __slots__ = ("_prefix",)
 

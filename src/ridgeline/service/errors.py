@@ -20,16 +20,16 @@ def error_body(error: RidgelineError) -> bytes:
 
 
 def error_event(error: RidgelineError) -> bytes:
-    """The same in the middle of a stream: clients raise it, where a bare close would read as a short success."""
+    """The same as an event of a stream. Clients raise it; a connection that only closes would look like a short answer."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 def as_ridgeline(error: Exception) -> RidgelineError:
-    """Any exception as one the caller may see; what is not ours is logged, and only its kind is told."""
+    """Any exception as one that the caller may see. An unexpected one is logged, and the caller gets its class only."""
     if isinstance(error, RidgelineError):
         return error
     log.error("unexpected error", exc_info=error)
-    return EngineFailed(f"The server failed on this request ({type(error).__name__}); its log says more.")
+    return EngineFailed(f"Internal error ({type(error).__name__}): the server's log has the details.")
 
 
 def error_response(error: RidgelineError) -> web.Response:

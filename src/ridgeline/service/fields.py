@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 from ridgeline.service.readers import (
+    UNBOUNDED,
     Biases,
     Boolean,
     Integer,
@@ -47,7 +48,7 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 8192
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 8192
-LONG = 1 << 30
+LONG = UNBOUNDED
 
 TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
 """`service_tier` as a priority (lower runs first)."""
@@ -85,7 +86,7 @@ class Fields:
 def read_fields(route: Route, body: Any) -> Fields:
     """Check a decoded JSON body against the table. Raises RequestError for the first field that is wrong."""
     if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object: send one with at least the required fields.")
+        raise RequestError(f"The body is not a JSON object: send an object with {', '.join(REQUIRED[route])}.")
     table = _BY_ROUTE[route]
     values: dict[str, Any] = {}
     ignored: list[str] = []
@@ -97,7 +98,7 @@ def read_fields(route: Route, body: Any) -> Fields:
             values[name] = field.reader.read(name, value)
     for name in REQUIRED[route]:
         if name not in values:
-            raise RequestError(f"{name} is missing: expected {table[name].reader.expects}.", param=name)
+            raise RequestError(f"{name} is missing: send {table[name].reader.expects}.", param=name)
     return Fields(values, tuple(ignored))
 
 
@@ -214,7 +215,7 @@ TABLE: tuple[Field, ...] = (
     Field("functions", Refused("it was replaced by tools", ([],)), "", ([],), ([{"name": "f"}],), _CHAT),
     Field("function_call", Refused("it was replaced by tool_choice", ("none", "auto")), "", ("none",), ({"name": "f"},), _CHAT),
     # the template
-    Field("chat_template", Refused("a request may not bring code to run; start the server with --chat-template"), "",
+    Field("chat_template", Refused("set the template with --chat-template at start"), "",
           (), ("{{ x }}",), _CHAT),
     Field("chat_template_kwargs", _OBJECT, "variables of the template", ({"enable_thinking": False},), (7, []), _CHAT),
     Field("add_generation_prompt", _BOOL, "open the assistant's turn (default true)", (True,), _BAD_BOOL, _CHAT),
@@ -245,15 +246,15 @@ TABLE: tuple[Field, ...] = (
     Field("store", Refused("answers are not kept", (False,)), "", (False,), (True, "x")),
     Field("modalities", Refused("the model writes text only", (["text"],)), "", (["text"],), (["text", "audio"], 7)),
     Field("audio", Refused("the model writes text only"), "", (), ({"voice": "a", "format": "wav"},)),
-    Field("prediction", Refused("predicted outputs are not supported"), "", (), ({"type": "content", "content": "a"},)),
+    Field("prediction", Refused(), "", (), ({"type": "content", "content": "a"},)),
     Field("moderation", Refused("answers are not moderated"), "", (), ({"model": "m"},)),
     Field("verbosity", Refused("the model has no such control", ("medium",)), "", ("medium",), ("low", 7)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
-    Field("suffix", Refused("infilling is not supported", ("",)), "", ("",), ("x",), _TEXT),
+    Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
-    Field("thinking_token_budget", Refused("a budget for reasoning is not supported"), "", (), (5,)),
-    Field("truncate_prompt_tokens", Refused("prompts are never cut: send a shorter one"), "", (), (5,)),
-    Field("use_beam_search", Refused("beam search is not supported", (False,)), "", (False,), (True,)),
+    Field("thinking_token_budget", Refused(), "", (), (5,)),
+    Field("truncate_prompt_tokens", Refused("prompts are never cut, send a shorter one"), "", (), (5,)),
+    Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),
     Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
     Field("logits_processors", Refused("a request may not bring code to run", ([],)), "", ([],), (["x"],)),
 )

@@ -36,7 +36,7 @@ class Gate:
         if full and open_choices:
             ahead = max(open_choices - self.rows, waiting)
             raise Overloaded(
-                f"{ahead} requests wait already and {self.max_queue} may: come back when retry-after says.",
+                f"The queue is full ({ahead} requests wait, at most {self.max_queue} may): retry after the time in retry-after.",
                 retry_after_s=self.retry_after(ahead),
             )
 

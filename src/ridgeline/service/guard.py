@@ -25,7 +25,7 @@ from ridgeline.service.hosts import Hosts
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
-"""Fields of the body that nobody knows."""
+"""Unknown fields of the body."""
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,7 +48,7 @@ async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
 
 @web.middleware
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Gives the request its id, asks for the key, and turns every error into the one shape."""
+    """Give the request its id, check who may send it, and answer every error in one shape."""
     front = request.app[FRONT]
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
     front.active += 1
@@ -107,13 +107,13 @@ def _raw(text: str) -> bytes:
 
 
 def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
-    """aiohttp's own refusals, in the error shape."""
-    known: RidgelineError = NotFound(f"There is no {request.method} {request.path[:200]}.")
+    """What aiohttp itself refuses, in the error shape."""
+    known: RidgelineError = NotFound(f"Unknown route {request.method} {request.path[:200]}: check the path.")
     if error.status == 405:
         allowed = error.headers.get("Allow", "")
-        known = MethodNotAllowed(f"{request.path[:200]} takes {allowed}, not {request.method}.")
+        known = MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}: use {allowed}.")
     elif error.status != 404:
-        known = RequestError(f"{error.reason}: {error.text or 'aiohttp refuses this request'}.")
+        known = RequestError(f"{error.reason}: {error.text or 'the request is refused'}.")
     response = error_response(known)
     response.set_status(error.status)
     if "Allow" in error.headers:
@@ -122,7 +122,7 @@ def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Respons
 
 
 def request_id(given: str | None) -> str:
-    """The caller's id when it can stand in a header, else a new one."""
+    """The caller's id if it is valid in a header, else a new one."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
 

@@ -31,11 +31,13 @@ class Origins:
 
     @classmethod
     def parse(cls, text: str) -> Origins:
-        """Of a list with commas. Raises ConfigError for what no browser sends."""
+        """Read a list separated by commas. Raises ConfigError for an entry that is no origin."""
         names = [name.strip().lower() for name in text.split(",")] if text.strip() else []
         for name in names:
             if not _ORIGIN.fullmatch(name):
-                wanted = "https://chat.example.org (scheme, host and port, no path), several with commas between, or *"
+                wanted = (
+                    "origins as https://chat.example.org (scheme, host and port, no path), separated by commas, or *"
+                )
                 raise ConfigError(f"allowed_origins has {name!r}: give {wanted}.", param="allowed_origins")
         return cls(frozenset(names))
 

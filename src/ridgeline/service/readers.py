@@ -13,6 +13,9 @@ import msgspec
 from ridgeline.core.errors import RequestError, UnsupportedField
 from ridgeline.core.sampling import Grammar, GrammarKind
 
+UNBOUNDED = 1 << 30
+"""A limit that only the size of the body reaches; messages leave it out."""
+
 
 class Reader(Protocol):
     """Checks one value. `expects` ends the sentence "expected ..."."""
@@ -87,7 +90,7 @@ class Text:
 
     @property
     def expects(self) -> str:
-        return f"a string of at most {self.longest} characters"
+        return "a string" + (f" of at most {self.longest} characters" if self.longest < UNBOUNDED else "")
 
     def read(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or len(value) > self.longest:
@@ -137,7 +140,7 @@ class TokenIds:
 
     @property
     def expects(self) -> str:
-        return f"a list of at most {self.most} token ids"
+        return "a list of " + (f"at most {self.most} token ids" if self.most < UNBOUNDED else "token ids")
 
     def read(self, name: str, value: Any) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > self.most:
@@ -180,7 +183,8 @@ class Record:
         strange = [] if self.open else [key for key in value if key not in self.known]
         if strange:
             raise RequestError(
-                f"{name} has the unknown member {strange[0][:40]!r}: expected {self.expects}.", param=name
+                f"{name} has the unknown member {strange[0][:40]!r}: remove it. It may have {', '.join(self.known)}.",
+                param=name,
             )
         return {
             key: self.known[key].read(f"{name}.{key}", member) if key in self.known else member
@@ -220,20 +224,23 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field of the API that is not honoured: only values that change nothing pass."""
+    """A field of the API that is not supported. Only values that change nothing pass.
 
-    why: str
+    why: the reason, "" where the name says it. neutral: these values.
+    """
+
+    why: str = ""
     neutral: tuple[Any, ...] = ()
 
     @property
     def expects(self) -> str:
-        if not self.neutral:
-            return "the field to be left out"
-        return " or ".join(json_text(value) for value in self.neutral) + ", or the field to be left out"
+        return " or ".join(("no value", *map(json_text, self.neutral)))
 
     def read(self, name: str, value: Any) -> None:
         if not any(type(value) is type(same) and value == same for same in self.neutral):
-            raise UnsupportedField(f"{name} is not supported: {self.why}. Expected {self.expects}.", param=name)
+            reason = f" ({self.why})" if self.why else ""
+            remedy = " or send ".join(("remove it", *map(json_text, self.neutral)))
+            raise UnsupportedField(f"`{name}` is not supported{reason}; {remedy}.", param=name)
 
 
 def read_response_format(name: str, value: Any) -> Grammar | None:
@@ -299,7 +306,7 @@ def read_structured_outputs(name: str, value: Any) -> Grammar | None:
         raise wrong(name, value, "an object with one of " + ", ".join(known))
     given = [key for key in value if value[key] is not None]
     if len(given) > 1:
-        raise RequestError(f"{name} has {' and '.join(given)}: give one of them.", param=name)
+        raise RequestError(f"{name} has {' and '.join(given)}: send only one of them.", param=name)
     for key in given:
         if key == "json_object":
             return Grammar("json_object", "") if Boolean().read(f"{name}.{key}", value[key]) else None

@@ -94,7 +94,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
     body = await _body(request, _TOKENIZE)
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
-        raise RequestError("give either prompt or messages.", param="prompt")
+        raise RequestError("Send either prompt or messages.", param="prompt")
     if "prompt" in body:
         text, field = body["prompt"], "prompt"
     else:
@@ -124,7 +124,7 @@ async def detokenize(request: web.Request) -> web.Response:
     body = await _body(request, _DETOKENIZE)
     _check_model(service, body)
     if "tokens" not in body:
-        raise RequestError(f"tokens is missing: expected {_DETOKENIZE['tokens'].expects}.", param="tokens")
+        raise RequestError(f"tokens is missing: send {_DETOKENIZE['tokens'].expects}.", param="tokens")
     if len(body["tokens"]) > (most := service.limits.context):  # every stream would wait for millions of them
         raise ContextTooLong(f"tokens has {len(body['tokens'])} ids: send at most {most} at once.", param="tokens")
     service.limits.check_ids(body["tokens"], "tokens")
@@ -154,7 +154,7 @@ async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any
 
 def _read(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(body, dict):
-        raise RequestError("The body is not a JSON object.")
+        raise RequestError("The body is not a JSON object: send an object.")
     found = {name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None}
     return found, tuple(name for name in body if name not in known)
 
