@@ -10,8 +10,10 @@ import pytest
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Arrival, Ceilings, Live, Metrics, RequestRecord, Spent, Totals
-from ridgeline.metrics.history import FEWEST_REQUESTS, History, Minute
-from ridgeline.metrics.why import Typical, blame, why
+from ridgeline.metrics.history import FEWEST_REQUESTS, KEPT_READINGS, READING_S, History, Minute
+from ridgeline.metrics.records import DISCONNECTED
+from ridgeline.metrics.rows import Rows
+from ridgeline.metrics.why import Typical, blame, verdict, why
 from ridgeline.metrics.window import GROWTH, Sums, Window
 from ridgeline.wire.messages import StepStats
 
@@ -88,6 +90,108 @@ def test_goodput_counts_failed_requests_as_offered() -> None:
     assert "slo_attainment" not in Live(Slo(), clock).figures()
 
 
+def test_a_disconnect_is_no_miss_and_hides_none() -> None:
+    """A client that leaves is left out of goodput, unless a limit had been missed before."""
+    clock = Clock()
+    live = Live(SLO, clock)
+    live.on_request(GOOD)
+    for _ in range(3):
+        live.on_request(replace(GOOD, cut=DISCONNECTED, finish_reasons=()))
+    clock.now += 10
+    assert live.figures()["slo_attainment"] == 1.0 and live.figures()["goodput_requests_per_second"] == 0.1
+    assert live.blamed() == {} and live.cut() == {DISCONNECTED: 3} and live.broken() == ()
+    live.on_request(replace(GOOD, cut=DISCONNECTED, finish_reasons=(), ttft_s=None, e2e_s=9.0))
+    assert live.figures()["slo_attainment"] == 0.5 and live.blamed() == {"prefill": 1}
+    clock.now += 60
+    live.tick()
+    (minute,) = live.history.minutes
+    assert (minute.requests, minute.judged, minute.good) == (5, 2, 1)
+
+
+def test_without_an_slo_nothing_is_judged_and_nothing_alerts() -> None:
+    clock = Clock()
+    live = Live(Slo(), clock)
+    live.on_request(GOOD)
+    for _ in range(3 * FEWEST_REQUESTS):
+        live.on_request(replace(GOOD, cut="error", finish_reasons=()))
+        live.on_request(replace(GOOD, cut=DISCONNECTED, finish_reasons=()))
+    clock.now += 61
+    live.tick()
+    assert live.history.alerts() == [] and live.blamed() == {} and "slo_attainment" not in live.figures()
+    assert live.cut() == {"error": 3 * FEWEST_REQUESTS, DISCONNECTED: 3 * FEWEST_REQUESTS}
+
+
+def test_verdicts() -> None:
+    assert verdict(GOOD, SLO) == verdict(GOOD, Slo()) == "good"
+    assert verdict(replace(GOOD, cut="error"), SLO) == "error"
+    gone = replace(GOOD, cut=DISCONNECTED, ttft_s=None, finish_reasons=())
+    assert verdict(gone, Slo()) == DISCONNECTED
+    assert verdict(gone, SLO) == "ttft 1200 ms > 200 ms"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cut": "refused", "cut_reason": "invalid grammar"}, "Rejected after 9.05 s (invalid grammar)."),
+        ({"cut": DISCONNECTED}, "Disconnected by the client after 9.05 s, with 1 token of output."),
+        (
+            {"cut": DISCONNECTED, "output_tokens": 0},
+            "Disconnected by the client after 9.05 s, before any output.",
+        ),
+        (
+            {"cut": "drain", "output_tokens": 3},
+            "Ended by the server's shutdown after 9.05 s, with 3 tokens of output.",
+        ),
+        ({"cut": "error"}, "Failed after 9.05 s, with 1 token of output."),
+    ],
+)
+def test_why_says_how_a_request_was_cut_off(changes: dict[str, Any], words: str) -> None:
+    record = replace(GOOD, e2e_s=9.05, finish_reasons=(), **({"output_tokens": 1} | changes))
+    explained = why(record, Slo(), Typical(0.05, 0.1, 0.1))
+    assert explained["reasons"][0] == words
+    assert explained["verdict"] == changes["cut"]
+    assert explained["summary"].startswith("9.05 s for 100 tokens in and ")
+
+
+def test_readings_are_taken_while_nothing_runs_and_are_bounded() -> None:
+    clock = Clock()
+    live = Live(Slo(), clock, wall=lambda: 1000.0 + clock.now)
+    live.on_step(STEP, 0.01)
+    live.on_request(GOOD)
+    for _ in range(KEPT_READINGS + 5):
+        clock.now += READING_S
+        live.tick()
+    readings = list(live.history.readings)
+    assert len(readings) == KEPT_READINGS and readings[-1].at == 1000.0 + clock.now
+    assert readings[-1].now["running"] == 4 and readings[-1].latencies == {}, "five minutes have passed"
+    assert [reading.at for reading in live.history.readings_since(readings[-3].at)] == [
+        readings[-2].at,
+        readings[-1].at,
+    ]
+    early = Live(Slo(), clock)
+    early.on_step(STEP, 0.01)
+    early.on_request(GOOD)
+    clock.now += READING_S
+    early.tick()
+    reading = early.history.readings[-1]
+    assert reading.latencies["ttft"]["p50"] == within(0.15) and reading.figures["output_tokens_per_second"] > 0
+    assert reading.now["kv_used"] == 0.25 and reading.point is not None
+
+
+def test_rows_are_found_by_both_ids_and_the_newest_wins() -> None:
+    rows = Rows(3)
+    for index in range(3):
+        rows.add(replace(GOOD, id=f"cmpl-{index}", request_id="mine"))
+    rows.add(replace(GOOD, id="cmpl-3", request_id="cmpl-1"))
+    assert rows.find("cmpl-0") is None, "the oldest has left"
+    assert rows.find("mine").id == "cmpl-2"  # type: ignore[union-attr]
+    assert rows.find("cmpl-1").id == "cmpl-1", "a client's id does not hide a body's"  # type: ignore[union-attr]
+    for index in range(4, 7):
+        rows.add(replace(GOOD, id=f"cmpl-{index}"))
+    assert rows.find("mine") is None and rows.find("cmpl-1") is None and len(rows) == 3
+    assert not rows._by_request_id and len(rows._by_id) == 3
+
+
 def test_percentiles_of_the_slo_are_judged_over_all_offered_requests() -> None:
     clock = Clock()
     live = Live(Slo.parse("p75(ttft)<=200ms,attain>=0.6"), clock)
@@ -130,7 +234,12 @@ def test_distance_to_the_limits() -> None:
         ({"ttft_s": 0.5, "spent": Spent(0.1, 0.4, 0.5)}, "prefill"),
         ({"spent": Spent(0.05, 0.1, 5.0)}, "decode"),
         ({"cut": "error"}, "error"),
-        ({"cut": "cancelled"}, "client"),
+        ({"cut": "refused"}, "error"),
+        ({"cut": DISCONNECTED}, ""),
+        ({"cut": DISCONNECTED, "ttft_s": None, "e2e_s": 0.1}, ""),
+        ({"cut": DISCONNECTED, "ttft_s": None, "e2e_s": 0.3}, "prefill"),
+        ({"cut": DISCONNECTED, "ttft_s": None, "e2e_s": 0.3, "arrival": Arrival(waiting=1)}, "queue"),
+        ({"cut": DISCONNECTED, "ttft_s": 0.5, "spent": Spent(0.1, 0.4, 0.5)}, "prefill"),
     ],
 )
 def test_blame(changes: dict[str, object], fault: str) -> None:
@@ -153,8 +262,8 @@ def test_why_names_what_happened() -> None:
     assert told["verdict"] == "ttft 3200 ms > 200 ms" and told["blame"] == "queue"
     decode, queue, prefill = told["reasons"]
     assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15.0 requests" in decode
-    assert "usually 50 ms" in decode and "4 of its tokens were hidden" in decode
-    assert "7 waited" in queue and "97% full" in queue and "usually 10 ms" in queue
+    assert "usually 50 ms" in decode and "4 tokens of the output were hidden reasoning" in decode
+    assert "7 requests waited and 16 ran" in queue and "97% full" in queue and "usually 10 ms" in queue
     assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill
     assert told["numbers"]["arrival"]["running"] == 16
 
@@ -163,7 +272,7 @@ def test_why_names_what_start_up_should_have_done() -> None:
     late = (LateWork("compile", "split_kernel", 0.7), LateWork("capture", "mixed graph", 0.3))
     told = why(replace(GOOD, late=late), SLO, Typical(0.05, 0.1, 0.1))
     named = [reason for reason in told["reasons"] if "compile of split_kernel, capture of mixed graph" in reason]
-    assert len(named) == 1 and named[0].startswith("1.00 s in which no step could begin")
+    assert len(named) == 1 and named[0].startswith("1.00 s without a step")
     assert told["numbers"]["late"][0] == {"kind": "compile", "name": "split_kernel", "seconds": 0.7}
 
 
@@ -209,7 +318,8 @@ def test_the_ledger_finds_and_orders() -> None:
 
 
 def minute(**changes: object) -> Minute:
-    base = Minute(0.0, {"ttft_p95": 0.1, "tpot_p99": 0.05}, FEWEST_REQUESTS, FEWEST_REQUESTS, 0, 0)
+    some = FEWEST_REQUESTS
+    base = Minute(0.0, {"ttft_p95": 0.1, "tpot_p99": 0.05}, some, some, some, 0, 0)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -222,8 +332,11 @@ def test_alerts_on_a_regressed_percentile_and_a_missed_slo() -> None:
     assert alert.rule == "ttft_p95_regression" and "300 ms, usually 100 ms" in alert.text
     history.minutes.extend([minute(good=FEWEST_REQUESTS // 2)] * 3)
     assert [alert.rule for alert in history.alerts()] == ["slo_attainment"]
-    history.minutes.extend([minute(requests=1, good=0)] * 3)
+    assert "30 of the last 60 requests met the SLO (50%)" in history.alerts()[0].text
+    history.minutes.extend([minute(requests=1, judged=1, good=0)] * 3)
     assert history.alerts() == [], "too few requests say nothing"
+    history.minutes.extend([minute(judged=0, good=0)] * 3)
+    assert history.alerts() == [], "no request is judged without an SLO"
 
 
 def test_minutes_are_closed_by_the_clock() -> None:
@@ -234,7 +347,7 @@ def test_minutes_are_closed_by_the_clock() -> None:
     clock.now += 61
     live.on_step(STEP, 0.01)
     (closed,) = live.history.minutes
-    assert closed.requests == closed.good == 1 and closed.output_tokens == 4
+    assert closed.requests == closed.judged == closed.good == 1 and closed.output_tokens == 4
     assert closed.quantiles["ttft_p95"] == within(0.15) and closed.quantiles["itl_p50"] == within(0.01)
 
 

@@ -2,6 +2,11 @@
 
 The server's live goodput and the load generator judge by this one value. A request is good when it has no error and
 misses no limit; the share of good ones is taken over all that were offered.
+
+A client's disconnect is no error of the server. Such a request is judged by what happened until then: it is a miss when a
+limit had already been missed (so that clients who give up on a slow server count), and otherwise it is left out of the
+share, since nobody knows how it would have ended. The load generator is the client itself: it never leaves but at its
+own timeout, and counts that as an error.
 """
 
 from __future__ import annotations

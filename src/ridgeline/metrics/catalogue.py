@@ -111,7 +111,11 @@ LIVE: Mapping[str, Entry] = {
     "requests_per_second": Entry("Requests ended per second.", ours=True),
     "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
     "goodput_requests_per_second": Entry("Requests per second within their SLO.", ours=True),
-    "slo_attainment": Entry("Share of all ended requests that have an SLO, failed ones too, within it.", ours=True),
+    "slo_attainment": Entry(
+        "Share of judged requests that are good. Judged: all ended requests that have an SLO, failed ones too, without "
+        "those whose client disconnected before any limit was missed.",
+        ours=True,
+    ),
     "slo_met": Entry("1 if the last minutes meet what the SLO says of percentiles and shares, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
     "mfu": Entry("FLOPs done while busy over the specified peak.", ours=True),

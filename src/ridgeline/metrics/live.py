@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
-from ridgeline.metrics.history import History, Minute
-from ridgeline.metrics.records import RequestRecord, StepRecord, Totals
+from ridgeline.metrics.history import READING_S, History, Minute, Reading
+from ridgeline.metrics.records import DISCONNECTED, RequestRecord, StepRecord, Totals
+from ridgeline.metrics.rows import Rows
 from ridgeline.metrics.why import Typical, blame, why
 from ridgeline.metrics.window import QUANTILES, Sums, Window
 
@@ -24,6 +24,9 @@ SPAN_S = 300.0
 KEPT_REQUESTS = 4096
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill", "outside")
 """outside: what neither queue nor device explains; itl is counted by the step, the others by the request."""
+CHARTED_LATENCIES = ("ttft", "tpot")
+CHARTED_FIGURES = ("prompt_tokens_per_second", "output_tokens_per_second", "prefix_hit_rate")
+"""What of the latencies and figures a reading keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,9 @@ class Live:
         self._prompt_token = Window(SPAN_S)
         """Seconds from admission to first token, per prompt token computed."""
         self._sums = Sums(SPAN_S)
-        self._rows: deque[RequestRecord] = deque(maxlen=KEPT_REQUESTS)
+        self._rows = Rows(KEPT_REQUESTS)
         self._minute_ends: float | None = None
+        self._reading_due = 0.0
         self._minute: dict[str, int] = {}
         self.late: list[LateWork] = []
         """All that was compiled and captured while requests waited; each variant of a kernel at most once."""
@@ -103,6 +107,10 @@ class Live:
         """Everything that steps have added up to so far."""
         return Totals(self._n_steps, self._device_s, self._mixed_s, self._host_s, self._row_s)
 
+    def tick(self) -> None:
+        """Let time pass: called every second, so that minutes end and readings are taken while nothing runs, too."""
+        self._advance(self._clock())
+
     def _advance(self, now: float) -> None:
         """The clock says `now`: end the second, and the minute, if they are over."""
         if now >= self._second_ends:
@@ -133,21 +141,27 @@ class Live:
         )
 
     def on_request(self, record: RequestRecord) -> None:
-        """A request has ended, however."""
+        """A request has ended, however. Goodput judges those that have an SLO; see core.slo for disconnects."""
         now = self._clock()
         self._advance(now)
-        self._rows.append(record)
+        self._rows.add(record)
         slo = self.slo_of(record)
         fault = blame(record, slo)
-        counted = {"requests": 1.0, f"blame_{fault or 'none'}": 1.0}
-        if slo:
+        judged = bool(slo) and bool(fault or record.cut != DISCONNECTED)
+        counted = {"requests": 1.0}
+        if record.cut:
+            counted[f"cut_{record.cut}"] = 1.0
+        if judged:
             counted |= {"judged": 1.0, "good": 0.0 if fault else 1.0}
+        if judged and fault:
+            counted[f"blame_{fault}"] = 1.0
         if self.slo.objectives and not record.cut:
             kept = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
             counted |= {f"within_{place}": 1.0 for place, met in enumerate(kept) if met}
         self._sums.add(now, counted)
         self._count("requests", 1)
-        self._count("good", 0 if fault else 1)
+        self._count("judged", int(judged))
+        self._count("good", int(judged and not fault))
         if record.cut:
             return
         spent = record.spent
@@ -166,8 +180,8 @@ class Live:
     # --- the ledger -------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> RequestRecord | None:
-        """The request of an id, as long as it is kept."""
-        return next((row for row in reversed(self._rows) if row.id == name), None)
+        """The request of a body's id or of an x-request-id (the newest that had it), as long as it is kept."""
+        return self._rows.find(name)
 
     def rows(self, order: str = "recent", limit: int = 20) -> list[RequestRecord]:
         """Ended requests: the latest, or the slowest of those of the last minutes, first."""
@@ -175,7 +189,7 @@ class Live:
             since = self._wall() - SPAN_S
             late = (row for row in self._rows if row.arrived_at + row.e2e_s >= since)
             return sorted(late, key=lambda row: -row.e2e_s)[:limit]
-        return list(self._rows)[: -limit - 1 : -1]
+        return self._rows.recent(limit)
 
     def why(self, record: RequestRecord) -> dict[str, Any]:
         now = self._clock()
@@ -200,6 +214,27 @@ class Live:
             for share, value in zip(QUANTILES, window.quantiles(now), strict=True):
                 if value == value:
                     yield name, share, value
+
+    def latencies(self) -> dict[str, dict[str, float]]:
+        """The same by latency and percentile: {"ttft": {"p50": seconds, ...}, ...}."""
+        latencies: dict[str, dict[str, float]] = {}
+        for name, share, seconds in self.quantiles():
+            latencies.setdefault(name, {})[f"p{share * 100:g}"] = seconds
+        return latencies
+
+    def now(self) -> dict[str, float]:
+        """Requests and shares of the KV cache by the newest step; empty before the first one."""
+        step = self._last
+        if step is None:
+            return {}
+        blocks = max(1, step.blocks_total)
+        return {
+            "running": step.running,
+            "waiting": step.waiting,
+            "kv_used": step.blocks_used / blocks,
+            "kv_cached": step.blocks_cached / blocks,
+            "kv_waste_inside": step.waste_inside,
+        }
 
     def figures(self) -> dict[str, float]:
         """The live figures by name; what cannot be known (no SLO, no price, no such hardware) is left out.
@@ -257,11 +292,16 @@ class Live:
         return found
 
     def blamed(self) -> dict[str, int]:
-        """Requests of the last minutes by what made them miss the SLO."""
+        """Requests of the last minutes by what made them miss the SLO; empty without one."""
+        return self._counted("blame_")
+
+    def cut(self) -> dict[str, int]:
+        """Requests of the last minutes that were cut off, by `RequestRecord.cut`."""
+        return self._counted("cut_")
+
+    def _counted(self, prefix: str) -> dict[str, int]:
         sums = self._sums.totals(self._clock())
-        return {
-            name[6:]: int(count) for name, count in sums.items() if name.startswith("blame_") and name[6:] != "none"
-        }
+        return {name.removeprefix(prefix): int(count) for name, count in sums.items() if name.startswith(prefix)}
 
     def broken(self) -> tuple[str, ...]:
         """What of the SLO's percentiles and its share the last minutes miss, in words."""
@@ -284,22 +324,36 @@ class Live:
         """The newest step's record."""
         return self._last
 
-    # --- minutes ----------------------------------------------------------------------------------------------------
+    # --- history ----------------------------------------------------------------------------------------------------
 
     def _count(self, name: str, more: int) -> None:
         self._minute[name] = self._minute.get(name, 0) + more
 
     def _turn(self, now: float) -> None:
-        """Close the minute that has passed."""
+        """Take the reading that is due, and close the minute that has passed."""
+        if now >= self._reading_due:
+            self._reading_due = now + READING_S
+            self.history.readings.append(self._reading())
         if self._minute_ends is None:
             self._minute_ends = now + 60.0
         if now < self._minute_ends:
             return
         self._minute_ends = now + 60.0
         quantiles = {f"{name}_p{share * 100:g}": value for name, share, value in self.quantiles()}
-        counts = {name: self._minute.get(name, 0) for name in ("requests", "good", "prompt_tokens", "output_tokens")}
+        names = ("requests", "judged", "good", "prompt_tokens", "output_tokens")
+        counts = {name: self._minute.get(name, 0) for name in names}
         self._minute = {}
         self.history.minutes.append(Minute(self._wall(), quantiles, **counts))
+
+    def _reading(self) -> Reading:
+        latencies, figures = self.latencies(), self.figures()
+        return Reading(
+            self._wall(),
+            {name: latencies[name] for name in CHARTED_LATENCIES if name in latencies},
+            {name: figures[name] for name in CHARTED_FIGURES if name in figures},
+            self.now(),
+            self.point(),
+        )
 
 
 def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:

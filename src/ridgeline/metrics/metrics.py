@@ -108,6 +108,7 @@ class Metrics:
         slo: Slo = NO_SLO,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.model_name = model_name
         self._labels = {"engine": engine, "model_name": model_name}
         self._alias = ALIASES[alias] if alias else None
         self._clock = clock

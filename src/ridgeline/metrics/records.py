@@ -112,16 +112,22 @@ class Spent:
         return cls(*times)  # type: ignore[arg-type]  # counts come as whole numbers
 
 
+DISCONNECTED = "cancelled"
+"""`RequestRecord.cut` of a request whose client closed its connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request with all its choices, as the ledger keeps it. Times in seconds.
 
+    id: of the answer's body. request_id: of the header x-request-id, the client's or ours.
+
     prompt_tokens includes cached_tokens, output_tokens (of all choices) includes hidden_tokens. finish_reasons: one per
-    choice that ended by itself; cut: why the others did not, "" if all did. e2e_s, ttft_s, publish_s: from arrival, as
-    the service sees them; publish_s: first character that is no hidden thought; None: it never came. spent: of the
-    choice that took longest, but device_s, drafted and accepted of all. max_tokens: None for no limit of its own.
-    decoding: what all requests together did on the device from this one's first token to its last.
-    late: what was compiled or captured while it was there.
+    choice that ended by itself; cut: why the others did not, "" if all did; cut_reason: more of it in words, "" for none.
+    e2e_s, ttft_s, publish_s: from arrival, as the service sees them; publish_s: first character that is no hidden thought;
+    None: it never came. spent: of the choice that took longest, but device_s, drafted and accepted of all. max_tokens:
+    None for no limit of its own. decoding: what all requests together did on the device from this one's first token to
+    its last. late: what was compiled or captured while it was there.
     declared: limits that its caller set for it. arrived_at: unix seconds.
     """
 
@@ -138,6 +144,8 @@ class RequestRecord:
     hidden_tokens: int = 0
     publish_s: float | None = None
     cut: str = ""
+    cut_reason: str = ""
+    request_id: str = ""
     arrival: Arrival = Arrival()
     decoding: Totals = Totals()
     late: tuple[LateWork, ...] = ()

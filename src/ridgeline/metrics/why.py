@@ -6,12 +6,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.core.slo import Slo
-from ridgeline.metrics.records import RequestRecord
+from ridgeline.metrics.records import DISCONNECTED, RequestRecord
 
 CROWDED = 0.3
 """Share of the device time between a request's tokens from which other requests' prompts are named as the cause."""
 FULL = 0.9
 """Share of KV blocks in use from which the cache counts as full."""
+CUTS = {
+    DISCONNECTED: "Disconnected by the client",
+    "refused": "Rejected",
+    "drain": "Ended by the server's shutdown",
+    "slow_reader": "Ended because the client read too slowly",
+}
+"""`RequestRecord.cut` in words; the others failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +30,32 @@ class Typical:
     tpot_s: float
 
 
+def verdict(record: RequestRecord, slo: Slo) -> str:
+    """ "good", the first missed limit with both numbers, or why the request was cut off (`RequestRecord.cut`).
+
+    A disconnect is no miss. It only hides what was missed before it: then the limit is named.
+    """
+    if record.cut and record.cut != DISCONNECTED:
+        return record.cut
+    return _missed(record, slo) or record.cut or "good"
+
+
+def _missed(record: RequestRecord, slo: Slo) -> str:
+    """The first limit that the request's times miss, "" for none. Who left before the first token has waited until then."""
+    waited = record.e2e_s if record.cut and record.ttft_s is None else record.ttft_s
+    return slo.verdict(waited, record.tpot_s, record.e2e_s)
+
+
 def blame(record: RequestRecord, slo: Slo) -> str:
-    """ "" if the request met every limit, else "error", "queue", "prefill", "decode" or "client"."""
-    if record.cut:
-        return "error" if record.cut != "cancelled" else "client"
-    missed = slo.verdict(record.ttft_s, record.tpot_s, record.e2e_s).split(" ")[0]
+    """ "" for a request without a miss, else "error", "queue", "prefill", "decode" or "client"."""
+    if record.cut and record.cut != DISCONNECTED:
+        return "error"
+    missed = _missed(record, slo).split(" ")[0]
     if not missed:
         return ""
     spent = record.spent
+    if record.cut and record.ttft_s is None:  # the engine reports a request's times with its first token
+        return "queue" if record.arrival.waiting else "prefill"
     if missed == "ttft":
         return "queue" if spent.queue_s >= spent.prefill_s else "prefill"
     if missed == "tpot":
@@ -48,14 +73,14 @@ def why(record: RequestRecord, slo: Slo, typical: Typical) -> dict[str, Any]:
     """The answer of GET /requests/{id}/why: `summary` (one sentence), `reasons` (sentences, the costliest first) and the
     numbers they rest on."""
     parts = sorted(_parts(record, typical), key=lambda part: -part[0])
-    verdict = _ended(record) or slo.verdict(record.ttft_s, record.tpot_s, record.e2e_s)
-    told = [text for seconds, text in parts if seconds > 0.01 * record.e2e_s]
+    judgement = verdict(record, slo)
     return {
         "id": record.id,
-        "summary": _summary(record, slo, verdict),
-        "verdict": verdict or "good",
+        "request_id": record.request_id,
+        "summary": _summary(record, slo, judgement),
+        "verdict": judgement,
         "blame": blame(record, slo),
-        "reasons": told,
+        "reasons": [text for seconds, text in parts if seconds > 0.01 * record.e2e_s],
         "numbers": {
             **asdict(record),
             "tpot_s": record.tpot_s,
@@ -66,41 +91,54 @@ def why(record: RequestRecord, slo: Slo, typical: Typical) -> dict[str, Any]:
     }
 
 
-def _ended(record: RequestRecord) -> str:
-    return f"ended early: {record.cut}" if record.cut else ""
+def _summary(record: RequestRecord, slo: Slo, judgement: str) -> str:
+    took = f"{_s(record.e2e_s)} for {_tokens(record.prompt_tokens)} in and {record.output_tokens} out"
+    if judgement == "good":
+        return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
+    missed = _missed(record, slo)
+    words = [_cut(record)] if record.cut else []
+    return "; ".join([took, *words, *([f"missed {missed}"] if missed else [])]) + "."
 
 
-def _summary(record: RequestRecord, slo: Slo, verdict: str) -> str:
-    took = f"{_s(record.e2e_s)} for {record.prompt_tokens} tokens in and {record.output_tokens} out"
-    if verdict:
-        return f"{took}; {verdict}."
-    return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
+def _cut(record: RequestRecord) -> str:
+    """How a request that was cut off ended, in lower case and without its time."""
+    words = CUTS.get(record.cut, "Failed")
+    reason = f" ({record.cut_reason})" if record.cut_reason else ""
+    return words[0].lower() + words[1:] + reason
 
 
 def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
     """(seconds, sentence) for each part of the request's life."""
-    spent, found, computed = record.spent, record.arrival, record.prompt_tokens - record.cached_tokens
-    full = f", and the KV cache was {found.kv_used:.0%} full" if found.kv_used >= FULL else ""
+    spent, arrival, computed = record.spent, record.arrival, record.prompt_tokens - record.cached_tokens
+    full = f", and the KV cache was {arrival.kv_used:.0%} full" if arrival.kv_used >= FULL else ""
     queue = (
-        f"Waited {_s(spent.queue_s)} to be admitted{_beside(spent.queue_s, typical.queue_s)}: {found.waiting} waited "
+        f"Waited {_s(spent.queue_s)} to be admitted{_beside(spent.queue_s, typical.queue_s)}: on arrival "
+        f"{_requests(arrival.waiting)} waited and {arrival.running} ran{full}."
     )
-    queue += f"before it and {found.running} ran{full}."
     prefill = (
-        f"First token {_s(spent.prefill_s)} after admission{_beside(spent.prefill_s, typical.prefill_s)}: {computed} "
+        f"First token {_s(spent.prefill_s)} after admission{_beside(spent.prefill_s, typical.prefill_s)}: "
+        f"{computed} prompt {_noun(computed, 'token')} computed, {record.cached_tokens} taken from the prefix cache."
     )
-    prefill += f"prompt tokens computed, {record.cached_tokens} taken from the prefix cache."
     parts = [(spent.queue_s, queue), (spent.prefill_s, prefill), (spent.decode_s, _decode(record, typical))]
     if record.late:
         lost = sum(one.seconds for one in record.late)
         names = ", ".join(dict.fromkeys(f"{one.kind} of {one.name}" for one in record.late))
-        parts.append((lost, f"{_s(lost)} in which no step could begin, for what start-up should have done: {names}."))
+        parts.append((lost, f"{_s(lost)} without a step, because of work that start-up should have done: {names}."))
     if record.cut:
-        return [
-            (record.e2e_s, f"Ended after {_s(record.e2e_s)} ({record.cut}), {record.output_tokens} tokens out."),
-            *parts,
-        ]
+        return [(record.e2e_s, _ended(record)), *parts]
     outside = f"{_s(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading."
     return [*parts, (record.elsewhere_s, outside)]
+
+
+def _ended(record: RequestRecord) -> str:
+    """How and when a request that was cut off ended. What a rejected one said before is of no use to anybody."""
+    reason = f" ({record.cut_reason})" if record.cut_reason else ""
+    text = f"{CUTS.get(record.cut, 'Failed')} after {_s(record.e2e_s)}{reason}"
+    if record.cut == "refused":
+        return f"{text}."
+    return f"{text}, " + (
+        f"with {_tokens(record.output_tokens)} of output." if record.output_tokens else "before any output."
+    )
 
 
 def _decode(record: RequestRecord, typical: Typical) -> str:
@@ -112,16 +150,29 @@ def _decode(record: RequestRecord, typical: Typical) -> str:
         if around.mixed_s / around.device_s >= CROWDED:
             text += f", {around.mixed_s / around.device_s:.0%} of it in steps that also computed prompts"
     if spent.preempted:
-        text += f"; preempted {spent.preempted} times for want of KV blocks and computed again"
+        times = _noun(spent.preempted, "time")
+        text += f"; preempted {spent.preempted} {times} because KV blocks were missing, and computed again"
     if record.hidden_tokens:
-        text += f"; {record.hidden_tokens} of its tokens were hidden thoughts"
+        text += f"; {_tokens(record.hidden_tokens)} of the output {'was' if record.hidden_tokens == 1 else 'were'} hidden reasoning"
     if spent.drafted:
-        text += f"; {spent.accepted} of {spent.drafted} drafted tokens were kept"
+        text += f"; {spent.accepted} of {spent.drafted} drafted {_noun(spent.drafted, 'token')} accepted"
     return text + "."
 
 
 def _beside(value: float, usual: float) -> str:
     return f" (usually {_s(usual)})" if usual == usual and value > 1.5 * usual else ""
+
+
+def _tokens(count: int) -> str:
+    return f"{count} {_noun(count, 'token')}"
+
+
+def _requests(count: int) -> str:
+    return f"{count} {_noun(count, 'request')}"
+
+
+def _noun(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{noun}s"
 
 
 def _s(seconds: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,18 +22,34 @@ from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
 
+_TICK_S = 1.0
+
 
 def make_app(front: Front) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
     app = web.Application(middlewares=[guard])
     app[FRONT] = front
     app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(_tick)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
     app.router.add_routes(pages.ROUTES)
     return app
+
+
+async def _tick(app: web.Application) -> AsyncIterator[None]:
+    """Let time pass for the live figures while the application runs; without requests nothing else does."""
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            app[FRONT].metrics.live.tick()
+
+    ticking = asyncio.create_task(tick())
+    yield
+    ticking.cancel()
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -62,8 +80,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
         call, shape, streaming = await read_completion(service, fields, f"cmpl-{name}", arrival)
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
-    if declared:
-        call = replace(call, declared=declared)
+    call = replace(call, declared=declared, request_id=request[REQUEST_ID])
     stats = service.client.stats
     try:
         service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)

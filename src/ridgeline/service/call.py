@@ -18,7 +18,8 @@ class Call:
     max_tokens: as the caller gave it, None for as many as fit; 0 asks the engine for one token that is then dropped.
     continues: the answer goes on in the prompt's last text rather than beginning one of its own.
     constrained_by: the field whose grammar the answer follows, "" without one.
-    declared: limits that the caller set for this request. ignored: what of its messages no template reads.
+    request_id: of the header x-request-id. declared: limits that the caller set for this request. ignored: what of its
+    messages no template reads.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -32,6 +33,7 @@ class Call:
     tier: str = ""
     continues: bool = False
     constrained_by: str = ""
+    request_id: str = ""
     declared: Slo = NO_SLO
     ignored: tuple[str, ...] = ()
 

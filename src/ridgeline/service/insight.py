@@ -1,7 +1,8 @@
-"""What the server knows of itself: the ledger of requests, why one was slow, and the figures behind the dashboard."""
+"""The ledger of requests, why a request was slow, and the figures behind the dashboard."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,8 @@ from aiohttp import web
 
 from ridgeline.core.errors import NotFound, RequestError
 from ridgeline.metrics import Live, RequestRecord
+from ridgeline.metrics.live import KEPT_REQUESTS
+from ridgeline.metrics.why import verdict
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT
 from ridgeline.service.routes import json_response
@@ -35,63 +38,67 @@ async def requests(request: web.Request) -> web.Response:
     given = request.query.get("limit", "20")
     if not given.isdecimal() or not 1 <= int(given) <= MOST_ROWS:
         raise RequestError(f"limit is {given[:40]!r}: expected 1 to {MOST_ROWS}.", param="limit")
-    return json_response({"object": "list", "data": [_row(live, one) for one in live.rows(order, int(given))]})
+    return json_response({"object": "list", "data": [_row(live, record) for record in live.rows(order, int(given))]})
 
 
 @ROUTES.get("/requests/{id}")
-async def one_request(request: web.Request) -> web.Response:
-    """One ended request's row of the ledger."""
-    live, record = _found(request)
+async def ended_request(request: web.Request) -> web.Response:
+    """One ended request's row of the ledger, by the id of its body or of its header x-request-id."""
+    live, record = _find(request)
     return json_response(_row(live, record))
 
 
 @ROUTES.get("/requests/{id}/why")
 async def why(request: web.Request) -> web.Response:
     """Why a request took as long as it did, in words and numbers."""
-    live, record = _found(request)
+    live, record = _find(request)
     return json_response(live.why(record))
 
 
 @ROUTES.get("/dashboard/data")
 async def data(request: web.Request) -> web.Response:
-    """Everything the dashboard shows."""
-    return json_response(snapshot(request.app[FRONT]))
+    """Everything the dashboard shows. With `since` (unix seconds) also the readings of the last hour that are newer."""
+    front = request.app[FRONT]
+    shown = snapshot(front)
+    given = request.query.get("since")
+    if given is not None:
+        shown["readings"] = [asdict(reading) for reading in front.metrics.live.history.readings_since(_since(given))]
+    return json_response(shown)
+
+
+def _since(given: str) -> float:
+    try:
+        since = float(given)
+    except ValueError:
+        since = math.nan
+    if not 0 <= since < math.inf:
+        raise RequestError(f"since is {given[:40]!r}: expected unix seconds, 0 for all readings.", param="since")
+    return since
 
 
 def snapshot(front: Front) -> dict[str, Any]:
     """The state of the service now, as plain data. Figures that cannot be known are left out."""
     live, client = front.metrics.live, front.client
-    step = live.last
-    quantiles: dict[str, dict[str, float]] = {}
-    for name, share, seconds in live.quantiles():
-        quantiles.setdefault(name, {})[f"p{share * 100:g}"] = seconds
-    now: dict[str, float] = {}
-    if step is not None:
-        blocks = max(1, step.blocks_total)
-        now = {
-            "running": step.running,
-            "waiting": step.waiting,
-            "kv_used": step.blocks_used / blocks,
-            "kv_cached": step.blocks_cached / blocks,
-            "kv_waste_inside": step.waste_inside,
-        }
     return {
         "at": time.time(),
         "healthy": front.trouble is None,
         "trouble": front.trouble,
+        "model": front.metrics.model_name,
         "facts": _facts(front),
         "slo": live.slo.limits(),
+        "slo_text": str(live.slo),
         "slo_broken": live.broken(),
         "ceilings": asdict(live.ceilings),
-        "now": now,
+        "now": live.now(),
         "figures": live.figures(),
-        "latencies": quantiles,
+        "latencies": live.latencies(),
         "blamed": live.blamed(),
+        "cut": live.cut(),
         "point": live.point(),
         "alerts": [asdict(alert) for alert in live.history.alerts()],
         "minutes": [asdict(minute) for minute in list(live.history.minutes)[-MINUTES_SHOWN:]],
         "slowest": [_brief(live, record) for record in live.rows("slowest", SLOWEST_SHOWN)],
-        "late": {"count": len(live.late), "seconds": sum(one.seconds for one in live.late)},
+        "late": {"count": len(live.late), "seconds": sum(work.seconds for work in live.late)},
         "last_step": client.last_step,
     }
 
@@ -104,34 +111,35 @@ def _facts(front: Front) -> dict[str, Any]:
 
 def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
     """A row of the ledger with what follows from it."""
-    verdict = live.slo_of(record).verdict(record.ttft_s, record.tpot_s, record.e2e_s) if not record.cut else record.cut
-    more = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict or "good"}
+    judgement = verdict(record, live.slo_of(record))
+    more = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": judgement}
     return asdict(record) | more | live.shares(record)
 
 
 def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:
-    told = live.why(record)
+    explanation = live.why(record)
     return {
         "id": record.id,
+        "request_id": record.request_id,
         "e2e_s": record.e2e_s,
         "ttft_s": record.ttft_s,
         "tpot_s": record.tpot_s,
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
-        "blame": told["blame"],
-        "summary": told["summary"],
-        "reasons": told["reasons"],
+        "blame": explanation["blame"],
+        "summary": explanation["summary"],
+        "reasons": explanation["reasons"],
     }
 
 
-def _found(request: web.Request) -> tuple[Live, RequestRecord]:
+def _find(request: web.Request) -> tuple[Live, RequestRecord]:
     """Raises NotFound for an id that is unknown, still running, or forgotten."""
     live = request.app[FRONT].metrics.live
     record = live.find(request.match_info["id"])
     if record is None:
         raise NotFound(
-            f"No ended request has the id {request.match_info['id'][:80]!r}: the id is the one in the answer's body, and the "
-            f"last few thousand are kept.",
+            f"No ended request has the id {request.match_info['id'][:80]!r}: give the id of the answer's body or of its "
+            f"header x-request-id. The last {KEPT_REQUESTS} requests are kept.",
             param="id",
         )
     return live, record

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from ridgeline.metrics import Arrival, Metrics, RequestRecord, Spent, Totals
+from ridgeline.metrics.records import DISCONNECTED
 from ridgeline.service.call import Call, Usage
 from ridgeline.wire.messages import Delta
 
@@ -18,11 +19,11 @@ class Ledger:
         self._first: float | None = None
         self._reasons: list[str] = []
         self._known: dict[tuple[str, int], tuple[float, Spent]] = {}
-        """Per choice: what the engine last said of its times, and when."""
+        """Per choice that runs: what the engine last said of its times, and when."""
         self._ended: list[Spent] = []
         self._before: Totals | None = None
-        self.cut = "cancelled"
-        """Why it was cut off, if it was."""
+        self.cut, self.cut_reason = DISCONNECTED, ""
+        """Why it was cut off, if it was: see RequestRecord."""
         self._late = len(metrics.live.late)
         step = metrics.live.last
         self._arrival = Arrival()
@@ -40,16 +41,18 @@ class Ledger:
         """A choice came to its end with `delta`. One that the service ended itself (a stop string) has decoded since its
         first tokens."""
         now = time.time()
-        at, spent = self._known.get((delta.id, delta.choice), (now, Spent()))
+        at, spent = self._known.pop((delta.id, delta.choice), (now, Spent()))
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
 
     def close(self, usage: Usage) -> None:
         """The call is over; a call with choices that have not ended was cut off."""
         call, arrived = self._call, self._call.arrival
-        whole = len(self._reasons) == call.choices
-        spent = self._ended if whole else [one for _, one in self._known.values()]
-        slowest = max(spent, key=lambda one: one.queue_s + one.prefill_s + one.decode_s, default=Spent())
+        whole, now = len(self._reasons) == call.choices, time.time()
+        # A choice that was cut off has decoded until now.
+        cut = [replace(choice, decode_s=choice.decode_s + now - at) for at, choice in self._known.values()]
+        spent = self._ended if whole else [*self._ended, *cut]
+        slowest = max(spent, key=lambda choice: choice.queue_s + choice.prefill_s + choice.decode_s, default=Spent())
         live = self._metrics.live
         self._metrics.on_request(
             RequestRecord(
@@ -59,18 +62,20 @@ class Ledger:
                 cached_tokens=usage.cached,
                 output_tokens=usage.completion,
                 finish_reasons=tuple(self._reasons),
-                e2e_s=time.time() - arrived,
+                e2e_s=now - arrived,
                 ttft_s=None if self._first is None else self._first - arrived,
                 spent=replace(
                     slowest,
-                    device_s=sum(one.device_s for one in spent),
-                    drafted=sum(one.drafted for one in spent),
-                    accepted=sum(one.accepted for one in spent),
+                    device_s=sum(choice.device_s for choice in spent),
+                    drafted=sum(choice.drafted for choice in spent),
+                    accepted=sum(choice.accepted for choice in spent),
                 ),
                 max_tokens=call.max_tokens,
                 hidden_tokens=usage.reasoning,
                 publish_s=None if usage.published is None else usage.published - arrived,
                 cut="" if whole else self.cut,
+                cut_reason="" if whole else self.cut_reason,
+                request_id=call.request_id,
                 late=tuple(live.late[self._late :]),
                 declared=call.declared,
                 arrival=self._arrival,

@@ -176,8 +176,10 @@ class _Run:
         if delta.finish in ("", "stop", "length"):
             return None
         if delta.finish == "refused":
+            constrained = self._call.sampling.grammar is not None
             self._ledger.cut = "refused"
-            kind = BadGrammar if self._call.sampling.grammar is not None else RequestError
+            self._ledger.cut_reason = "invalid grammar" if constrained else "invalid request"
+            kind = BadGrammar if constrained else RequestError
             return kind(delta.error, param=self._call.constrained_by or None)
         self._ledger.cut = self._subscription.cut or "error"
         if self._ledger.cut == "drain":
