@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ridgeline
 import ridgeline.service.pages as pages
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE
 
@@ -24,14 +25,48 @@ def test_nothing_comes_from_outside(file: Path) -> None:
 
 
 def test_pages_and_their_parts_are_served(polite: Live) -> None:
-    for path, kind in (("/dashboard", "text/html"), ("/chat", "text/html")):
-        answer = polite.get(path)
-        assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
+    for path in ("/", "/dashboard", "/chat", "/docs"):
+        answer = polite.send("GET", path, headers={"accept": "text/html"})
+        assert answer.status == 200 and answer.headers["content-type"].startswith("text/html")
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         for part in re.findall(r'(?:src|href)="(dashboard/[^"]+)"', answer.data.decode()):
             assert polite.get(f"/{part}").status == 200, part
     assert polite.get("/dashboard/nothing.js").status == 404
     assert polite.get("/dashboard/..%2fpages.js").status == 404
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def test_the_root_leads_browsers_to_the_pages(polite: Live) -> None:
+    answer = polite.send("GET", "/", headers={"accept": BROWSER})
+    page = answer.data.decode()
+    assert answer.headers["content-type"].startswith("text/html") and answer.headers["vary"] == "accept"
+    for link in ("/chat", "/dashboard", "/docs", "/openapi.json", "/metrics", "/health"):
+        assert f'href="{link}"' in page and polite.get(link).status == 200, link
+    assert f"curl -N http://127.0.0.1:{polite.port}/v1/chat/completions -H 'content-type: application/json'" in page
+    assert page.count("tiny-test") >= 3 and "authorization" not in page and "$" not in page
+
+
+def test_the_root_shows_markup_in_names_as_text() -> None:
+    with live(behaviour(says("hi")), api_key="sesame") as server:
+        server.server.front.metrics.model_name = "<b>&$model"
+        answer = server.send("GET", "/", headers={"accept": BROWSER, "host": "<script>"})
+        assert answer.status in (200, 400) and b"<script>" not in answer.data
+        page = server.send("GET", "/", headers={"accept": BROWSER}).data.decode()
+        assert "&lt;b&gt;&amp;$model" in page and "<b>" not in page
+        assert "-H &quot;authorization: Bearer $RIDGELINE_API_KEY&quot;" in page and "sesame" not in page
+
+
+@pytest.mark.parametrize("accept", [None, "*/*", "application/json", "text/html;q=0, application/json"])
+def test_the_root_answers_programs_with_json(polite: Live, accept: str | None) -> None:
+    answer = polite.send("GET", "/", headers={"accept": accept} if accept else {})
+    assert answer.headers["content-type"] == "application/json" and answer.headers["vary"] == "accept"
+    body = answer.json
+    assert (body["name"], body["version"], body["model"]) == ("ridgeline", ridgeline.__version__, "tiny-test")
+    assert body["docs"] == "/docs" and body["openapi"] == "/openapi.json"
+    for path in (value for value in body.values() if value.startswith("/")):
+        assert polite.get(path).status == 200, path
 
 
 def test_grafana_and_prometheus_ask_for_metrics_that_exist(polite: Live) -> None:
@@ -46,7 +81,8 @@ def test_grafana_and_prometheus_ask_for_metrics_that_exist(polite: Live) -> None
 
 def test_the_key_guards_what_the_pages_show() -> None:
     with live(behaviour(says("hi")), api_key="sesame") as server:
-        assert server.get("/dashboard").status == server.get("/dashboard/charts.js").status == 200
+        for path in ("/", "/dashboard", "/chat", "/docs", "/openapi.json", "/dashboard/charts.js"):
+            assert server.get(path).status == 200, path
         for path in ("/dashboard/data", "/requests", "/metrics"):
             assert server.get(path).status == 401
             assert server.send("GET", path, headers={"authorization": "Bearer sesame"}).status == 200

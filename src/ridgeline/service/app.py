@@ -12,7 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from ridgeline.core.errors import Overloaded
-from ridgeline.service import insight, pages, routes
+from ridgeline.service import insight, openapi, pages, routes
 from ridgeline.service.answer import Shape, send_body, send_events
 from ridgeline.service.call import Call
 from ridgeline.service.chat import read_chat
@@ -36,6 +36,8 @@ def make_app(front: Front) -> web.Application:
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
     app.router.add_routes(pages.ROUTES)
+    app.router.add_routes(openapi.ROUTES)
+    openapi.add_document(app)
     return app
 
 
@@ -53,10 +55,12 @@ async def _tick(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, as a whole or as server-sent events."""
     return await _generate(request, "chat")
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
+    """Continue a text, as a whole or as server-sent events."""
     return await _generate(request, "completions")
 
 

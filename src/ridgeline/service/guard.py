@@ -32,9 +32,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMES = 32
-_PAGES = frozenset({"/dashboard", "/chat"})
+_PAGES = frozenset({"/", "/dashboard", "/chat", "/docs"})
 """HTML pages. Other sites may link to them."""
-_OPEN = frozenset({"/health"}) | _PAGES
+_OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key: the pages hold no data, and ask for data with the key."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")

@@ -30,7 +30,7 @@ FACTS = (
 
 @ROUTES.get("/requests")
 async def requests(request: web.Request) -> web.Response:
-    """Ended requests, `order` recent or slowest first, at most `limit`."""
+    """Requests that have ended, the latest or the slowest first."""
     live = request.app[FRONT].metrics.live
     order = request.query.get("order", "recent")
     if order not in ORDERS:
@@ -43,7 +43,7 @@ async def requests(request: web.Request) -> web.Response:
 
 @ROUTES.get("/requests/{id}")
 async def ended_request(request: web.Request) -> web.Response:
-    """One ended request's row of the ledger, by the id of its body or of its header x-request-id."""
+    """One request that has ended, by the id of its answer's body or of its header x-request-id."""
     live, record = _find(request)
     return json_response(_row(live, record))
 
@@ -57,7 +57,10 @@ async def why(request: web.Request) -> web.Response:
 
 @ROUTES.get("/dashboard/data")
 async def data(request: web.Request) -> web.Response:
-    """Everything the dashboard shows. With `since` (unix seconds) also the readings of the last hour that are newer."""
+    """Everything that the dashboard shows.
+
+    With `since` (unix seconds) also the readings of the last hour that are newer.
+    """
     front = request.app[FRONT]
     shown = snapshot(front)
     given = request.query.get("since")

@@ -1,12 +1,19 @@
-"""The dashboard and the chat page: files of this package, served as they are, with nothing from outside."""
+"""The home, dashboard, chat and documentation pages: files of this package, with nothing from outside."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Mapping
 from importlib import resources
+from string import Template
 
+import msgspec
 from aiohttp import web
+from aiohttp.hdrs import ACCEPT
 
+import ridgeline
 from ridgeline.core.errors import NotFound
+from ridgeline.service.guard import FRONT
 
 ROUTES = web.RouteTableDef()
 TYPES = {
@@ -18,16 +25,48 @@ TYPES = {
 }
 POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'"
 """A page may speak to this server alone."""
+_CACHING = {"cache-control": "no-cache", "vary": "accept"}
+LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "chat": "/chat",
+    "dashboard": "/dashboard",
+    "models": "/v1/models",
+    "health": "/health",
+    "metrics": "/metrics",
+}
+"""Where `GET /` points to."""
+
+
+@ROUTES.get("/")
+async def home(request: web.Request) -> web.Response:
+    """What this server is and where to go on: a page for browsers, JSON for everybody else."""
+    front = request.app[FRONT]
+    model = front.metrics.model_name
+    if not _accepts_html(request.headers.get(ACCEPT, "")):
+        body = {"name": "ridgeline", "version": ridgeline.__version__, "model": model, **LINKS}
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=_CACHING)
+    key = "" if front.config.api_key is None else ' -H "authorization: Bearer $RIDGELINE_API_KEY"'
+    values = {"model": model, "version": ridgeline.__version__, "origin": str(request.url.origin()), "key": key}
+    return _page("home.html", {name: html.escape(value) for name, value in values.items()})
 
 
 @ROUTES.get("/dashboard")
 async def dashboard(request: web.Request) -> web.Response:
+    """The dashboard page."""
     return _page("dashboard.html")
 
 
 @ROUTES.get("/chat")
 async def chat(request: web.Request) -> web.Response:
+    """The chat page."""
     return _page("chat.html")
+
+
+@ROUTES.get("/docs")
+async def docs(request: web.Request) -> web.Response:
+    """The page that documents this API, and tries it."""
+    return _page("docs.html")
 
 
 @ROUTES.get(r"/dashboard/{name:[a-z]+\.(?:js|css|json|yml)}")
@@ -36,10 +75,25 @@ async def part(request: web.Request) -> web.Response:
     return _page(request.match_info["name"])
 
 
-def _page(name: str) -> web.Response:
+def _accepts_html(accept: str) -> bool:
+    """Whether the header names text/html, as browsers do; a plain */* asks for JSON."""
+    for entry in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in entry.split(";"))
+        if kind == "text/html":
+            return not any(
+                parameter.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000") for parameter in parameters
+            )
+    return False
+
+
+def _page(name: str, values: Mapping[str, str] | None = None) -> web.Response:
+    """A file of the folder web; with `values` a template whose $names they fill."""
     file = resources.files("ridgeline.service") / "web" / name
     if not file.is_file():
         raise NotFound(f"There is no page {name}.")
+    body = file.read_bytes()
+    headers = {"content-security-policy": POLICY, **_CACHING}
+    if values is not None:
+        body = Template(body.decode()).substitute(values).encode()
     kind = TYPES[name.rpartition(".")[2]]
-    headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
-    return web.Response(body=file.read_bytes(), content_type=kind, charset="utf-8", headers=headers)
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)

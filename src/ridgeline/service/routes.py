@@ -1,4 +1,6 @@
-"""The small routes: health, version, models, metrics, tokenize, detokenize, the prefix cache."""
+"""The small routes: health, version, models, metrics, tokenize, detokenize, the prefix cache.
+
+The docstring of a handler is what the API's description says of its route."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ridgeline.text.tools import read_tools
 ROUTES = web.RouteTableDef()
 
 _OBJECT = Record({}, open=True)
-_TOKENIZE: dict[str, Reader] = {
+TOKENIZE: dict[str, Reader] = {
     "model": Text(512),
     "prompt": Text(LONG),
     "messages": Items(_OBJECT, MAX_MESSAGES, 1),
@@ -35,7 +37,7 @@ _TOKENIZE: dict[str, Reader] = {
     "chat_template_kwargs": _OBJECT,
     "return_token_strs": Boolean(),
 }
-_DETOKENIZE: dict[str, Reader] = {"model": Text(512), "tokens": TokenIds(LONG)}
+DETOKENIZE: dict[str, Reader] = {"model": Text(512), "tokens": TokenIds(LONG)}
 
 
 def json_response(value: Any) -> web.Response:
@@ -45,7 +47,7 @@ def json_response(value: Any) -> web.Response:
 
 @ROUTES.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine makes progress, or is idle and beats; else 503 with the reason."""
+    """200 while the engine makes progress or is idle, otherwise 503 with the reason."""
     front = request.app[FRONT]
     if front.trouble is not None:
         return error_response(Unavailable(f"Not healthy: {front.trouble}."))
@@ -54,21 +56,25 @@ async def health(request: web.Request) -> web.Response:
 
 @ROUTES.get("/version")
 async def version(request: web.Request) -> web.Response:
+    """The server's version."""
     return json_response({"version": ridgeline.__version__})
 
 
 @ROUTES.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
+    """All metrics in the text format of Prometheus."""
     return web.Response(body=request.app[FRONT].metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
+    """The model that this server has."""
     return json_response({"object": "list", "data": [_card(request.app[FRONT].service())]})
 
 
 @ROUTES.get("/v1/models/{name:.+}")
 async def model(request: web.Request) -> web.Response:
+    """The model by its name; 404 for another one."""
     service = request.app[FRONT].service()
     service.card.check(request.match_info["name"])
     return json_response(_card(service))
@@ -89,9 +95,9 @@ def _card(service: Service) -> dict[str, Any]:
 
 @ROUTES.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
-    """`prompt`, or `messages` through the chat template, to token ids."""
+    """Token ids of a prompt, or of messages rendered with the chat template."""
     service = request.app[FRONT].service()
-    body = await _body(request, _TOKENIZE)
+    body = await _body(request, TOKENIZE)
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("Send either prompt or messages.", param="prompt")
@@ -119,12 +125,12 @@ async def tokenize_text(request: web.Request) -> web.Response:
 
 @ROUTES.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
-    """`tokens` to text, special tokens shown."""
+    """The text of token ids, special tokens included."""
     service = request.app[FRONT].service()
-    body = await _body(request, _DETOKENIZE)
+    body = await _body(request, DETOKENIZE)
     _check_model(service, body)
     if "tokens" not in body:
-        raise RequestError(f"tokens is missing: send {_DETOKENIZE['tokens'].expects}.", param="tokens")
+        raise RequestError(f"tokens is missing: send {DETOKENIZE['tokens'].expects}.", param="tokens")
     if len(body["tokens"]) > (most := service.limits.context):  # every stream would wait for millions of them
         raise ContextTooLong(f"tokens has {len(body['tokens'])} ids: send at most {most} at once.", param="tokens")
     service.limits.check_ids(body["tokens"], "tokens")
@@ -134,7 +140,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget every prefix that no request uses."""
+    """Forget every cached prefix that no request uses."""
     return json_response(await request.app[FRONT].service().client.control("reset_prefix_cache"))
 
 

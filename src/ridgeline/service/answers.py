@@ -1,0 +1,164 @@
+"""JSON schemas of answers, for the API's description. Tests hold real answers against them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_STRING = {"type": "string"}
+_TEXT = {"type": ["string", "null"]}
+_COUNT = {"type": "integer", "minimum": 0}
+_SECONDS = {"type": "number", "minimum": 0}
+_MAYBE_SECONDS = {"type": ["number", "null"], "minimum": 0}
+_LOGPROBS = {"type": ["object", "null"], "description": "Log-probabilities, where they were asked for."}
+_STOP_REASON = {
+    "type": ["string", "integer", "null"],
+    "description": "The stop string or token id that ended the choice.",
+}
+
+
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _finish(*reasons: str | None) -> dict[str, Any]:
+    return {"enum": list(reasons), "description": "Why the choice ended; null while it runs."}
+
+
+_CALL = _object(
+    {"function": _object({}, {"name": _STRING, "arguments": _STRING})},
+    {"id": _STRING, "type": {"const": "function"}, "index": _COUNT},
+)
+_MESSAGE = {
+    "role": {"const": "assistant"},
+    "content": _TEXT,
+    "reasoning_content": {"type": "string", "description": "The model's reasoning, kept apart from its answer."},
+    "tool_calls": _list(_CALL),
+    "refusal": {"type": "null"},
+}
+_HEAD = {"id": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _STRING}
+_TIER = {"service_tier": _STRING}
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": {"type": "string", "description": "What is wrong, and the remedy."},
+                    "type": _STRING,
+                    "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                    "code": _TEXT,
+                }
+            )
+        }
+    ),
+    "Usage": _object(
+        {
+            "prompt_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "total_tokens": _COUNT,
+            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
+        }
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": _list(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "message": _object({"role": _MESSAGE["role"], "content": _TEXT}, _MESSAGE),
+                        "finish_reason": _finish("stop", "length", "tool_calls"),
+                    },
+                    {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON},
+                )
+            ),
+            "usage": _ref("Usage"),
+        },
+        _TIER,
+    ),
+    "ChatCompletionChunk": {
+        "description": "The data of one event. The last event's data is [DONE]; an error is an event with the error object.",
+        **_object(
+            {
+                **_HEAD,
+                "object": {"const": "chat.completion.chunk"},
+                "choices": _list(
+                    _object(
+                        {
+                            "index": _COUNT,
+                            "delta": _object({}, _MESSAGE),
+                            "finish_reason": _finish("stop", "length", "tool_calls", None),
+                        },
+                        {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON},
+                    )
+                ),
+            },
+            {**_TIER, "usage": {"anyOf": [_ref("Usage"), {"type": "null"}]}},
+        ),
+    },
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": _list(
+                _object(
+                    {"index": _COUNT, "text": _STRING, "finish_reason": _finish("stop", "length", None)},
+                    {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON, "prompt_logprobs": {"type": "array"}},
+                )
+            ),
+        },
+        {**_TIER, "usage": {"anyOf": [_ref("Usage"), {"type": "null"}]}},
+    ),
+    "Model": _object(
+        {"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT},
+        {"root": _STRING, "parent": {"type": "null"}},
+    ),
+    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "Tokens": _object(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _list(_COUNT)}, {"token_strs": _list(_STRING)}
+    ),
+    "Text": _object({"prompt": _STRING}),
+    "Health": _object({"status": {"const": "ok"}, "step": {"type": "integer"}}),
+    "Version": _object({"version": _STRING}),
+    "Home": _object({"name": {"const": "ridgeline"}, "version": _STRING, "model": _STRING, "docs": _STRING}),
+    "LedgerRow": _object(
+        {
+            "id": {"type": "string", "description": "The id of the answer's body."},
+            "request_id": {"type": "string", "description": "The id of the header x-request-id."},
+            "arrived_at": _SECONDS,
+            "prompt_tokens": _COUNT,
+            "cached_tokens": _COUNT,
+            "output_tokens": _COUNT,
+            "finish_reasons": _list(_STRING),
+            "cut": {"type": "string", "description": "Why it ended early, empty if it did not."},
+            "verdict": {"type": "string", "description": "good, the first missed limit, or why it ended early."},
+            "e2e_s": _SECONDS,
+            "ttft_s": _MAYBE_SECONDS,
+            "tpot_s": _MAYBE_SECONDS,
+            "joules": _SECONDS,
+            "cost": _SECONDS,
+        }
+    ),
+    "Ledger": _object({"object": {"const": "list"}, "data": _list(_ref("LedgerRow"))}),
+    "Why": _object(
+        {
+            "id": _STRING,
+            "request_id": _STRING,
+            "summary": _STRING,
+            "verdict": _STRING,
+            "blame": {"enum": ["", "error", "queue", "prefill", "decode", "client"]},
+            "reasons": _list(_STRING),
+            "numbers": {"type": "object"},
+        }
+    ),
+}

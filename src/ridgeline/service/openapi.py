@@ -1,0 +1,258 @@
+"""The API's own description, OpenAPI 3.1: from the application's routes, the table of fields and the readers of bodies.
+
+A route's summary is its handler's docstring. What a docstring cannot hold (parameters, bodies, answers) stands in `DETAILS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import ridgeline
+from ridgeline.service.answers import ANSWERS
+from ridgeline.service.declared import HEADERS
+from ridgeline.service.guard import FRONT
+from ridgeline.service.routes import DETOKENIZE, TOKENIZE
+from ridgeline.service.schemas import Schema, body_schema, record_schema
+
+ROUTES = web.RouteTableDef()
+VERSION = "3.1.0"
+DOCUMENT = web.AppKey("document", bytes)
+"""The description as JSON."""
+
+OPEN = frozenset({"/", "/health", "/dashboard", "/chat", "/docs", "/openapi.json", "/dashboard/{name}"})
+"""Paths that need no key."""
+TAGS = {
+    "inference": "What OpenAI clients use, and the tokenizer behind it.",
+    "operation": "Health, metrics, the ledger of requests, the caches.",
+    "pages": "Pages for browsers, and the description of this API.",
+}
+_SECURITY = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key of --api-key. Without --api-key none is needed.",
+    },
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in another header."},
+}
+_TEMPLATE = re.compile(r"{(\w+)}")
+_TOKENIZE_WORDS = {
+    "model": "The served name; another one is 404.",
+    "prompt": "Text to tokenize. Give either prompt or messages.",
+    "messages": "A conversation, rendered with the model's chat template.",
+    "tools": "Functions that the chat template shows to the model.",
+    "add_special_tokens": "Add the tokens that the tokenizer puts around text (default: true for prompt, false for messages).",
+    "add_generation_prompt": "Open the assistant's turn (default true).",
+    "continue_final_message": "Leave the last message open; needs add_generation_prompt false.",
+    "chat_template_kwargs": "Variables of the template.",
+    "return_token_strs": "Return each token's text, too.",
+    "tokens": "Token ids.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a route takes and answers beyond its path. query, headers: name -> schema. answers: content type -> schema.
+
+    errors: statuses that the route may answer with the error object, beside 401 for a missing key.
+    """
+
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, Schema] = field(default_factory=dict)
+    body: Schema | None = None
+    example: Any = None
+    answers: Mapping[str, Schema] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+
+
+ERRORS = {
+    400: "The request is not valid. The error's param names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model, request or page.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The queue is full. The header retry-after says when to try again.",
+    500: "The engine failed.",
+    503: "The server is loading or shutting down, or the engine is not healthy.",
+}
+_GENERATES = (400, 404, 408, 413, 429, 500, 503)
+_READS_BODY = (400, 404, 408, 413, 503)
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_DECLARED: Mapping[str, Schema] = {
+    name: {"type": "number", "exclusiveMinimum": 0, "description": f"Limit of this request's {limit.upper()} in milliseconds."}
+    for name, limit in HEADERS.items()
+}
+_GIVEN_ID: Mapping[str, Schema] = {
+    "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} takes it."}
+}
+_SINCE = {"type": "number", "minimum": 0, "description": "Unix seconds: return newer readings of the last hour, too."}
+_ORDER = {
+    "enum": ["recent", "slowest"],
+    "default": "recent",
+    "description": "The latest or the slowest requests first.",
+}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20, "description": "Number of requests."}
+_JSON, _HTML, _EVENTS, _TEXT = "application/json", "text/html", "text/event-stream", "text/plain"
+_MESSAGES = [{"role": "user", "content": "Hello!"}]
+
+DETAILS: Mapping[str, Details] = {
+    "post /v1/chat/completions": Details(
+        headers={**_GIVEN_ID, **_DECLARED},
+        body=_ref("ChatRequest"),
+        example={"messages": _MESSAGES, "max_tokens": 64, "stream": True},
+        answers={_JSON: _ref("ChatCompletion"), _EVENTS: _ref("ChatCompletionChunk")},
+        errors=_GENERATES,
+    ),
+    "post /v1/completions": Details(
+        headers={**_GIVEN_ID, **_DECLARED},
+        body=_ref("CompletionRequest"),
+        example={"prompt": "Once upon a time", "max_tokens": 64},
+        answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
+        errors=_GENERATES,
+    ),
+    "get /v1/models": Details(answers={_JSON: _ref("Models")}, errors=(503,)),
+    "get /v1/models/{name}": Details(answers={_JSON: _ref("Model")}, errors=(404, 503)),
+    "post /tokenize": Details(
+        body=record_schema(TOKENIZE, _TOKENIZE_WORDS),
+        example={"prompt": "Hello!", "return_token_strs": True},
+        answers={_JSON: _ref("Tokens")},
+        errors=_READS_BODY,
+    ),
+    "post /detokenize": Details(
+        body=record_schema(DETOKENIZE, _TOKENIZE_WORDS, ("tokens",)),
+        example={"tokens": [1, 2, 3]},
+        answers={_JSON: _ref("Text")},
+        errors=_READS_BODY,
+    ),
+    "post /reset_prefix_cache": Details(answers={_JSON: {"type": "object"}}, errors=(503,)),
+    "get /admin/stats": Details(answers={_JSON: {"type": "object"}}, errors=(503,)),
+    "get /health": Details(answers={_JSON: _ref("Health")}, errors=(503,)),
+    "get /version": Details(answers={_JSON: _ref("Version")}),
+    "get /metrics": Details(answers={_TEXT: {"type": "string"}}),
+    "get /requests": Details({"order": _ORDER, "limit": _LIMIT}, answers={_JSON: _ref("Ledger")}, errors=(400,)),
+    "get /requests/{id}": Details(answers={_JSON: _ref("LedgerRow")}, errors=(404,)),
+    "get /requests/{id}/why": Details(answers={_JSON: _ref("Why")}, errors=(404,)),
+    "get /dashboard/data": Details({"since": _SINCE}, answers={_JSON: {"type": "object"}}, errors=(400,)),
+    "get /": Details(answers={_JSON: _ref("Home"), _HTML: {"type": "string"}}),
+    "get /openapi.json": Details(answers={_JSON: {"type": "object"}}),
+    "get /dashboard": Details(answers={_HTML: {"type": "string"}}),
+    "get /chat": Details(answers={_HTML: {"type": "string"}}),
+    "get /docs": Details(answers={_HTML: {"type": "string"}}),
+    "get /dashboard/{name}": Details(answers={"*/*": {"type": "string"}}, errors=(404,)),
+}
+"""By method and path. A route without an entry is described by its docstring and path alone."""
+_PATH_WORDS = {
+    "id": "The id of the answer's body, or of its header x-request-id.",
+    "name": "A name, as /v1/models lists it; of a file under /dashboard/.",
+}
+
+
+@ROUTES.get("/openapi.json")
+async def openapi(request: web.Request) -> web.Response:
+    """This description, OpenAPI 3.1."""
+    return web.Response(body=request.app[DOCUMENT], content_type="application/json")
+
+
+def add_document(app: web.Application) -> None:
+    """Describe the routes that the application has now."""
+    app[DOCUMENT] = msgspec.json.encode(document(app))
+
+
+def document(app: web.Application) -> dict[str, Any]:
+    """The OpenAPI document of an application."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in app.router.routes():
+        assert route.resource is not None
+        if route.method != "HEAD":  # aiohttp answers it wherever it answers GET
+            path, method = route.resource.canonical, route.method.lower()
+            paths.setdefault(path, {})[method] = _operation(method, path, route.handler)
+    return {
+        "openapi": VERSION,
+        "info": {
+            "title": f"Ridgeline: {app[FRONT].metrics.model_name}",
+            "version": ridgeline.__version__,
+            "description": "An LLM inference server with the OpenAI API. A field that is null counts as not given. Unknown "
+            "fields are accepted and named in the answer's header x-ridgeline-ignored-fields.",
+        },
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
+        "security": [{name: []} for name in _SECURITY],
+        "paths": dict(sorted(paths.items(), key=lambda entry: list(TAGS).index(_tag(entry[0])))),
+        "components": {
+            "schemas": {"ChatRequest": body_schema("chat"), "CompletionRequest": body_schema("completions"), **ANSWERS},
+            "securitySchemes": _SECURITY,
+        },
+    }
+
+
+def _operation(method: str, path: str, handler: Any) -> dict[str, Any]:
+    details = DETAILS.get(f"{method} {path}", Details())
+    summary, _, rest = (inspect.getdoc(handler) or f"{method.upper()} {path}").partition("\n\n")
+    errors = sorted({*details.errors, *(() if path in OPEN else (401,))})
+    operation: dict[str, Any] = {
+        "operationId": "_".join([method, *re.findall(r"\w+", path)]),
+        "tags": [_tag(path)],
+        "summary": " ".join(summary.split()),
+        "responses": {"200": _answer(details), **{str(status): _error(status) for status in errors}},
+    }
+    if rest:
+        operation["description"] = " ".join(rest.split())
+    if path in OPEN:
+        operation["security"] = []
+    if parameters := _parameters(path, details):
+        operation["parameters"] = parameters
+    if details.body is not None:
+        content = {"schema": details.body, "example": details.example}
+        operation["requestBody"] = {"required": True, "content": {_JSON: content}}
+    return operation
+
+
+def _parameters(path: str, details: Details) -> list[dict[str, Any]]:
+    named: list[tuple[str, str, Schema]] = [
+        ("path", name, {"type": "string", "description": _PATH_WORDS.get(name, name)})
+        for name in _TEMPLATE.findall(path)
+    ]
+    named += [("query", name, schema) for name, schema in details.query.items()]
+    named += [("header", name, schema) for name, schema in details.headers.items()]
+    return [
+        {
+            "name": name,
+            "in": place,
+            "required": place == "path",
+            "description": schema["description"],
+            "schema": {key: value for key, value in schema.items() if key != "description"},
+        }
+        for place, name, schema in named
+    ]
+
+
+def _answer(details: Details) -> dict[str, Any]:
+    words = (
+        "The answer; as server-sent events where the body has stream true."
+        if _EVENTS in details.answers
+        else "The answer."
+    )
+    headers = {"x-request-id": {"description": "The request's id.", "schema": {"type": "string"}}}
+    content = {kind: {"schema": schema} for kind, schema in details.answers.items()}
+    return {"description": words, "headers": headers, **({"content": content} if content else {})}
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": ERRORS[status], "content": {_JSON: {"schema": _ref("Error")}}}
+
+
+def _tag(path: str) -> str:
+    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+        return "inference"
+    return "pages" if path in OPEN and path != "/health" else "operation"

@@ -1,0 +1,206 @@
+"""Readers of request fields as JSON schemas (draft 2020-12), for the API's description.
+
+A schema accepts every value that its reader accepts. It refuses what JSON schema can express; the reader refuses the rest
+(a grammar that does not compile, fields that exclude each other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ridgeline.service.fields import LONG, REQUIRED, TABLE, Field, Route
+from ridgeline.service.readers import (
+    Biases,
+    Boolean,
+    Integer,
+    Items,
+    Number,
+    OneOf,
+    Reader,
+    Record,
+    Refused,
+    Text,
+    Texts,
+    TokenIds,
+)
+
+Schema = dict[str, Any]
+
+
+def nullable(schema: Schema) -> Schema:
+    """The same or null, which means "not given" everywhere."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None], **({"type": ["string", "null"]} if "type" in schema else {})}
+    if isinstance(schema.get("type"), str):
+        return schema if schema["type"] == "null" else {**schema, "type": [schema["type"], "null"]}
+    if "type" in schema:
+        return {**schema, "type": [*schema["type"], "null"]}
+    return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]} if "anyOf" in schema else schema
+
+
+_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
+_TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
+_OBJECT: Schema = {"type": "object"}
+_STRING: Schema = {"type": "string"}
+_JSON_SCHEMA: Schema = {
+    "type": ["object", "boolean", "string"],
+    "description": "A JSON schema as an object, or as the JSON text of an object.",
+}
+_PATTERN: Schema = {"type": "string", "minLength": 1, "maxLength": 100_000}
+_CHOICES: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1000}
+_FUNCTION: Schema = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": _STRING,
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+_PARTS: Schema = {
+    "type": "array",
+    "items": {"type": "object", "required": ["type"], "properties": {"type": _STRING, "text": _STRING}},
+}
+
+SHAPES: Mapping[str, Schema] = {
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"anyOf": [_STRING, _PARTS, {"type": "null"}]},
+            },
+        },
+    },
+    "prompt": {
+        "anyOf": [
+            _STRING,
+            {"type": "array", "items": _STRING, "minItems": 1},
+            _TOKEN_IDS,
+            {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}, "minItems": 1},
+        ]
+    },
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": _JSON_SCHEMA}},
+        },
+        "if": {"properties": {"type": {"const": "json_schema"}}},
+        "then": {"required": ["json_schema"]},
+    },
+    "structured_outputs": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "json": nullable(_JSON_SCHEMA),
+            "json_object": {"type": ["boolean", "null"]},
+            "regex": nullable(_PATTERN),
+            "choice": nullable(_CHOICES),
+            "grammar": nullable(_PATTERN),
+        },
+    },
+    "guided_json": _JSON_SCHEMA,
+    "guided_regex": _PATTERN,
+    "guided_choice": _CHOICES,
+    "guided_grammar": _PATTERN,
+    "tools": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+        },
+    },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {"type": "object", "required": ["name"], "properties": {"name": _STRING}},
+                },
+            },
+        ]
+    },
+}
+"""Fields whose reader does not tell its shape: a function reads them, or later code checks what is inside."""
+
+
+def reader_schema(reader: Reader) -> Schema:
+    """What a reader accepts. A reader of an unknown kind accepts anything, and is described by its own words."""
+    match reader:
+        case Number(low=low, high=high, above=above):
+            return {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
+        case Integer(low=low, high=high):
+            return {"type": "integer", "minimum": low, **({"maximum": high} if high != LONG else {})}
+        case Boolean():
+            return {"type": "boolean"}
+        case Text(longest=longest):
+            return {"type": "string", **({"maxLength": longest} if longest != LONG else {})}
+        case OneOf(values=values):
+            return {"type": "string", "enum": list(values)}
+        case Texts(most=most, longest=longest, single=single):
+            text = {"type": "string", "minLength": 1, "maxLength": longest}
+            several = {"type": "array", "items": text, "maxItems": most}
+            return {"anyOf": [text, several]} if single else several
+        case TokenIds(most=most):
+            return {"type": "array", "items": _TOKEN_ID, **({"maxItems": most} if most != LONG else {})}
+        case Biases(most=most):
+            bias = {"type": "number", "minimum": -100, "maximum": 100}
+            pattern = {"^[0-9]{1,9}$": bias}
+            return {
+                "type": "object",
+                "patternProperties": pattern,
+                "additionalProperties": False,
+                "maxProperties": most,
+            }
+        case Items(each=each, most=most, least=least):
+            return {"type": "array", "items": reader_schema(each), "minItems": least, "maxItems": most}
+        case Record(known=known, open=open_):
+            members = {name: nullable(reader_schema(member)) for name, member in known.items()}
+            return {"type": "object", "properties": members, **({} if open_ else {"additionalProperties": False})}
+        case Refused(why=why, neutral=neutral):
+            accepted: Schema = {"enum": list(neutral)} if neutral else {"type": "null"}
+            return {**accepted, "description": f"Not supported: {why}.", "x-ridgeline-refused": why}
+    return {"description": f"Expected {reader.expects}."}
+
+
+def field_schema(field: Field, route: Route) -> Schema:
+    """The schema of one field, with what it does and its examples."""
+    schema = SHAPES[field.name] if field.name in SHAPES else reader_schema(field.reader)
+    if field.name not in REQUIRED[route]:
+        schema = nullable(schema)
+    words = {"description": _sentence(field.use)} if field.use else {}
+    return {**schema, **words, **({"examples": list(field.good)} if field.good else {})}
+
+
+def body_schema(route: Route) -> Schema:
+    """The request body of a route that generates. Unknown fields are accepted, and named in a header of the answer."""
+    fields = [field for field in TABLE if route in field.routes]
+    return {
+        "type": "object",
+        "required": list(REQUIRED[route]),
+        "properties": {field.name: field_schema(field, route) for field in fields},
+    }
+
+
+def record_schema(readers: Mapping[str, Reader], words: Mapping[str, str], required: tuple[str, ...] = ()) -> Schema:
+    """A body whose members have these readers, described by `words`. Unknown members are accepted."""
+    properties = {
+        name: {**nullable(reader_schema(reader)), **({"description": words[name]} if name in words else {})}
+        for name, reader in readers.items()
+    }
+    return {"type": "object", "properties": properties, **({"required": list(required)} if required else {})}
+
+
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:] + "."
