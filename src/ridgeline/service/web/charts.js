@@ -22,9 +22,13 @@ function trim(value, digits) {
   return Math.abs(value) >= 100 ? Math.round(value).toString() : Number(value.toPrecision(digits)).toString();
 }
 
+export function count(value, noun) {
+  return `${value} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value >= 1) return trim(value, 3) + " s";
+  if (value === 0 || value >= 1) return trim(value, 3) + " s";
   return value >= 1e-3 ? trim(value * 1e3, 3) + " ms" : trim(value * 1e6, 3) + " µs";
 }
 
@@ -34,12 +38,13 @@ function niceCeiling(value) {
   return [1, 2, 2.5, 5, 10].map(step => step * scale).find(step => step >= value * 0.999);
 }
 
-// lines: [{name, colour, values}] of one length, NaN where nothing was seen; times: unix seconds.
+// lines: [{name, colour, thin, values}] of one length, NaN where nothing was seen; times: unix seconds.
+// limits: [{name, value}], drawn as dotted lines with their names.
 export function series(target, times, lines, {show = number, limits = []} = {}) {
   const svg = element("svg", {class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img",
     "aria-label": lines.map(line => line.name).join(", ")});
   const seen = lines.flatMap(line => line.values).filter(Number.isFinite);
-  const top = niceCeiling(Math.max(...seen, ...limits.filter(limit => limit <= 4 * Math.max(...seen, 0)), 0));
+  const top = niceCeiling(Math.max(...seen, ...limits.map(limit => limit.value).filter(value => value <= 4 * Math.max(...seen, 0)), 0));
   const first = times[0] ?? 0, span = Math.max(1, (times.at(-1) ?? 1) - first);
   const x = time => LEFT + (time - first) / span * (WIDTH - LEFT - RIGHT);
   const y = value => HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM);
@@ -47,8 +52,11 @@ export function series(target, times, lines, {show = number, limits = []} = {}) 
     svg.append(element("line", {class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(part * top), y2: y(part * top)}));
     if (part % .5 === 0) svg.append(element("text", {x: LEFT - 6, y: y(part * top) + 4, "text-anchor": "end"}, show(part * top)));
   }
-  for (const limit of limits)
-    if (limit <= top) svg.append(element("line", {class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: y(limit), y2: y(limit)}));
+  for (const limit of limits.filter(limit => limit.value <= top)) {
+    const height = y(limit.value);
+    svg.append(element("line", {class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: height, y2: height}),
+      element("text", {class: "limit", x: LEFT + 4, y: height > TOP + 12 ? height - 4 : height + 12}, limit.name));
+  }
   const ago = Math.round(span);
   svg.append(element("text", {x: LEFT, y: HEIGHT - 6}, ago >= 120 ? `${Math.round(ago / 60)} min ago` : `${ago} s ago`));
   svg.append(element("text", {x: WIDTH - RIGHT, y: HEIGHT - 6, "text-anchor": "end"}, "now"));
@@ -56,24 +64,33 @@ export function series(target, times, lines, {show = number, limits = []} = {}) 
     let path = "", pen = "M";
     line.values.forEach((value, place) => {
       if (!Number.isFinite(value)) { pen = "M"; return; }
-      path += `${pen}${x(times[place]).toFixed(1)} ${y(value).toFixed(1)}`;
+      path += `${pen}${x(times[place]).toFixed(1)} ${y(value).toFixed(1)}${pen === "M" ? "h0" : ""}`;  // h0: a point alone is a dot
       pen = "L";
     });
-    svg.append(element("path", {d: path, fill: "none", stroke: `var(--${line.colour})`, "stroke-width": line.thin ? 1.2 : 2,
-      "stroke-dasharray": line.thin ? "5 3" : "none", "stroke-linejoin": "round"}));
+    svg.append(element("path", {d: path, fill: "none", "stroke-linejoin": "round", "stroke-linecap": "round", ...stroke(line)}));
   }
   hover(svg, times, lines, x, show);
-  const legend = document.createElement("div");
-  legend.className = "legend";
-  for (const line of lines) {
-    const entry = document.createElement("span"), swatch = document.createElement("i");
-    swatch.style.background = `var(--${line.colour})`;
-    if (line.thin) swatch.style.opacity = .6;
-    const last = line.values.findLast(Number.isFinite);
-    entry.append(swatch, `${line.name} ${show(last)}`);
-    legend.append(entry);
+  const entries = lines.map(line => ({...line, words: `${line.name} ${show(line.values.findLast(Number.isFinite))}`}));
+  for (const limit of limits)
+    entries.push({limit: true, words: `${limit.name} ${show(limit.value)}${limit.value > top ? " (above this chart)" : ""}`});
+  target.replaceChildren(svg, legend(entries));
+}
+
+// entries: [{words, colour, thin, limit}]; each with a piece of its line.
+function legend(entries) {
+  const made = document.createElement("div");
+  made.className = "legend";
+  for (const entry of entries) {
+    const item = document.createElement("span"), swatch = element("svg", {width: 18, height: 8, viewBox: "0 0 18 8", "aria-hidden": "true"});
+    swatch.append(element("line", {x1: 0, x2: 18, y1: 4, y2: 4, ...(entry.limit ? {class: "limit"} : stroke(entry))}));
+    item.append(swatch, entry.words);
+    made.append(item);
   }
-  target.replaceChildren(svg, legend);
+  return made;
+}
+
+function stroke(line) {
+  return {stroke: `var(--${line.colour})`, "stroke-width": line.thin ? 1.2 : 2, "stroke-dasharray": line.thin ? "5 3" : "none"};
 }
 
 function hover(svg, times, lines, x, show) {
@@ -126,13 +143,6 @@ export function roofline(target, roofs, trail) {
   });
   svg.append(element("text", {x: WIDTH - RIGHT, y: HEIGHT - 8, "text-anchor": "end"}, "FLOP/byte"));
   svg.append(element("text", {x: LEFT + 4, y: TOP + 4}, "FLOP/s"));
-  const legend = document.createElement("div");
-  legend.className = "legend";
-  for (const entry of [...roofs, {name: "now", colour: "second"}]) {
-    const item = document.createElement("span"), swatch = document.createElement("i");
-    swatch.style.background = `var(--${entry.colour})`;
-    item.append(swatch, entry.name);
-    legend.append(item);
-  }
-  target.replaceChildren(svg, legend);
+  const entries = [...roofs, {name: "now", colour: "second"}];
+  target.replaceChildren(svg, legend(entries.map(entry => ({...entry, words: entry.name}))));
 }

@@ -1,9 +1,9 @@
 import {askKey, headers, text} from "./common.js";
-import {number, seconds} from "./charts.js";
+import {count, number, seconds} from "./charts.js";
 
 const byId = id => document.getElementById(id);
 const form = byId("ask");
-let said = [], running = null;
+let messages = [], running = null;
 
 async function model() {
   const response = await fetch("v1/models", {headers: headers()});
@@ -17,7 +17,7 @@ form.addEventListener("submit", event => {
   const words = form.elements.words.value.trim();
   if (!words) return;
   form.elements.words.value = "";
-  said.push({role: "user", content: words});
+  messages.push({role: "user", content: words});
   byId("talk").append(text("div", words, "said user"));
   answer();
 });
@@ -26,7 +26,7 @@ form.elements.words.addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); form.requestSubmit(); }
 });
 
-byId("clear").addEventListener("click", () => { running?.abort(); said = []; byId("talk").replaceChildren(); });
+byId("clear").addEventListener("click", () => { running?.abort(); messages = []; byId("talk").replaceChildren(); });
 
 async function answer() {
   const bubble = text("div", "", "said assistant"), thought = text("span", "", "thought"), shown = text("span", "");
@@ -39,8 +39,8 @@ async function answer() {
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST", signal: running.signal, headers: headers({"content-type": "application/json"}),
-      body: JSON.stringify({messages: said, stream: true, temperature: form.elements.temperature.valueAsNumber,
-        max_completion_tokens: form.elements.most.valueAsNumber,
+      body: JSON.stringify({messages, stream: true, temperature: form.elements.temperature.valueAsNumber,
+        max_completion_tokens: form.elements.limit.valueAsNumber,
         stream_options: {include_usage: true, continuous_usage_stats: true}}),
     });
     if (response.status === 401) askKey(byId("trouble"), model);
@@ -60,9 +60,9 @@ async function answer() {
     }
   } catch (error) {
     if (error.name !== "AbortError") { bubble.classList.add("failed"); shown.textContent += error.message; }
-    else figures.textContent += " · stopped";
+    else figures.textContent = [figures.textContent, "stopped"].filter(Boolean).join(" · ");
   }
-  if (state.content) said.push({role: "assistant", content: state.content});
+  if (state.content) messages.push({role: "assistant", content: state.content});
   running = null;
   byId("send").textContent = "Send";
 }
@@ -73,7 +73,7 @@ function pace(state) {
   const parts = [`first token after ${seconds((state.first - state.started) / 1e3)}`];
   const spent = (performance.now() - state.first) / 1e3, usage = state.usage;
   if (usage && usage.completion_tokens > 1 && spent > 0) parts.push(`${number((usage.completion_tokens - 1) / spent)} tokens/s`);
-  if (usage) parts.push(`${usage.prompt_tokens} in (${usage.prompt_tokens_details.cached_tokens} cached), ${usage.completion_tokens} out`);
+  if (usage) parts.push(`${count(usage.prompt_tokens, "token")} in (${usage.prompt_tokens_details.cached_tokens} cached), ${usage.completion_tokens} out`);
   return parts.join(" · ");
 }
 

@@ -1,4 +1,4 @@
-// What both pages share: the API key, the theme, the model's name.
+// What all pages share: the API key and the theme.
 
 export function headers(more = {}) {
   const key = localStorage.getItem("ridgeline-key");
@@ -10,8 +10,8 @@ export function askKey(target, again) {
   if (target.querySelector("form")) return;
   const form = document.createElement("form");
   form.className = "key";
-  form.innerHTML = `<label>This server asks for its API key: <input type="password" name="key" autocomplete="off"></label>
-    <button class="primary">Use it</button>`;
+  form.innerHTML = `<label>This server needs an API key: <input type="password" name="key" autocomplete="off"></label>
+    <button class="primary">Save in this browser</button>`;
   form.addEventListener("submit", event => {
     event.preventDefault();
     localStorage.setItem("ridgeline-key", form.elements.key.value.trim());

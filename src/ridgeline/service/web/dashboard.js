@@ -1,23 +1,26 @@
 import {askKey, headers, text} from "./common.js";
-import {number, roofline, seconds, series} from "./charts.js";
+import {count, number, roofline, seconds, series} from "./charts.js";
 
-const EVERY_MS = 1000, KEPT = 600;
+const EVERY_MS = 1000, KEPT = 360;
 const byId = id => document.getElementById(id);
-const past = [];   // one reading per poll: {at, data}
-let open = new Set();
+const readings = [];   // the server's readings of the last hour, the oldest first
+const open = new Set();   // requests whose details are shown
+const CUTS = {cancelled: "disconnected by the client", refused: "rejected", drain: "ended by the server's shutdown",
+  slow_reader: "ended because the client read too slowly", error: "failed"};
+const BLAMES = {queue: "in the queue", prefill: "in prefill", decode: "in decode", client: "outside of the engine", error: "failed"};
 
 async function poll() {
   try {
-    const response = await fetch("dashboard/data", {headers: headers()});
+    const response = await fetch(`dashboard/data?since=${readings.at(-1)?.at ?? 0}`, {headers: headers()});
     if (response.status === 401) return askKey(byId("trouble"), poll);
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const data = await response.json();
-    past.push(data);
-    if (past.length > KEPT) past.shift();
+    readings.push(...data.readings);
+    readings.splice(0, readings.length - KEPT);
     show(data);
   } catch (error) {
     byId("health").className = "dot bad";
-    banner([`No news from the server: ${error.message}.`]);
+    banner([`Cannot read the server's figures: ${error.message}.`]);
   }
   setTimeout(poll, document.hidden ? 5 * EVERY_MS : EVERY_MS);
 }
@@ -29,11 +32,12 @@ function banner(lines) {
 function show(data) {
   byId("health").className = `dot ${data.healthy ? "good" : "bad"}`;
   const facts = data.facts, size = facts.params ? `${number(facts.params)} parameters` : "";
-  byId("model").textContent = [facts.root?.split("/").at(-1) || facts.architecture, size, facts.quantization || facts.dtype, facts.device]
-    .filter(Boolean).join(" · ");
+  byId("model").textContent = [data.model, size, facts.quantization || facts.dtype, facts.device].filter(Boolean).join(" · ");
+  document.title = `${data.model} · Ridgeline dashboard`;
   banner([...(data.healthy ? [] : [`Not healthy: ${data.trouble}.`]), ...data.alerts.map(alert => alert.text)]);
   tiles(data);
   charts(data);
+  ended(data);
   use(data);
   slowest(data.slowest);
 }
@@ -41,21 +45,22 @@ function show(data) {
 function tiles(data) {
   const now = data.now, figures = data.figures, latencies = data.latencies;
   const percent = value => value === undefined ? "–" : `${number(100 * value)} %`;
-  const spread = latency => latency ? `p90 ${seconds(latency.p90)} · p99 ${seconds(latency.p99)}` : "nothing seen yet";
+  const spread = latency => latency ? `p90 ${seconds(latency.p90)} · p99 ${seconds(latency.p99)}` : "no request in the last five minutes";
   const rows = [
     ["Time to first token", seconds(latencies.ttft?.p50), "median", spread(latencies.ttft)],
     ["Time per output token", seconds(latencies.tpot?.p50), "median", spread(latencies.tpot)],
-    ["Tokens out", number(figures.output_tokens_per_second), "per s", `${number(figures.prompt_tokens_per_second)} in per s`],
+    ["Output tokens", number(figures.output_tokens_per_second), "per s", `prompt tokens: ${number(figures.prompt_tokens_per_second)} per s`],
     ["Requests", number(now.running), "running", `${number(now.waiting)} waiting · ${number(figures.requests_per_second)} ended per s`],
     figures.slo_attainment === undefined
-      ? ["Goodput", "–", "", "declare limits with --slo"]
-      : ["Goodput", number(figures.goodput_requests_per_second), "req/s", `${percent(figures.slo_attainment)} within ${limits(data.slo) || "their own limits"}`],
+      ? ["Goodput", "–", "", data.slo_text ? "no request to judge yet" : "no SLO is declared (--slo)"]
+      : ["Goodput", number(figures.goodput_requests_per_second), "requests per s",
+        `${percent(figures.slo_attainment)} of requests met ${data.slo_text || "their own limits"}`],
     ["Prefix cache", percent(figures.prefix_hit_rate), "hits", `${percent(now.kv_used)} of the KV cache in use`],
     figures.watts === undefined
-      ? ["Power", "–", "", "not counted here"]
+      ? ["Power", "–", "", "not measured on this machine"]
       : ["Power", number(figures.watts), "W", `${number(figures.joules_per_token)} J per token${data.ceilings.power === "estimate" ? ", estimated" : ""}`],
     figures.cost_per_million_tokens === undefined
-      ? ["Cost", "–", "", "no price known: --price-per-hour"]
+      ? ["Cost", "–", "", "no price is known (--price-per-hour)"]
       : ["Cost", `$${number(figures.cost_per_million_tokens)}`, "per M tokens", `at $${number(data.ceilings.price)} per hour, idle time included`],
   ];
   byId("tiles").replaceChildren(...rows.map(([title, value, unit, more]) => {
@@ -66,46 +71,56 @@ function tiles(data) {
   }));
 }
 
-function limits(slo) {
-  return Object.entries(slo).filter(([, limit]) => limit !== null).map(([name, limit]) => `${name} ${seconds(limit)}`).join(", ");
-}
-
+// The hour that the server kept, and now.
 function charts(data) {
-  const times = past.map(one => one.at);
-  const of = pick => past.map(one => pick(one) ?? NaN);
+  const points = [...readings, data], times = points.map(point => point.at);
+  const of = pick => points.map(point => pick(point) ?? NaN);
+  const limits = [["TTFT limit", data.slo.ttft], ["TPOT limit", data.slo.tpot]].filter(([, value]) => value !== null);
+  byId("latencynote").textContent = "Median and p95 (dashed) over five minutes. "
+    + (limits.length ? `Dotted: the limits of the SLO ${data.slo_text}.` : data.slo_text ? `SLO: ${data.slo_text}.` : "No SLO is declared.");
   series(byId("latency"), times, [
-    {name: "TTFT p50", colour: "first", values: of(one => one.latencies.ttft?.p50)},
-    {name: "p95", colour: "first", thin: true, values: of(one => one.latencies.ttft?.p95)},
-    {name: "TPOT p50", colour: "second", values: of(one => one.latencies.tpot?.p50)},
-    {name: "p95", colour: "second", thin: true, values: of(one => one.latencies.tpot?.p95)},
-  ], {show: seconds, limits: [data.slo.ttft, data.slo.tpot].filter(limit => limit !== null)});
+    {name: "TTFT p50", colour: "first", values: of(point => point.latencies.ttft?.p50)},
+    {name: "TTFT p95", colour: "first", thin: true, values: of(point => point.latencies.ttft?.p95)},
+    {name: "TPOT p50", colour: "second", values: of(point => point.latencies.tpot?.p50)},
+    {name: "TPOT p95", colour: "second", thin: true, values: of(point => point.latencies.tpot?.p95)},
+  ], {show: seconds, limits: limits.map(([name, value]) => ({name, value}))});
   series(byId("tokens"), times, [
-    {name: "out", colour: "first", values: of(one => one.figures.output_tokens_per_second)},
-    {name: "in", colour: "second", values: of(one => one.figures.prompt_tokens_per_second)},
+    {name: "output", colour: "first", values: of(point => point.figures.output_tokens_per_second)},
+    {name: "prompt", colour: "second", values: of(point => point.figures.prompt_tokens_per_second)},
   ]);
   series(byId("queue"), times, [
-    {name: "running", colour: "first", values: of(one => one.now.running)},
-    {name: "waiting", colour: "second", values: of(one => one.now.waiting)},
+    {name: "running", colour: "first", values: of(point => point.now.running)},
+    {name: "waiting", colour: "second", values: of(point => point.now.waiting)},
   ]);
   series(byId("cache"), times, [
-    {name: "held %", colour: "first", values: of(one => 100 * one.now.kv_used)},
-    {name: "kept for reuse %", colour: "third", values: of(one => 100 * one.now.kv_cached)},
-    {name: "hit rate %", colour: "second", thin: true, values: of(one => 100 * one.figures.prefix_hit_rate)},
+    {name: "held %", colour: "first", values: of(point => 100 * point.now.kv_used)},
+    {name: "kept for reuse %", colour: "third", values: of(point => 100 * point.now.kv_cached)},
+    {name: "hit rate %", colour: "second", thin: true, values: of(point => 100 * point.figures.prefix_hit_rate)},
   ]);
   const top = data.ceilings, roofs = [];
   if (top.flops && top.bytes) roofs.push({name: "specification", flops: top.flops, bytes: top.bytes, colour: "quiet", thin: true});
   if (top.measured_flops && top.measured_bytes)
     roofs.push({name: "measured here", flops: top.measured_flops, bytes: top.measured_bytes, colour: "first"});
-  if (roofs.length) roofline(byId("roof"), roofs, past.map(one => one.point).filter(Boolean).slice(-60));
-  else byId("roofnote").textContent = "The table knows no ceilings of this device.";
+  if (roofs.length) roofline(byId("roof"), roofs, points.map(point => point.point).filter(Boolean).slice(-60));
+  else byId("roofnote").textContent = "The peak FLOP/s and bandwidth of this device are not known.";
+}
+
+// What ended before its answer did, and what missed the SLO.
+function ended(data) {
+  const listed = (counts, words) => Object.entries(counts).map(([name, total]) => `${total} ${words[name] ?? "failed"}`).join(", ");
+  const notes = [];
+  if (Object.keys(data.cut).length) notes.push(`Ended early in the last five minutes: ${listed(data.cut, CUTS)}.`);
+  if (Object.keys(data.blamed).length) notes.push(`Missed the SLO in the last five minutes: ${listed(data.blamed, BLAMES)}.`);
+  notes.push(...data.slo_broken.map(words => `The SLO is not met: ${words}.`));
+  byId("ended").replaceChildren(...notes.map(note => text("p", note, "note")));
 }
 
 function use(data) {
   const figures = data.figures;
   const rows = [
-    ["Device busy", figures.device_busy], ["MFU", figures.mfu, "of the specified FLOP/s"], ["MBU", figures.mbu, "of the specified bytes/s"],
-    ["MFU, measured", figures.mfu_measured], ["MBU, measured", figures.mbu_measured],
-    ["Waits for the host", figures.bubble], ["Busy with prompts", figures.prompt_share],
+    ["Device busy", figures.device_busy], ["MFU", figures.mfu], ["MBU", figures.mbu],
+    ["MFU, measured peak", figures.mfu_measured], ["MBU, measured peak", figures.mbu_measured],
+    ["Waiting for the host", figures.bubble], ["Computing prompts", figures.prompt_share],
   ].filter(row => row[1] !== undefined);
   const made = rows.map(([name, share]) => {
     const meter = text("div", "", "meter"), track = text("div", "", "track"), fill = document.createElement("div");
@@ -115,30 +130,26 @@ function use(data) {
     return meter;
   });
   if (figures.step_prediction_error !== undefined)
-    made.push(text("p", `Predicted step times are off by ${number(100 * figures.step_prediction_error)} % (median); `
-      + (data.ceilings.calibration ? `calibrated ${data.ceilings.calibration}.` : "uncalibrated."), "note"));
+    made.push(text("p", `Median error of predicted step times: ${number(100 * figures.step_prediction_error)} % `
+      + `(${data.ceilings.calibration ? `calibrated ${data.ceilings.calibration}` : "uncalibrated"}).`, "note"));
   if (figures.input_tokens_per_output_token !== undefined)
-    made.push(text("p", `One output token costs as much latency as ${number(figures.input_tokens_per_output_token)} prompt tokens.`, "note"));
+    made.push(text("p", `One output token takes ${number(figures.input_tokens_per_output_token)} times as long as one prompt token.`, "note"));
   if (data.late.count)
-    made.push(text("p", `${data.late.count} kernels or graphs were made while requests waited (${seconds(data.late.seconds)}); the log names them.`, "note"));
-  for (const words of data.slo_broken) made.push(text("p", `The SLO is broken: ${words}.`, "note"));
-  if (Object.keys(data.blamed).length)
-    made.push(text("p", "Missed the SLO: " + Object.entries(data.blamed).map(([name, count]) => `${count} by ${name}`).join(", ") + ".", "note"));
-  byId("use").replaceChildren(...(made.length ? made : [text("p", "No step yet.", "note")]));
+    made.push(text("p", `After start-up, requests waited ${seconds(data.late.seconds)} for ${count(data.late.count, "late kernel or CUDA graph")}; the log names them.`, "note"));
+  byId("use").replaceChildren(...(made.length ? made : [text("p", "No step has run in the last five minutes.", "note")]));
 }
 
 function slowest(rows) {
   if (!rows.length) return byId("slowest").replaceChildren(text("p", "No request has ended in the last five minutes.", "note"));
   const table = document.createElement("table"), head = table.createTHead().insertRow();
-  for (const name of ["request", "total", "first token", "per token", "in", "out", "to blame"]) head.append(text("th", name));
-  const why = text("th", "why", "words");
-  head.append(why);
+  for (const name of ["request", "total", "first token", "per token", "tokens in", "tokens out", "limit missed in"]) head.append(text("th", name));
+  head.append(text("th", "why", "words"));
   const body = table.createTBody();
   for (const row of rows) {
     const line = body.insertRow();
     const id = text("td", "");
-    id.append(text("code", row.id.slice(0, 17) + "…"));
-    id.title = row.id;
+    id.append(text("code", short(row.id)), document.createElement("br"), text("code", short(row.request_id), "quiet"));
+    id.title = `id: ${row.id}\nx-request-id: ${row.request_id}`;
     line.append(id, text("td", seconds(row.e2e_s)), text("td", seconds(row.ttft_s)), text("td", seconds(row.tpot_s)),
       text("td", number(row.prompt_tokens)), text("td", number(row.output_tokens)));
     const blame = text("td", "");
@@ -152,6 +163,10 @@ function slowest(rows) {
     line.append(blame, words);
   }
   byId("slowest").replaceChildren(table);
+}
+
+function short(id) {
+  return id.length > 18 ? id.slice(0, 17) + "…" : id;
 }
 
 poll();
