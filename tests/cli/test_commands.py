@@ -182,11 +182,14 @@ def test_chat(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
-    assert "is the server running?" in capsys.readouterr().err
+    assert "Cannot reach http://127.0.0.1:1: connection refused." in capsys.readouterr().err
     for words, message in (
         (("--url", "http://x:port"), "no address of a server"),
-        (("--url", "http://127.0.0.1:1", "--max-num-seqs", "3"), "max_num_seqs is of a server of our own"),
-        (("--url", "http://127.0.0.1:1", "MODEL"), "model is of a server of our own"),
+        (
+            ("--url", "http://127.0.0.1:1", "--max-num-seqs", "3"),
+            "max_num_seqs configures a server that this command starts",
+        ),
+        (("--url", "http://127.0.0.1:1", "MODEL"), "model configures a server that this command starts"),
         (("--api-key", "secret"), "--url"),
     ):
         assert main(["chat", *words]) == 2

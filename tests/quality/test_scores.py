@@ -283,7 +283,7 @@ def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.Captur
         (("{model}", "--window", "64"), "--window is about texts"),
         (("{model}", "--text", "{model}/config.json", "--min-top1", "95"), "a share is no per cent"),
         (("{model}", "--text", "{model}/config.json", "--reference-model", "x"), "REFERENCE is none"),
-        (("http://127.0.0.1:1", "--text", "{model}/config.json"), "does not answer"),
+        (("http://127.0.0.1:1", "--text", "{model}/config.json"), "Cannot reach http://127.0.0.1:1"),
         (("http://127.0.0.1:1", "--text", "t", "--candidate-key-env", "NO_SUCH"), "no variable 'NO_SUCH'"),
         (("--save-reference", "/tmp/never", "--text", "t", "--max-kl", "1"), "name one"),
     ],

@@ -44,7 +44,7 @@ def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.Captur
     held["ridgeline"]["facts"]["server"] = None
     file.write_text(json.dumps(held))
     assert main(["diagnose", folder]) == 2
-    assert "nothing that its server said" in capsys.readouterr().err
+    assert "holds no figures of its server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["nothing here", "ftp://x", "/no/such/folder"])
@@ -60,4 +60,4 @@ def test_what_cannot_be_asked_says_how_to_mend_it(capsys: pytest.CaptureFixture[
         assert "--api-key" in capsys.readouterr().err
         assert main(["diagnose", url, "--api-key", "sesame"]) == 0
     assert main(["diagnose", url]) == 2
-    assert "start a server" in capsys.readouterr().err
+    assert "connection refused. Start the server" in capsys.readouterr().err

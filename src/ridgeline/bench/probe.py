@@ -50,10 +50,10 @@ async def _card(client: Client, model: str) -> dict[str, Any]:
     reply = await fetch(client, "/v1/models")
     if reply.status == 0:
         url = client.address.url
-        raise ConfigError(f"{url} does not answer ({reply.error}): is the server running?", param="url")
+        raise ConfigError(f"Cannot reach {url} ({reply.error}): is the server running?", param="url")
     if reply.status in (401, 403):
         raise ConfigError(
-            f"{client.address.url} asks for a key (HTTP {reply.status}): give --api-key.", param="api_key"
+            f"{client.address.url} needs an API key (HTTP {reply.status}): give --api-key.", param="api_key"
         )
     try:
         cards = msgspec.json.decode(reply.text)["data"] if reply.status == 200 else []

@@ -17,6 +17,7 @@ import msgspec
 from ridgeline.bench.clock import settle
 from ridgeline.bench.stream import Connection, Reply
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.reach import reason
 
 IDLE_S = 2.0
 """A connection idle for longer is not used again: servers close theirs after some seconds, and a request that meets the
@@ -39,7 +40,7 @@ class Address:
         except ValueError:
             valid = False
         if not valid:
-            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url")
+            raise ConfigError(f"{self.url!r} is not the address of a server: give http://HOST:PORT.", param="url")
 
     @property
     def _full(self) -> str:
@@ -128,7 +129,9 @@ class Client:
         try:
             found = await loop.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise ConfigError(f"{self.address.host} is not known ({error}): check the address.", param="url") from None
+            raise ConfigError(
+                f"Cannot reach {self.address.url}: {reason(error)}. Check the address.", param="url"
+            ) from None
         self._ip = str(found[0][4][0])
 
     async def warm(self, count: int) -> None:
@@ -149,9 +152,9 @@ class Client:
             connection = await self._connect()
         except OSError as error:
             reply.sent = reply.ended = loop.time()
-            reply.error = f"no connection: {error.strerror or error}"
+            reply.error = f"no connection: {reason(error)}"
             return reply
-        timer = loop.call_later(self._timeout_s, connection.abandon, f"no end within {self._timeout_s:g} s")
+        timer = loop.call_later(self._timeout_s, connection.abandon, f"no complete answer within {self._timeout_s:g} s")
         connection.send(data, reply)
         try:
             await ended

@@ -1,4 +1,4 @@
-"""Talk to a model in the terminal. With --url to a server that runs, else to one that lives as long as the talk.
+"""Chat with a model in the terminal: with --url on a running server, otherwise on one that is started for the chat.
 
 /clear forgets the conversation, /exit (or the end of the input) ends it, Ctrl-C stops an answer.
 """
@@ -25,7 +25,7 @@ PROMPT = "> "
 
 def parser() -> Parser:
     found = parser_for("chat", __doc__ or "", (ModelConfig, EngineConfig))
-    found.add_argument("--url", metavar="URL", help="server to talk to (http://127.0.0.1:8000)")
+    found.add_argument("--url", metavar="URL", help="a running server (http://127.0.0.1:8000)")
     found.add_argument("--api-key", dest="key", metavar="TEXT", help="its key")
     found.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling(found, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop"))
@@ -37,23 +37,24 @@ def run(given: Given) -> int:
     url = getattr(given.rest, "url", None)
     if url is not None and (idle := [*given.flags, *(["config"] if given.config else [])]):
         raise ConfigError(
-            f"{idle[0]} is of a server of our own, and --url names another: leave one of them out.", param=idle[0]
+            f"{idle[0]} configures a server that this command starts, but --url names a running one: leave one of them out.",
+            param=idle[0],
         )
     if url is None and hasattr(given.rest, "key"):
-        raise ConfigError("--api-key is of the server that --url names: give that too.", param="key")
+        raise ConfigError("--api-key is the key of the server that --url names: give --url, too.", param="key")
     with ExitStack() as stack:
         if url is None:
             with Stages(console) as stages:
                 url = stack.enter_context(Hosted(private(read(given)), stages))
         client = ChatClient(url, getattr(given.rest, "key", None))
-        client.connection().close()  # an address that is none is told before anything is typed
+        client.connection().close()  # a wrong address is refused before anything is typed
         answered = talk(client, getattr(given.rest, "system", None), read_sampling(given), console)
     return 0 if answered or sys.stdin.isatty() else 1
 
 
 def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], console: Console) -> bool:
-    """Answer line after line of standard input. Text goes to standard output, times to standard error. False if the server
-    refused one."""
+    """Send each line of standard input as a message. Answers go to standard output, times to standard error. Returns False if
+    a request failed."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     answered = True
@@ -77,13 +78,14 @@ def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], con
 
 
 def times(answer: Answer) -> str:
-    """One line about an answer: time to the first token, speed, tokens."""
+    """One line about an answer: time to first token, tokens per second, token counts."""
     words = [f"TTFT {answer.ttft_s * 1e3:.0f} ms"] if answer.ttft_s is not None else ["no text"]
     if answer.tokens_per_s is not None:
         words.append(f"{answer.tokens_per_s:.1f} tokens/s")
-    words.append(f"{answer.prompt_tokens} tokens in ({answer.cached_tokens} cached), {answer.output_tokens} out")
+    tokens = "token" if answer.prompt_tokens == 1 else "tokens"
+    words.append(f"{answer.prompt_tokens} {tokens} in ({answer.cached_tokens} cached), {answer.output_tokens} out")
     if answer.finish_reason == "length":
-        words.append("cut at max_tokens or the context's end")
+        words.append("ended by max_tokens or the end of the context")
     return ", ".join(words)
 
 

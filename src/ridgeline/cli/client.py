@@ -11,13 +11,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.reach import reason, unreachable
 
 TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request brought. Times in seconds from the moment it was sent; ttft None until the first text."""
+    """The result of one request. Times in seconds from the moment it was sent; ttft_s is None until the first text."""
 
     text: str = ""
     finish_reason: str = ""
@@ -66,13 +67,15 @@ class ChatClient:
             connection.close()
 
     def connection(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet. Raises ConfigError for an address that is none."""
+        """A connection that is not open yet. Raises ConfigError for what is not an address."""
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         try:
             return kinds[parts.scheme](parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-        except (KeyError, ValueError, http.client.InvalidURL):  # a scheme of others; a port that is no number
-            raise ConfigError(f"{self.url!r} is no address of a server: give http://HOST:PORT.", param="url") from None
+        except (KeyError, ValueError, http.client.InvalidURL):  # another scheme, or a port that is not a number
+            raise ConfigError(
+                f"{self.url!r} is not the address of a server: give http://HOST:PORT.", param="url"
+            ) from None
 
     def _send(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> http.client.HTTPResponse:
         path = urlsplit(self.url).path.rstrip("/").removesuffix("/v1") if "://" in self.url else ""
@@ -83,7 +86,7 @@ class ChatClient:
             connection.request("POST", f"{path}/v1/chat/completions", json.dumps(body), headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"{self.url} does not answer ({error}): is the server running?", param="url") from None
+            raise unreachable(self.url, error) from None
         if response.status != 200:
             raise RidgelineError(f"{self.url} answered {response.status}: {_words(response.read())}")
         return response
@@ -102,9 +105,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             if "error" in event:
                 raise RidgelineError(str(event["error"].get("message", event["error"])))
             yield event
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RidgelineError(f"the answer broke off: {error}") from None
-    raise RidgelineError("the answer broke off before its end.")
+    except (OSError, http.client.HTTPException) as error:
+        raise RidgelineError(f"The answer ended early: {reason(error)}.") from None
+    except ValueError as error:
+        raise RidgelineError(f"The server sent an event that is not JSON: {error}.") from None
+    raise RidgelineError("The answer ended early: the server closed the connection.")
 
 
 def _take(answer: Answer, event: Mapping[str, Any]) -> str:

@@ -1,11 +1,12 @@
-"""What holds a running server back, how far it is from the hardware's limit, and what to do, in order of predicted gain.
+"""Find the bottleneck of a running server, its distance to the hardware's limit, and cures in order of predicted gain.
 
-Asks a Ridgeline server for its last five minutes; give it load meanwhile. Or reads a run that `ridgeline bench run` made
-against one. docs/diagnosis.md shows the whole decision path.
+Reads the last five minutes of a Ridgeline server; give it its usual load meanwhile. Or reads a run that `ridgeline bench
+run` made against such a server. docs/diagnosis.md shows the whole decision path.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import urllib.error
@@ -22,6 +23,7 @@ from ridgeline.bench.record import read_run
 from ridgeline.bench.target import Address
 from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.reach import unreachable
 from ridgeline.planner.diagnose import Diagnosis, Observation, diagnose, observe
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -53,13 +55,13 @@ def run(given: Given) -> int:
 
 
 def _of_run(folder: Path) -> Observation:
-    """What the server said while it was measured. Raises ConfigError for a run of another server."""
+    """The server's figures while it was measured. Raises ConfigError for a run of another server."""
     run = read_run(folder)
     state = run.facts.get("server")
     if not isinstance(state, dict):
         raise ConfigError(
-            f"the run {folder} holds nothing that its server said of itself: only those of a Ridgeline server can be "
-            "diagnosed, by the folder or by the server's address.",
+            f"The run {folder} holds no figures of its server: only runs against a Ridgeline server can be diagnosed. Give "
+            "such a run, or the address of a Ridgeline server.",
             param="url",
         )
     return observe(state, trouble(run))
@@ -67,7 +69,7 @@ def _of_run(folder: Path) -> Observation:
 
 def _ask(url: str, key: str) -> Any:
     """GET /dashboard/data. Raises ConfigError when there is no such server."""
-    Address(url)  # refuses what is none
+    Address(url)  # refuses what is not an address
     place = url if "://" in url else f"http://{url}"
     place = place.rstrip("/").removesuffix("/v1") + "/dashboard/data"
     request = urllib.request.Request(place, headers={"authorization": f"Bearer {key}"} if key else {})
@@ -77,8 +79,10 @@ def _ask(url: str, key: str) -> Any:
     except urllib.error.HTTPError as error:
         remedy = "give --api-key" if error.code == 401 else "is it a Ridgeline server?"
         raise ConfigError(f"{place} answered {error.code}: {remedy}.", param="url") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{place} cannot be asked ({error}): start a server or give its address.") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise unreachable(place, error) from error
+    except ValueError as error:
+        raise ConfigError(f"{place} did not answer with JSON: is it a Ridgeline server?", param="url") from error
 
 
 def _show(found: Diagnosis, console: Console) -> None:
@@ -86,7 +90,7 @@ def _show(found: Diagnosis, console: Console) -> None:
     for line in (*found.evidence, *found.distance):
         console.print(f"  {line}", highlight=False)
     if not found.advice:
-        console.print("\nNothing that this server offers would help; see docs/diagnosis.md.")
+        console.print("\nNo option of this server improves this workload; see docs/diagnosis.md.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
     for name in ("predicted", "cure", "effort", "risk to quality", "price", "command"):
@@ -95,7 +99,7 @@ def _show(found: Diagnosis, console: Console) -> None:
         cure = one.cure
         gain = "measure it" if math.isnan(one.gain) else f"-{one.gain:.0%}"
         table.add_row(gain, cure.name, cure.effort, cure.risk, cure.trade, cure.command)
-    console.print("\n[bold]What to do[/bold] (predicted: the part of the slow time that it takes away)")
+    console.print("\n[bold]What to do[/bold] (predicted: the share of the slow time that it saves)")
     console.print(table, highlight=False)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.reach import reason
 from ridgeline.quality.scores import Progress, Scores, gather
 from ridgeline.quality.texts import Window
 from ridgeline.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             raise EngineFailed(f"{url} answers {error.code}: {error.read(600).decode('utf-8', 'replace')}") from None
         except (OSError, ValueError) as error:
-            raise EngineFailed(f"{url} does not answer: {error}.") from None
+            raise EngineFailed(f"Cannot reach {url}: {reason(error)}.") from None
 
     def first_model(self) -> str:
         found = self.call("/v1/models")

@@ -90,7 +90,11 @@ def _ref(name: str) -> Schema:
 
 
 _DECLARED: Mapping[str, Schema] = {
-    name: {"type": "number", "exclusiveMinimum": 0, "description": f"Limit of this request's {limit.upper()} in milliseconds."}
+    name: {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": f"Limit of this request's {limit.upper()} in milliseconds.",
+    }
     for name, limit in HEADERS.items()
 }
 _GIVEN_ID: Mapping[str, Schema] = {

@@ -87,7 +87,7 @@ function kind(schema, several = false) {
   if (schema.$ref) return kind(resolve(schema), several);
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.filter(value => value !== null).map(value => JSON.stringify(value)).join(", ");
-  if (schema.anyOf) return [...new Set(schema.anyOf.map(option => kind(option, several)))].filter(words => words !== "null").join(" or ");
+  if (schema.anyOf) return [...new Set(schema.anyOf.map(option => kind(option, several)))].filter(words => words !== "nothing").join(" or ");
   const types = [schema.type ?? "any"].flat().filter(type => type !== "null");
   if (!types.length) return "nothing";
   const words = types.map(type => type === "array" ? `list${several ? "s" : ""} of ${kind(schema.items ?? {}, true)}` : several ? `${type}s` : type);
