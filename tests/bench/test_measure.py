@@ -94,7 +94,7 @@ def test_errors_are_counted_and_never_repeated() -> None:
 def test_a_request_that_takes_too_long_ends() -> None:
     asked = Asked(TargetConfig(timeout_s=0.3), replace(SMALL, output_len="2000", max_requests=2))
     run = asyncio.run(against_mock(asked))
-    assert {row.error for row in run.rows} == {"no end within 0.3 s"}
+    assert {row.error for row in run.rows} == {"no complete answer within 0.3 s"}
     assert all(row.first_s is not None for row in run.rows)
 
 
@@ -163,7 +163,7 @@ def test_equal_blocks_hit_our_prefix_cache() -> None:
 def test_what_cannot_be_measured_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="is the server running"):
         measured(Asked(workload=SMALL), "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with pytest.raises(ConfigError, match="not the address of a server"):
         measured(Asked(workload=SMALL), "ftp://x")
     with live(behaviour(counts), api_key="secret") as server:
         url = f"http://127.0.0.1:{server.port}"
@@ -237,7 +237,7 @@ def test_what_an_action_cannot_follow_is_refused(
 def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock() as url:
         run = measured(Asked(TargetConfig(), SMALL, LoadConfig(concurrency=1)), url)
-    silent = replace(run, rows=[replace(row, error="no end within 1 s") for row in run.rows])
+    silent = replace(run, rows=[replace(row, error="no complete answer within 1 s") for row in run.rows])
     asked = Asked(result=ResultConfig(out=str(tmp_path / "out")))
     _end(asked, Outcome("one", [run]), run_table(run))
     assert "not one request was answered" not in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
     assert "Cannot reach http://127.0.0.1:1: connection refused." in capsys.readouterr().err
     for words, message in (
-        (("--url", "http://x:port"), "no address of a server"),
+        (("--url", "http://x:port"), "not the address of a server"),
         (
             ("--url", "http://127.0.0.1:1", "--max-num-seqs", "3"),
             "max_num_seqs configures a server that this command starts",
@@ -194,7 +194,7 @@ def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: 
     ):
         assert main(["chat", *words]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="not the address"):
         list(ChatClient("ftp://x").stream([], {}))
 
 

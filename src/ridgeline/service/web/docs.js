@@ -5,7 +5,7 @@ let api = null;
 
 async function load() {
   try {
-    const response = await fetch("/openapi.json", {headers: headers()});
+    const response = await fetch("openapi.json", {headers: headers()});
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     api = await response.json();
   } catch (error) {
@@ -25,7 +25,7 @@ async function load() {
 
 function intro() {
   const made = byId("intro"), link = document.createElement("a");
-  link.href = "/openapi.json";
+  link.href = "openapi.json";
   link.textContent = "/openapi.json";
   const file = text("p", "The same for programs, as OpenAPI 3.1: ");
   file.append(link, ".");
@@ -157,7 +157,7 @@ function address(path, inputs) {
     if (input.dataset.place === "path") path = path.replace(`{${input.name}}`, encodeURIComponent(input.value));
     else if (input.value) query.set(input.name, input.value);
   }
-  return query.size ? `${path}?${query}` : path;
+  return query.size ? `.${path}?${query}` : `.${path}`;
 }
 
 // Text as it arrives; JSON is indented at its end.
