@@ -120,7 +120,7 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
         ("--speculate", "medusa:/no/such", "speculate: /no/such does not exist or has no config.json"),
         ("--slo", "fast", "slo 'fast' names no limit we know: write ttft=200ms"),
         ("--batching", "static", "batching is 'static': give continuous, static:N or dynamic:N,WINDOW_MS"),
-        ("--allowed-origins", "a.example", "allowed_origins has 'a.example': give https://"),
+        ("--allowed-origins", "a.example", "allowed_origins has 'a.example': give origins as https://"),
         ("--metrics-alias", "tgi", "metrics_alias is 'tgi' (flag): give one of"),
         ("--dtype", "int3", "dtype is 'int3' (flag): give one of auto"),
         ("--load-format", "gguf", "load_format is 'gguf' (flag): give one of auto, dummy"),

@@ -193,7 +193,6 @@ def test_unknown_models_and_routes(server: Served):
         refused(server.complete(model=name), 404, "model")
         refused(server.chat(model=name), 404, "model")
     for method, path, status in (
-        ("GET", "/", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
         ("GET", "/v1/models/other", 404),

@@ -38,8 +38,10 @@ def test_a_proxy_may_keep_or_strip_the_path(root_path: str) -> None:
             assert server.send("POST", f"{start}/tokenize", {"prompt": "hi"}, key).status == 200
             assert server.get(f"{start}/health").status == server.get(f"{start}/chat").status == 200
             assert server.get(f"{start}/dashboard/chat.js").status == 200
-            for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/../health", "/%2e/health", ""):
-                assert server.get(start + path or "/").status == 401, start + path
+            for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/../health", "/%2e/health"):
+                assert server.get(start + path).status == 401, start + path
+            assert server.get(start or "/").json["chat"] == f"{prefix}/chat"
+            assert server.get(f"{start}/openapi.json").json["servers"] == [{"url": prefix}]
         for path in (f"{prefix}{prefix}/health", f"{prefix}x/health", f"/x{prefix}/health"):
             assert server.send("GET", path, headers=key).status == 404
 

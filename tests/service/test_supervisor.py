@@ -125,7 +125,8 @@ def test_a_request_that_waits_for_its_body_while_the_engine_is_lost_is_answered(
     with live(behaviour(counts)) as server:
         body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
         sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
         server.until(lambda: server.server.front.active == 1)
         lose_engine(server)
         sock.sendall(body)

@@ -25,6 +25,8 @@ class Front:
         self.config = config
         self.client = client
         self.metrics = metrics
+        self.prefix = config.root_path.rstrip("/")
+        """Path before every address that a client uses."""
         self.draining = False
         self.active = 0
         """Requests being answered."""

@@ -189,7 +189,7 @@ def document(app: web.Application) -> dict[str, Any]:
             "description": "An LLM inference server with the OpenAI API. A field that is null counts as not given. Unknown "
             "fields are accepted and named in the answer's header x-ridgeline-ignored-fields.",
         },
-        "servers": [{"url": "/"}],
+        "servers": [{"url": app[FRONT].prefix or "/"}],
         "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "security": [{name: []} for name in _SECURITY],
         "paths": dict(sorted(paths.items(), key=lambda entry: list(TAGS).index(_tag(entry[0])))),

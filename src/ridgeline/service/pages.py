@@ -44,10 +44,11 @@ async def home(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     model = front.metrics.model_name
     if not _accepts_html(request.headers.get(ACCEPT, "")):
-        body = {"name": "ridgeline", "version": ridgeline.__version__, "model": model, **LINKS}
+        links = {name: front.prefix + path for name, path in LINKS.items()}
+        body = {"name": "ridgeline", "version": ridgeline.__version__, "model": model, **links}
         return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=_CACHING)
     key = "" if front.config.api_key is None else ' -H "authorization: Bearer $RIDGELINE_API_KEY"'
-    values = {"model": model, "version": ridgeline.__version__, "origin": str(request.url.origin()), "key": key}
+    values = {"model": model, "version": ridgeline.__version__, "origin": f"{request.url.origin()}{front.prefix}", "key": key}
     return _page("home.html", {name: html.escape(value) for name, value in values.items()})
 
 
