@@ -20,6 +20,7 @@ from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.memory import allocated_bytes
 from ridgeline.core.sampling import Grammar
+from ridgeline.text.control_tokens import nameless
 from ridgeline.text.schema import check_schema, draw_in, read_schema
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.unions import settle_unions
@@ -40,9 +41,6 @@ WHITESPACE = r"( |\n {0,64}|\n\t{1,16})"
 them (32 tabs around every colon spent an answer's tokens)."""
 
 _LISTING = re.compile(r"\n\s*\d+ \| ")
-_PRIVATE = "\ue000"
-"""A character of names that no text holds."""
-
 # What one grammar may use. The lexer keeps about 170 bytes per expression and up to 2 kB per state, and all states of one
 # compiled grammar share a lexer. A schema needs 0.7 expressions per character of its source; a bounded string needs one to
 # nine states per character of the output.
@@ -236,7 +234,7 @@ class GrammarCompiler:
             )
         if not self._end_ids:
             raise UnsupportedField("Structured output needs an end token, and this model's vocabulary has none.")
-        content = _nameless(msgspec.json.decode(self._tokenizer.backend.to_str()))
+        content = nameless(msgspec.json.decode(self._tokenizer.backend.to_str()))
         return llguidance.LLTokenizer(
             msgspec.json.encode(content).decode(), n_vocab=self._vocab_size, eos_token=self._end_ids
         )
@@ -265,35 +263,6 @@ def _translate(grammar: Grammar) -> str:
     if "%llguidance" in grammar.source:
         raise BadGrammar("%llguidance sets options of the server's grammar library: remove it.")
     return matcher.grammar_from_lark(grammar.source)
-
-
-def _nameless(content: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json whose added tokens have names that no text holds; grammars and masks know them by their ids.
-
-    Where a grammar leaves one text (a constant, say), the library tokenizes it and allows that token alone: of the text of an
-    added token it would allow the added token, and then refuse it, as the grammar asks for letters.
-    """
-    model, tokens = content["model"], content["added_tokens"]
-    names = {
-        token["content"]: f"{token['content'][:1]}{_PRIVATE}{token['content'][1:]}" for token in tokens if _tag(token)
-    }
-    names.pop(model.get("unk_token"), None)  # the model itself looks for it by its name
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(name, name): index for name, index in model["vocab"].items()}
-    else:  # of pieces with their scores
-        model["vocab"] = [[names.get(name, name), *rest] for name, *rest in model["vocab"]]
-    if "merges" in model:  # some make an added token of its letters
-        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
-        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
-    for token in tokens:
-        token["content"] = names.get(token["content"], token["content"])
-    return content
-
-
-def _tag(token: dict[str, Any]) -> bool:
-    """Whether the library takes an added token for more than its text."""
-    name: str = token["content"]
-    return token["special"] or (name.startswith("<") and name.endswith(">"))
 
 
 def quoted(text: str) -> str:
