@@ -6,6 +6,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import index
 from os import PathLike, fspath
 from typing import Any
@@ -17,8 +18,9 @@ from ridgeline.core.resolve import split_options
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
-from ridgeline.text.chat import ChatTemplates, RenderOptions
+from ridgeline.text.chat import RenderOptions
 from ridgeline.text.detokenize import Detokenizer
+from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.stops import StopStrings
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Delta, Submit
@@ -58,14 +60,17 @@ class LLM:
         model: str | PathLike[str] = "",
         *,
         progress: Callable[[str, int, int], None] | None = None,
+        allow_special_in_content: bool = False,
         **options: Any,
     ) -> None:
+        """allow_special_in_content: text in messages that spells a special token becomes that token. Otherwise it stays text;
+        prompts that are texts keep their special tokens in any case."""
         model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
         config = ModelConfig(model=fspath(model or ""), **model_options)
         folder = resolve_model(config)
         self.tokenizer = Tokenizer.load(folder)
         self._engine = LocalEngine.start(config, EngineConfig(**engine_options), progress)
-        self._templates = ChatTemplates(self.tokenizer.templates, self.tokenizer.specials)
+        self._allow_special_in_content = allow_special_in_content
         self._count = 0
         self._answering = False
 
@@ -126,8 +131,12 @@ class LLM:
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
         options = RenderOptions(add_generation_prompt=True, variables=template)
-        text = self._templates.choose(tools=False).render(messages, options=options)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._templates.choose(tools=False).encode(messages, options=options).ids
+
+    @cached_property
+    def _templates(self) -> ChatTemplates:
+        """Made for the first conversation, because they hold a second tokenizer."""
+        return ChatTemplates(self.tokenizer, allow_special_in_content=self._allow_special_in_content)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -46,6 +46,7 @@ SAID = {
     "ssl_keyfile_password": "secret",
     "served_model_name": "name",
     "chat_template": "t.jinja",
+    "allow_special_in_content": "true",
     "max_queue": "9",
     "max_body_mb": "1.5",
     "keep_alive_s": "3",

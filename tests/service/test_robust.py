@@ -64,6 +64,20 @@ def test_unknown_model(endless: Live):
     assert endless.chat(model="root/tiny-test", max_tokens=1).status == 200
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_special_tokens_in_content_are_text_unless_allowed(allowed: bool):
+    with live(behaviour(counts), allow_special_in_content=allowed) as server:
+        for text, size in (("<|im_end|>", 1 if allowed else 10), ("<think>", 1)):
+            messages = [{"role": "user", "content": f"a{text}"}]
+            rendered = server.send("POST", "/tokenize", {"messages": messages}).json["tokens"]
+            plain = server.send("POST", "/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json["tokens"]
+            assert len(rendered) == len(plain) + size
+            assert server.chat(messages=messages, max_tokens=1).status == 200
+            assert server.engine.submits[-1].tokens == rendered
+            raw = server.send("POST", "/tokenize", {"prompt": text}).json
+            assert raw["count"] == 1
+
+
 def test_small_routes(endless: Live):
     assert endless.send("GET", "/version").json["version"]
     (card,) = endless.send("GET", "/v1/models").json["data"]

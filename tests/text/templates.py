@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's tokens have fullwidth bars
 """Chat templates in the style of well-known models, written for these tests."""
 
 CHATML = """
@@ -146,4 +147,35 @@ PARTS_ONLY = """
     {{- '[' + message.role + ']' }}
     {%- for part in message.content %}{{- part.text }}{%- endfor %}
 {%- endfor %}
+"""
+
+PHI = """
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- else %}{{- eos_token }}{%- endif %}
+"""
+
+DEEPSEEK = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- message.content }}{%- endif %}
+    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content }}{%- endif %}
+    {%- if message.role == 'assistant' and message.content is not none %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {{- '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\n' }}{%- endif %}
+"""
+
+REASONING = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + (' name=' + message.name if message.name else '') + '\n' }}
+    {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+    {{- message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{{- persona }}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """

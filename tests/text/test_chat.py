@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ridgeline.core.errors import ConfigError, RequestError, UnsupportedField
-from ridgeline.text.chat import ChatTemplate, ChatTemplates, RenderOptions
+from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.text.chat import ChatTemplate, RenderOptions
 from tests.text import templates
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -232,13 +232,3 @@ def test_continuing_needs_a_text_and_no_new_turn() -> None:
     options = RenderOptions(add_generation_prompt=False, continue_final_message=True)
     with pytest.raises(RequestError, match="no text to continue"):
         template.render([*ASK, {"role": "assistant", "tool_calls": [CALL]}], options=options)
-
-
-def test_choice_of_templates() -> None:
-    both = ChatTemplates({"default": "A", "tool_use": "{{ tools }}B"}, {})
-    assert both.choose(tools=False).source == "A" and both.choose(tools=True).source == "{{ tools }}B"
-    assert ChatTemplates({"default": "A"}, {}).choose(tools=True).source == "A"
-    with pytest.raises(RequestError, match="no chat template"):
-        ChatTemplates({}, {}).choose(tools=False)
-    with pytest.raises(ConfigError, match="not valid"):
-        ChatTemplates({"default": "{% if %}"}, {})

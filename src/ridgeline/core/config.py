@@ -82,6 +82,9 @@ class ServiceConfig:
     ssl_keyfile_password: str | None = option(None, "password of an encrypted key")
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
+    allow_special_in_content: bool = option(
+        False, "text in messages and tools that spells a special token becomes that token (default: it stays text)"
+    )
     max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")

@@ -16,18 +16,19 @@ from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
 from ridgeline.service.sampling import (
     check_grammar,
+    encode_chat,
     grammar_field,
     read_priority,
     read_sampling,
     read_streaming,
     read_tier,
-    tokenize,
 )
 from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
 from ridgeline.service.thoughts import Thoughts
-from ridgeline.text.chat import ChatTemplate, RenderOptions
+from ridgeline.text.chat import RenderOptions
 from ridgeline.text.grammar import MAX_SOURCE
+from ridgeline.text.prompts import ChatEncoder, Prompt
 from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
 from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
@@ -46,11 +47,12 @@ async def read_chat(
     if logprobs is None and fields.get("top_logprobs"):
         raise RequestError("top_logprobs needs logprobs: set it to true.", param="top_logprobs")
     tools = _read_tools(fields)
-    template = service.templates.choose(tools=tools is not None)
-    text, ignored = await asyncio.to_thread(_render, template, fields, tools is not None)
-    prompt = await tokenize(service, text, "messages", add_special_tokens=fields.get("add_special_tokens", False))
-    service.limits.check(len(prompt), asked, "messages")
-    sampling = read_sampling(service, fields, service.limits.most - len(prompt) if asked is None else asked)
+    encoder = service.templates.choose(tools=tools is not None)
+    template = encoder.template
+    prompt, ignored = await _read_prompt(service, encoder, fields, tools is not None)
+    size = len(prompt.ids)
+    service.limits.check(size, asked, "messages")
+    sampling = read_sampling(service, fields, service.limits.most - size if asked is None else asked)
     sampling = dataclasses.replace(sampling, logprobs=logprobs)
     form = None
     if tools is not None:
@@ -63,7 +65,7 @@ async def read_chat(
     call = Call(
         call_id,
         arrival,
-        (prompt,),
+        (prompt.ids,),
         sampling,
         asked,
         priority=read_priority(fields),
@@ -75,7 +77,7 @@ async def read_chat(
     )
     parsing = Parsing(
         tags=tags,
-        inside=tags is not None and starts_inside(tags, text),
+        inside=tags is not None and starts_inside(tags, prompt.text),
         show=fields.get("include_reasoning", True),
         form=form,
         names=frozenset(tool.name for tool in tools.tools) if tools is not None else frozenset(),
@@ -147,8 +149,11 @@ def _show_tags(
     return dataclasses.replace(sampling, skip_special_tokens=False)
 
 
-def _render(template: ChatTemplate, fields: Fields, tools: bool) -> tuple[str, tuple[str, ...]]:
-    """The prompt, and what of the messages it does not show."""
+async def _read_prompt(
+    service: Service, encoder: ChatEncoder, fields: Fields, tools: bool
+) -> tuple[Prompt, tuple[str, ...]]:
+    """The prompt, and the names of what the template does not read."""
+    template = encoder.template
     variables = dict(fields.get("chat_template_kwargs", {}))
     effort = fields.get("reasoning_effort")
     if effort is not None:
@@ -161,8 +166,15 @@ def _render(template: ChatTemplate, fields: Fields, tools: bool) -> tuple[str, t
         variables=variables,
     )
     messages = fields.get("messages")
-    text = template.render(messages, tools=fields.get("tools") if tools else None, options=options)
-    return text, template.ignored(messages, fields.get("chat_template_kwargs", {}))
+    prompt = await encode_chat(
+        service,
+        encoder,
+        messages,
+        tools=fields.get("tools") if tools else None,
+        options=options,
+        add_special_tokens=fields.get("add_special_tokens", False),
+    )
+    return prompt, template.ignored(messages, fields.get("chat_template_kwargs", {}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

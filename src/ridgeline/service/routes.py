@@ -18,7 +18,7 @@ from ridgeline.service.errors import error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
 from ridgeline.service.guard import FRONT, IGNORED, read_json
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
-from ridgeline.service.sampling import tokenize
+from ridgeline.service.sampling import encode_chat, tokenize
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
 from ridgeline.text.tools import read_tools
@@ -95,32 +95,39 @@ def _card(service: Service) -> dict[str, Any]:
 
 @ROUTES.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
-    """Token ids of a prompt, or of messages rendered with the chat template."""
+    """Token ids of `prompt`, whose special tokens count, or of `messages` as a chat completion reads them."""
     service = request.app[FRONT].service()
     body = await _body(request, TOKENIZE)
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("Send either prompt or messages.", param="prompt")
-    if "prompt" in body:
-        text, field = body["prompt"], "prompt"
+    if "messages" in body:
+        ids = await _tokenize_messages(request, service, body)
+    elif text := body["prompt"]:
+        ids = await tokenize(service, text, "prompt", add_special_tokens=body.get("add_special_tokens", True))
     else:
-        if tools := body.get("tools"):
-            read_tools(tools)  # what a chat would refuse is refused here too
-        template = service.templates.choose(tools=bool(tools))
-        options = RenderOptions(
-            body.get("add_generation_prompt", True),
-            body.get("continue_final_message", False),
-            body.get("chat_template_kwargs", {}),
-        )
-        text = await asyncio.to_thread(template.render, body["messages"], tools=tools, options=options)
-        request[IGNORED] = (*request.get(IGNORED, ()), *template.ignored(body["messages"], options.variables))
-        field = "messages"
-    special = body.get("add_special_tokens", field == "prompt")
-    ids = await tokenize(service, text, field, add_special_tokens=special) if text else []
+        ids = []
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids}
     if body.get("return_token_strs"):
         answer["token_strs"] = [service.tokenizer.token_text(index) for index in ids]
     return json_response(answer)
+
+
+async def _tokenize_messages(request: web.Request, service: Service, body: dict[str, Any]) -> list[int]:
+    """The prompt that a chat completion would have; what a chat would refuse is refused here too."""
+    messages = body["messages"]
+    if tools := body.get("tools"):
+        read_tools(tools)
+    encoder = service.templates.choose(tools=bool(tools))
+    options = RenderOptions(
+        body.get("add_generation_prompt", True),
+        body.get("continue_final_message", False),
+        body.get("chat_template_kwargs", {}),
+    )
+    special = body.get("add_special_tokens", False)
+    prompt = await encode_chat(service, encoder, messages, tools=tools, options=options, add_special_tokens=special)
+    request[IGNORED] = (*request.get(IGNORED, ()), *encoder.template.ignored(messages, options.variables))
+    return prompt.ids
 
 
 @ROUTES.post("/detokenize")

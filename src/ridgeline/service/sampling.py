@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ridgeline.core.errors import ContextTooLong, RequestError
+from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.fields import TIERS, Fields
 from ridgeline.service.state import Service
+from ridgeline.text.chat import RenderOptions
+from ridgeline.text.prompts import ChatEncoder, Prompt
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -34,8 +38,6 @@ _WITH_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "r
 
 _IN_LOOP = 4096
 """Characters that are tokenized in the event loop; longer texts go to a thread, so that no other stream waits."""
-_SHRINK = 4
-"""No normalizer makes a text shorter than a quarter."""
 
 
 def read_sampling(service: Service, fields: Fields, max_tokens: int) -> SamplingParams:
@@ -118,15 +120,38 @@ async def tokenize(service: Service, text: str, field: str, *, add_special_token
 
     among: characters of all texts that are tokenized in a row, where this is one of several.
     """
-    if len(text) > service.limits.context * service.limits.longest_piece * _SHRINK:
-        raise ContextTooLong(
-            f"{field} has {len(text)} characters, more than {service.limits.context} tokens can hold: shorten it.",
-            param=field,
-        )
+    service.limits.check_text(text, field)
     if max(len(text), among) <= _IN_LOOP:
         ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
         ids = await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return not_empty(ids, field)
+
+
+async def encode_chat(
+    service: Service,
+    encoder: ChatEncoder,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: RenderOptions,
+    add_special_tokens: bool,
+) -> Prompt:
+    """A conversation's prompt, made in a thread: the work grows with the messages, and other streams go on."""
+    prompt = await asyncio.to_thread(
+        encoder.encode,
+        messages,
+        tools=tools,
+        options=options,
+        add_special_tokens=add_special_tokens,
+        check=partial(service.limits.check_text, field="messages"),
+    )
+    not_empty(prompt.ids, "messages")
+    return prompt
+
+
+def not_empty(ids: list[int], field: str) -> list[int]:
+    """The ids. Raises RequestError when there are none."""
     if not ids:
         raise RequestError(f"{field} has no tokens: send at least one character.", param=field)
     return ids

@@ -33,8 +33,8 @@ from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.text.chat import ChatTemplates
 from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
 from ridgeline.wire.messages import StepStats
@@ -115,7 +115,7 @@ class Server:
         """Read the model folder's text side, wait for the engine, and answer. Raises what either of them raises."""
         config, client = self.front.config, self.front.client
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
-        templates = _read_templates(config, tokenizer)
+        templates = await asyncio.to_thread(_read_templates, config, tokenizer)
         facts = await client.wait_ready()
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
@@ -217,9 +217,7 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
     Raises ConfigError for one that is missing or not valid.
     """
     given = config.chat_template
-    if given is None:
-        return ChatTemplates(tokenizer.templates, tokenizer.specials)
-    if "{" not in given:
+    if given is not None and "{" not in given:
         try:
             given = Path(given).read_text(encoding="utf-8")
         except OSError as error:
@@ -228,7 +226,8 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
             ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"the chat template {given} is no text in UTF-8 ({error}): give a Jinja file.") from error
-    return ChatTemplates({"default": given}, tokenizer.specials)
+    sources = None if given is None else {"default": given}
+    return ChatTemplates(tokenizer, sources, allow_special_in_content=config.allow_special_in_content)
 
 
 class Announce(Protocol):

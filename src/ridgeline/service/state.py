@@ -13,9 +13,12 @@ from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.shadow import Shadow
-from ridgeline.text.chat import ChatTemplates
+from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
+
+_SHRINK = 4
+"""No normalizer makes a text shorter than a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,14 @@ class Limits:
                     f"{remedy}.",
                     param=field if prompt >= most else "max_tokens",
                 )
+
+    def check_text(self, text: str, field: str) -> None:
+        """Raises ContextTooLong for a text that cannot fit the context, however it is tokenized."""
+        if len(text) > self.context * self.longest_piece * _SHRINK:
+            raise ContextTooLong(
+                f"{field} has {len(text)} characters, more than {self.context} tokens can hold: shorten it.",
+                param=field,
+            )
 
     def check_ids(self, ids: list[int] | tuple[int, ...], field: str) -> None:
         """Raises RequestError for an id outside the vocabulary."""

@@ -37,7 +37,7 @@ class Thoughts:
 def thoughts_behind(service: Service, prompt: list[int]) -> Thoughts:
     """For an answer that goes on behind a prompt of the caller's own, by the tags of the model's chat template."""
     try:
-        tags = detect_tags(service.templates.choose(tools=False).source)
+        tags = detect_tags(service.templates.choose(tools=False).template.source)
     except RequestError:  # a model without a template
         tags = None
     if tags is None:

@@ -7,7 +7,8 @@ supported: a loop in one could hold the server for ever.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -22,7 +23,8 @@ from ridgeline.core.errors import ConfigError, RequestError, UnsupportedField
 from ridgeline.text.messages import normalize, unread
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
-_TAIL_MARK = "\ue000END-OF-FINAL-MESSAGE\ue001 "
+_TAIL_MARK = f"~end {secrets.randbelow(10**30):030}~ "
+"""Marks the end of a message that is continued. It is random, so no message contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +40,43 @@ class RenderOptions:
 
 
 class ChatTemplate:
-    """A compiled template. `specials`: variables such as bos_token that it may use; `name` stands in messages.
+    """A compiled template.
 
     takes_parts: content may be a list of parts (else the texts of a list are joined with a newline). names: the
     variables the template reads.
     """
 
-    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
-        """Raises ConfigError when the template is not valid."""
+    def __init__(
+        self,
+        source: str,
+        specials: Mapping[str, str],
+        *,
+        rewrite: Callable[[str], str] | None = None,
+        role: Callable[[str], str] = str,
+    ) -> None:
+        """specials: variables such as bos_token that the template may use. rewrite: applied to every string that the template
+        itself contains, and to specials. role: makes the role that the template sees.
+
+        Raises ConfigError when the template is not valid.
+        """
         environment = _environment()
         try:
             syntax = environment.parse(source)
-            self._template = environment.from_string(source)
+            self.names = frozenset(meta.find_undeclared_variables(syntax))
+            members = _members(syntax)
+            if rewrite is not None:
+                _rewrite_strings(syntax, rewrite)
+                specials = {name: rewrite(text) for name, text in specials.items()}
+            self._template = environment.from_string(syntax)
         except jinja2.TemplateError as error:
             raise ConfigError(f"The chat template is not valid: {error}") from error
         self.source = source
-        self.names = frozenset(meta.find_undeclared_variables(syntax))
         self._specials = dict(specials)
+        self._role = role
         self.takes_parts = self._shows([{"type": "text", "text": "PROBE"}])
         self.takes_text = not self.takes_parts or self._shows("PROBE")
         named = self._shows("x" if self.takes_text else [{"type": "text", "text": "x"}], name="PROBE")
-        self._members = _members(syntax) - (set() if named else {"name"})  # functions have names too
+        self._members = members - (set() if named else {"name"})  # functions have names too
 
     def render(
         self,
@@ -67,7 +85,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: RenderOptions = RenderOptions(),
     ) -> str:
-        """The prompt for OpenAI-style messages, to be encoded without further special tokens.
+        """The prompt's text for OpenAI-style messages. `text.prompts.ChatEncoder` makes token ids of it.
 
         Raises RequestError with the template's own message when it rejects the conversation, UnsupportedField for
         content that is not text.
@@ -78,6 +96,8 @@ class ChatTemplate:
         if tools and "tools" not in self.names:
             raise UnsupportedField("This model's chat template has no place for tools: remove them.", param="tools")
         plain = normalize(messages, parts=self.takes_parts, text=self.takes_text, developer="developer" in self.source)
+        for message in plain:
+            message["role"] = self._role(message["role"])
         if options.continue_final_message:
             return self._render_open(plain, tools, options)
         return self._render(plain, tools, options.add_generation_prompt, options.variables)
@@ -140,29 +160,19 @@ class ChatTemplate:
         return "PROBE" in prompt and "'type'" not in prompt and '"type"' not in prompt
 
 
-class ChatTemplates:
-    """The templates of a model: the usual one, the one for tools, or none at all."""
-
-    def __init__(self, sources: Mapping[str, str], specials: Mapping[str, str]) -> None:
-        """sources: name -> text. Raises ConfigError when one is not valid."""
-        self._templates = {name: ChatTemplate(source, specials) for name, source in sources.items()}
-
-    def choose(self, *, tools: bool) -> ChatTemplate:
-        """The template for a request with or without tools. Raises RequestError when the model has none."""
-        names = ("tool_use", "default") if tools else ("default",)
-        for name in names:
-            if name in self._templates:
-                return self._templates[name]
-        raise RequestError(
-            "This model has no chat template: use /v1/completions, or start the server with --chat-template FILE.",
-            param="messages",
-        )
-
-
 def _members(syntax: nodes.Template) -> frozenset[str]:
     """Names that a template may read of a message: its attributes, and all strings in its code."""
     attributes = (node.attr for node in syntax.find_all(nodes.Getattr))
     return frozenset({*attributes, *(str(node.value) for node in syntax.find_all(nodes.Const))})
+
+
+def _rewrite_strings(syntax: nodes.Template, rewrite: Callable[[str], str]) -> None:
+    """Change every string of a template's own, in place: text that it writes, and constants in its code."""
+    for constant in syntax.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            constant.value = rewrite(constant.value)
+    for data in syntax.find_all(nodes.TemplateData):
+        data.data = rewrite(data.data)
 
 
 class _Generation(Extension):

@@ -1,12 +1,101 @@
-"""Control tokens under private names: a tokenizer.json in which no text spells them."""
+"""Control tokens under private names, so that no text can spell them.
+
+A chat template marks roles and turns with control tokens. Text of a user that spells one must not become that token. So the
+control tokens of a template have names that only this process knows, and a copy of the tokenizer knows them by these names
+alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import msgspec
+import tokenizers
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.text.tokenizer import Tokenizer
+
+MARK = f"~{secrets.randbelow(10**16):016}~"
+"""Begins the private name of a control token. It is random, so no request contains it. Filters of templates (trim, upper,
+tojson) and normalizers of tokenizers do not change its characters. It is short, because the tokenizer reads it too."""
 
 _PRIVATE = "\ue000"
 """A private-use character. It makes names that the texts of grammars do not contain."""
+
+
+class ControlTokens:
+    """A tokenizer that knows some of its added tokens by their private names only. A private name is MARK + text.
+
+    texts: the tokens' texts, longest first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Collection[str]) -> None:
+        """texts: texts of added tokens. Raises ConfigError when the renamed tokenizer has other ids."""
+        self.texts = sorted(texts, key=len, reverse=True)
+        added = tokenizer.backend.get_added_tokens_decoder().items()
+        self._ids = {token.content: index for index, token in added if token.content in texts}
+        # Texts such as "user" stay: templates compare roles with such strings.
+        written = [re.escape(text) for text in self.texts if not text.replace("_", "").isalnum()]
+        self._pattern = re.compile("|".join(written) or r"(?!)")
+        self._backend, self._counted = tokenizer.backend, frozenset[int]()
+        if texts:
+            self._rename()
+        self._around = self._count(self._backend.encode("", add_special_tokens=True).ids)
+
+    def _rename(self) -> None:
+        content = msgspec.json.decode(self._backend.to_str())
+        # Models also take the unknown token for characters that they do not know, so it says nothing about names.
+        unknown = _unknown_token(content["model"])
+        self._counted = frozenset(index for text, index in self._ids.items() if text != unknown)
+        content = rename_tokens(content, {text: MARK + text for text in self.texts})
+        self._backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
+        if any(self._backend.token_to_id(MARK + text) != index for text, index in self._ids.items()):
+            raise ConfigError(
+                "The tokenizer's control tokens cannot be kept apart from text: start with --allow-special-in-content."
+            )
+
+    def name(self, text: str) -> str:
+        """A string of a chat template, with private names for its control tokens."""
+        return self._pattern.sub(rf"{MARK}\g<0>", text)
+
+    def encode(self, named: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a text in which control tokens stand under their private names. `named` is valid Unicode."""
+        around = self._around if add_special_tokens else 0
+        encoding = self._backend.encode(named, add_special_tokens=add_special_tokens)
+        while self._count(encoding.ids) < named.count(MARK) + around:
+            # Some tokenizers take a token at certain places only, and elsewhere its text: so it is here.
+            before, named = named, self._without_unused_names(named, encoding)
+            if named == before:
+                break
+            encoding = self._backend.encode(named, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _count(self, ids: list[int]) -> int:
+        return sum(map(self._counted.__contains__, ids))
+
+    def _without_unused_names(self, named: str, encoding: tokenizers.Encoding) -> str:
+        """The text, in which private names that did not become tokens are texts again."""
+        known = frozenset(self._ids.values())
+        spans = (span for index, span in zip(encoding.ids, encoding.offsets, strict=True) if index in known)
+        used = {named.find(MARK, start, end) for start, end in spans}
+        return re.sub(MARK, lambda mark: mark[0] if mark.start() in used else "", named)
+
+
+def plain(named: str) -> str:
+    """The text without private names."""
+    return named.replace(MARK, "")
+
+
+def _unknown_token(model: Mapping[str, Any]) -> str | None:
+    """The text of the token that a decoded model takes for unknown characters."""
+    if model.get("unk_id") is not None:
+        text: str = model["vocab"][model["unk_id"]][0]
+        return text
+    return model.get("unk_token")
 
 
 def rename_tokens(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -65,11 +65,7 @@ class Tokenizer:
         What that is, tokenizer.json alone decides, as in transformers 5 (`add_bos_token` beside it counts for nothing).
         Text of special tokens inside `text` becomes those tokens. Raises RequestError for text that is not Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            place = f"character {error.start}"
-            raise RequestError(f"The text holds a lone surrogate at {place}: send valid Unicode.") from error
+        check_unicode(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -103,6 +99,15 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.specials.get(name)
         return None if text is None else self.token_id(text)
+
+
+def check_unicode(text: str) -> None:
+    """Raises RequestError for text that cannot be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = f"character {error.start}"
+        raise RequestError(f"The text holds a lone surrogate at {place}: send valid Unicode.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

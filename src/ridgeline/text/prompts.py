@@ -1,0 +1,203 @@
+"""Conversations to prompts: the text that a chat template makes of messages, and its token ids.
+
+Control tokens come from the template only. Text of a request (contents, names, tool schemas, tool results, variables) that
+spells a control token is tokenized as ordinary text:
+
+- The template's own strings hold private names for control tokens (`text.control_tokens`). No request can spell such a name.
+- A copy of the tokenizer knows control tokens by these names only.
+- A template may put a control token together from strings and a role (`'<|' + message.role + '|>'`). Roles are checked
+  before, so a role that a template prints carries a mark, and such a token is recognized by it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.core.errors import ConfigError, RequestError
+from ridgeline.text.chat import ChatTemplate, RenderOptions
+from ridgeline.text.control_tokens import MARK, ControlTokens, plain
+from ridgeline.text.messages import ROLES
+from ridgeline.text.reasoning import detect_tags
+from ridgeline.text.tokenizer import Tokenizer, check_unicode
+from ridgeline.text.tools import detect_format
+
+_ROLE_MARK = f"~role{secrets.randbelow(10**16):016}~"
+"""Stands before a role that a template prints. It is random, so no request contains it."""
+
+_ASK = {"role": "user", "content": "a"}
+_SAY = {"role": "assistant", "content": "b"}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+_SAMPLES: tuple[list[dict[str, Any]], ...] = (
+    [_ASK],
+    [{"role": "system", "content": "s"}, _ASK],
+    [_ASK, _SAY, _ASK],
+    [_ASK, {"role": "assistant", "content": "", "tool_calls": [_CALL]}],
+    [
+        _ASK,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "t"},
+    ],
+)
+"""Conversations that show which control tokens a template writes, and where."""
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+
+
+class ChatEncoder:
+    """Makes prompts through one chat template.
+
+    template: its source, and what it reads of messages.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, control: ControlTokens) -> None:
+        """Raises ConfigError when the template writes a control token that cannot be told from text."""
+        self.template = template
+        self._control = control
+        self._from_roles = {
+            text.replace(role, _ROLE_MARK + role, 1): MARK + text
+            for text in control.texts
+            for role in ROLES
+            if role in text
+        }
+        self._named = ChatTemplate(
+            template.source, tokenizer.specials, rewrite=control.name, role=_Role if self._from_roles else str
+        )
+        for named in map(self._name_rest, _sample_texts(self._named)):
+            self._check(tokenizer, named)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: RenderOptions = RenderOptions(),
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
+    ) -> Prompt:
+        """The prompt for OpenAI-style messages.
+
+        add_special_tokens: with the tokens that the tokenizer puts around a text. check: sees the text before it is tokenized,
+        and may refuse it. Raises as ChatTemplate.render does.
+        """
+        try:
+            rendered = self._named.render(messages, tools=tools, options=options)
+        except RequestError as error:  # its message may quote the template's strings
+            raise type(error)(plain(error.message).replace(_ROLE_MARK, ""), param=error.param) from error
+        named = self._name_rest(rendered)
+        text = plain(named)
+        check_unicode(text)
+        if check is not None:
+            check(text)
+        return Prompt(text, self._control.encode(named, add_special_tokens=add_special_tokens))
+
+    def _name_rest(self, rendered: str) -> str:
+        """Give control tokens that were put together from a role their private names."""
+        for text, name in self._from_roles.items():
+            rendered = rendered.replace(text, name)
+        return rendered.replace(_ROLE_MARK, "")
+
+    def _check(self, tokenizer: Tokenizer, named: str) -> None:
+        """Raises ConfigError unless the tokenizer reads the same ids out of the plain text."""
+        wanted = tokenizer.encode(plain(named), add_special_tokens=False)
+        ids = self._control.encode(named, add_special_tokens=False)
+        if ids != wanted:
+            lost = next((index for index in wanted if wanted.count(index) > ids.count(index)), None)
+            text = "a control token" if lost is None else repr(tokenizer.decode([lost], skip_special_tokens=False))
+            raise ConfigError(
+                f"The chat template does not write {text} as one string, so it cannot be told from the text of a request: change "
+                "the template (--chat-template FILE), or start with --allow-special-in-content."
+            )
+
+
+class ChatTemplates:
+    """The chat templates of a model: the usual one, the one for tools, or none at all."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sources: Mapping[str, str] | None = None,
+        *,
+        allow_special_in_content: bool = False,
+    ) -> None:
+        """sources: text by name; the tokenizer's own by default. allow_special_in_content: text of a request that spells a
+        control token becomes that token. Raises ConfigError when a template is not valid."""
+        given = tokenizer.templates if sources is None else sources
+        templates = {name: ChatTemplate(source, tokenizer.specials) for name, source in given.items()}
+        texts = frozenset() if allow_special_in_content else _control_texts(tokenizer, templates.values())
+        control = ControlTokens(tokenizer, texts)
+        self._encoders = {name: ChatEncoder(template, tokenizer, control) for name, template in templates.items()}
+
+    def choose(self, *, tools: bool) -> ChatEncoder:
+        """The template for a request with or without tools. Raises RequestError when the model has none."""
+        names = ("tool_use", "default") if tools else ("default",)
+        for name in names:
+            if name in self._encoders:
+                return self._encoders[name]
+        raise RequestError(
+            "This model has no chat template: use /v1/completions, or start the server with --chat-template FILE.",
+            param="messages",
+        )
+
+
+class _Role(str):
+    """A role that equals the plain string, and shows _ROLE_MARK where a template prints it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _ROLE_MARK + super().__str__()
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> frozenset[str]:
+    """Texts of a model's control tokens: all special tokens, and tags that a template writes though the tokenizer does not
+    call them special.
+
+    Tags of thoughts and of tool calls are not among them: templates split the text of earlier answers at these.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    tags: set[str] = set()
+    for template in templates:
+        written = "".join((template.source, *_sample_texts(template)))
+        special |= {token.content for token in added if _is_tag(token.content) and token.content in written}
+        thoughts, calls = detect_tags(template.source), detect_format(template)
+        tags |= {thoughts.open, thoughts.close} if thoughts is not None else set()
+        tags |= {calls.open, calls.close} if calls is not None else set()
+    return frozenset(special - tags - {""})
+
+
+def _is_tag(text: str) -> bool:
+    """Whether a text is a name between two symbols, like <|user|> or [INST]: others are words, numbers, runs of spaces."""
+    ends = (text[:1], text[-1:])
+    symbols = not any(end.isalnum() or end.isspace() for end in ends)
+    return len(text) > 2 and symbols and any(map(str.isalpha, text))
+
+
+def _sample_texts(template: ChatTemplate) -> Iterator[str]:
+    """What a template writes for each of the samples that it takes."""
+    for tools in (None, [_TOOL]):
+        for messages in _SAMPLES:
+            for generate in (True, False):
+                try:
+                    yield template.render(messages, tools=tools, options=RenderOptions(add_generation_prompt=generate))
+                except RequestError:  # templates refuse some orders of roles
+                    continue
