@@ -188,7 +188,7 @@ def test_errors_have_their_classes(client: openai.OpenAI, server: Served):
         (openai.BadRequestError, {"max_tokens": 5000}, "max_tokens", "context_length_exceeded"),
         (openai.BadRequestError, {"messages": []}, "messages", None),
         (openai.BadRequestError, {"extra_body": {"guided_regex": "("}}, "guided_regex", "invalid_grammar"),
-        (openai.BadRequestError, {"store": True}, "store", "unsupported_value"),
+        (openai.BadRequestError, {"modalities": ["audio"]}, "modalities", "unsupported_value"),
     ]
     for kind, change, param, code in cases:
         with pytest.raises(kind) as raised:

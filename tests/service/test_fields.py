@@ -11,7 +11,7 @@ from openai.resources.completions import Completions
 from ridgeline.service.fields import TABLE, Field, read_fields
 
 from .conftest import THINKING
-from .live import Live, behaviour, counts, live
+from .live import Live, behaviour, counts, ids, live
 
 CASES = [
     (route, field, value, good)
@@ -27,11 +27,15 @@ _EXTRAS = (
     "continue_final_message structured_outputs priority cache_salt request_id session_id thinking_token_budget "
     "include_reasoning guided_json guided_regex guided_choice guided_grammar"
 ).split()
+CONTROLLED = "{% if reasoning_effort %}{% endif %}{% if verbosity %}{% endif %}"
+"""Makes a template that reads these fields."""
 
 
 @pytest.fixture(scope="module")
 def server():
-    with live(behaviour(counts), chat_template="{% if tools %}<tool_call>{% endif %}" + THINKING) as running:
+    with live(
+        behaviour(counts), chat_template="{% if tools %}<tool_call>{% endif %}" + CONTROLLED + THINKING
+    ) as running:
         yield running
 
 
@@ -53,7 +57,8 @@ def test_table(server: Live, route: str, field: Field, value: object, good: bool
     answer = server.send("POST", path, body)
     if good:
         assert answer.status == 200, answer.data
-        assert "x-ridgeline-ignored-fields" not in answer.headers
+        ignored = field.ignored(value)
+        assert answer.headers.get("x-ridgeline-ignored-fields") == (field.name if ignored else None)
     else:
         assert answer.status == 400, answer.data
         assert answer.error["param"].startswith(field.name)
@@ -101,6 +106,36 @@ def test_members_of_messages_that_nobody_reads_are_named_too(server: Live):
     assert counted.headers[header] == "temprature, messages.name, chat_template_kwargs.x"
     answer = server.chat(messages=[{**messages[0], "function_call": {"name": "f"}}])
     assert (answer.status, answer.error["param"]) == (400, "messages[0].function_call")
+
+
+CONTROLS = "{{ messages[0].content }} effort {{ reasoning_effort }} verbosity {{ verbosity }}"
+THINKS = "{{ messages[0].content }}{% if enable_thinking %} thinks{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt", "ignored"),
+    [
+        (CONTROLS, {"reasoning_effort": "low", "verbosity": "high"}, "hi effort low verbosity high", None),
+        (CONTROLS, {"verbosity": "low", "chat_template_kwargs": {"verbosity": "v"}}, "hi effort  verbosity v", None),
+        (CONTROLS, {"store": False, "metadata": {}}, "hi effort  verbosity ", None),
+        (CONTROLS, {"store": True, "metadata": {"a": "b"}, "x": 1}, "hi effort  verbosity ", "store, metadata, x"),
+        (THINKS, {"reasoning_effort": "low"}, "hi thinks", None),
+        (THINKS, {"reasoning_effort": "none", "verbosity": "low"}, "hi", "verbosity"),
+        (
+            "{{ messages[0].content }}",
+            {"reasoning_effort": "low", "verbosity": "low", "x": 1},
+            "hi",
+            "x, reasoning_effort, verbosity",
+        ),
+    ],
+)
+def test_fields_that_clients_always_send(template: str, fields: dict, prompt: str, ignored: str | None):
+    with live(behaviour(counts), chat_template=template) as running:
+        for stream in (False, True):
+            answer = running.chat(max_tokens=1, stream=stream, **fields)
+            assert answer.status == 200, answer.data
+            assert answer.headers.get("x-ridgeline-ignored-fields") == ignored
+            assert running.engine.submits[-1].tokens == ids(prompt)
 
 
 def test_every_entry_says_what_it_does():

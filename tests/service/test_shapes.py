@@ -364,7 +364,7 @@ def test_a_prompt_may_open_the_thought_of_a_completion(polite: Live, thoughtful:
     assert polite.complete(max_tokens=64).json["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_reasoning_effort_reaches_the_template_or_is_refused(thoughtful: Live, polite: Live):
+def test_reasoning_effort_reaches_the_template(thoughtful: Live):
     assert thoughtful.chat(reasoning_effort="high").status == 200
     assert thoughtful.engine.submits[-1].tokens[-2:] != ids("<think></think>")
     assert thoughtful.chat(reasoning_effort="none").status == 200

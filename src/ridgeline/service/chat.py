@@ -26,7 +26,7 @@ from ridgeline.service.sampling import (
 from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
 from ridgeline.service.thoughts import Thoughts
-from ridgeline.text.chat import RenderOptions
+from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.grammar import MAX_SOURCE
 from ridgeline.text.prompts import ChatEncoder, Prompt
 from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
@@ -154,16 +154,12 @@ async def _read_prompt(
 ) -> tuple[Prompt, tuple[str, ...]]:
     """The prompt, and the names of what the template does not read."""
     template = encoder.template
-    variables = dict(fields.get("chat_template_kwargs", {}))
-    effort = fields.get("reasoning_effort")
-    if effort is not None:
-        if not template.names & {"reasoning_effort", "enable_thinking"}:
-            raise RequestError("reasoning_effort: this model's template has no such control.", param="reasoning_effort")
-        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
+    given = fields.get("chat_template_kwargs", {})
+    controls, unread = _read_controls(template, fields)
     options = RenderOptions(
         add_generation_prompt=fields.get("add_generation_prompt", True),
         continue_final_message=fields.get("continue_final_message", False),
-        variables=variables,
+        variables={**controls, **given},
     )
     messages = fields.get("messages")
     prompt = await encode_chat(
@@ -174,7 +170,18 @@ async def _read_prompt(
         options=options,
         add_special_tokens=fields.get("add_special_tokens", False),
     )
-    return prompt, template.ignored(messages, fields.get("chat_template_kwargs", {}))
+    return prompt, (*unread, *template.ignored(messages, given))
+
+
+def _read_controls(template: ChatTemplate, fields: Fields) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a request as variables of its template, and the names of those that the template does not read."""
+    effort, verbosity = fields.get("reasoning_effort"), fields.get("verbosity")
+    meant = {
+        "reasoning_effort": {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"},
+        "verbosity": {} if verbosity is None else {"verbosity": verbosity},
+    }
+    unread = [field for field, variables in meant.items() if variables and template.names.isdisjoint(variables)]
+    return {name: value for variables in meant.values() for name, value in variables.items()}, unread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

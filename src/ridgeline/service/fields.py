@@ -1,10 +1,15 @@
-"""THE table: every field of /v1/chat/completions and /v1/completions, honoured or refused, and how.
+"""THE table: every field of /v1/chat/completions and /v1/completions, honoured, ignored or refused, and how.
 
-It holds the fields of OpenAI's API description and the extras that clients of other servers send. A field with a value
-reader is honoured and `use` says where it goes; one with a `Refused` reader answers 400 and says why, except for values
-that would change nothing. `null` always means "not given". Fields the table does not know are accepted and named in the
-response header `x-ridgeline-ignored-fields`, and so are members of messages and variables that the chat template does not
-read. The tests of the service are generated from `good` and `bad`.
+It holds the fields of OpenAI's API description and the extras that clients of other servers send.
+
+- A field with a value reader is honoured, and `use` says where it goes.
+- A field with `neutral` has no effect here. Its value is checked and accepted, and the response header
+  `x-ridgeline-ignored-fields` names it unless the value is neutral. These are fields that some clients always send.
+- A field with a `Refused` reader answers 400 and says why, except for values that would change nothing.
+
+`null` always means "not given". The header also names fields that the table does not know, and what the chat template does not
+read: members of messages, `chat_template_kwargs`, `reasoning_effort`, `verbosity`. The tests of the service are generated from
+`good` and `bad`.
 """
 
 from __future__ import annotations
@@ -54,11 +59,15 @@ TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast
 """`service_tier` as a priority (lower runs first)."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. `use`: what it does here. good, bad: examples that are taken, and refused with 400 naming the field."""
+    """One field. `use`: what it does here. good, bad: examples that are taken, and refused with 400 naming the field.
+
+    neutral: for a field without effect here, the values that lose nothing by it; None for a field with an effect.
+    """
 
     name: str
     reader: Reader
@@ -66,6 +75,11 @@ class Field:
     good: tuple[Any, ...]
     bad: tuple[Any, ...]
     routes: tuple[Route, ...] = ("chat", "completions")
+    neutral: tuple[Any, ...] | None = None
+
+    def ignored(self, value: Any) -> bool:
+        """Whether a value that was accepted is without its effect."""
+        return self.neutral is not None and value not in self.neutral
 
     @property
     def honoured(self) -> bool:
@@ -74,7 +88,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields a body gave: checked values by name, and the names that nobody knows."""
+    """The fields a body gave: checked values by name, and the names of fields without effect here."""
 
     values: dict[str, Any]
     ignored: tuple[str, ...]
@@ -96,6 +110,8 @@ def read_fields(route: Route, body: Any) -> Fields:
             ignored.append(name)
         elif value is not None:
             values[name] = field.reader.read(name, value)
+            if field.ignored(value):
+                ignored.append(name)
     for name in REQUIRED[route]:
         if name not in values:
             raise RequestError(f"{name} is missing: send {table[name].reader.expects}.", param=name)
@@ -223,8 +239,12 @@ TABLE: tuple[Field, ...] = (
           (False,), _BAD_BOOL, _CHAT),
     Field("add_special_tokens", _BOOL, "tokens the tokenizer puts around text (completions: true, chat: false)",
           (True, False), _BAD_BOOL),
-    Field("reasoning_effort", OneOf(EFFORTS), "variables reasoning_effort and enable_thinking of the template",
+    Field("reasoning_effort", OneOf(EFFORTS), "variables reasoning_effort and enable_thinking of the template, if it reads them",
           ("none", "low"), ("huge", 7), _CHAT),
+    Field("verbosity", OneOf(VERBOSITIES), "variable verbosity of the template, if it reads it",
+          ("low", "medium", "high"), ("huge", 7), _CHAT),
+    Field("verbosity", OneOf(VERBOSITIES), "a variable of chat templates, and a completion has none",
+          ("low", "medium", "high"), ("huge", 7), _TEXT, neutral=()),
     # order and sharing
     Field("priority", Integer(-(1 << 31), (1 << 31) - 1), "lower runs first", (0, -5), (1.5, "1")),
     Field("service_tier", OneOf(tuple(TIERS)), "a priority: flex runs after, priority and fast before the default",
@@ -239,16 +259,16 @@ TABLE: tuple[Field, ...] = (
     # labels
     Field("user", Text(1024), _LABEL, ("a",), (7,)),
     Field("safety_identifier", Text(1024), _LABEL, ("a",), (7,)),
-    Field("metadata", Record({}, open=True), _LABEL, ({"a": "b"},), ("a", 7)),
+    Field("metadata", Record({}, open=True), "stored with an answer, and answers are not stored", ({"a": "b"}, {}), ("a", 7),
+          neutral=({},)),
+    Field("store", _BOOL, "true asks to store the answer, and answers are not stored", (False, True), ("x", 1), neutral=(False,)),
     Field("session_id", Text(1024), _LABEL, ("a",), (7,)),
     Field("request_id", Text(256), "the request id, as the header x-request-id", ("a",), (7,)),
     # not built
-    Field("store", Refused("answers are not kept", (False,)), "", (False,), (True, "x")),
     Field("modalities", Refused("the model writes text only", (["text"],)), "", (["text"],), (["text", "audio"], 7)),
     Field("audio", Refused("the model writes text only"), "", (), ({"voice": "a", "format": "wav"},)),
     Field("prediction", Refused(), "", (), ({"type": "content", "content": "a"},)),
     Field("moderation", Refused("answers are not moderated"), "", (), ({"model": "m"},)),
-    Field("verbosity", Refused("the model has no such control", ("medium",)), "", ("medium",), ("low", 7)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
