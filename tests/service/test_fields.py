@@ -109,6 +109,7 @@ def test_members_of_messages_that_nobody_reads_are_named_too(server: Live):
 
 
 CONTROLS = "{{ messages[0].content }} effort {{ reasoning_effort }} verbosity {{ verbosity }}"
+PLAIN = "{{ messages[0].content }}"
 THINKS = "{{ messages[0].content }}{% if enable_thinking %} thinks{% endif %}"
 
 

@@ -219,7 +219,7 @@ def test_choices() -> None:
         with pytest.raises(UnsupportedField):
             read_tool_choice(choice, TOOLS)
     for choice in ({"type": "function"}, {"type": "function", "function": {"name": "nobody"}}):
-        with pytest.raises(RequestError, match="not among tools"):
+        with pytest.raises(RequestError, match="which tools does not contain"):
             read_tool_choice(choice, TOOLS)
 
 

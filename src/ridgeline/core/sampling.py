@@ -73,7 +73,8 @@ class SamplingParams:
             raise RequestError(f"grammar is {self.grammar!r}: give a Grammar(kind, source).", param="grammar")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids is empty: nothing could be drawn; leave it out.", param="allowed_token_ids"
+                "allowed_token_ids is empty, so that no token can be drawn: add token ids, or leave it out.",
+                param="allowed_token_ids",
             )
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
@@ -88,7 +89,7 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, 1 << 30)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it.",
+                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower min_tokens.",
                     param="min_tokens",
                 )
         if self.seed is not None:
@@ -111,7 +112,7 @@ class SamplingParams:
 
 
 _LISTS: tuple[tuple[str, str, type], ...] = (
-    ("stop", "texts", str),
+    ("stop", "strings", str),
     ("stop_token_ids", "token ids", int),
     ("allowed_token_ids", "token ids", int),
     ("logit_bias", "pairs of a token id and a number", tuple),

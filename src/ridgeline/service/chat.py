@@ -45,7 +45,7 @@ async def read_chat(
     asked = _max_tokens(fields)
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     if logprobs is None and fields.get("top_logprobs"):
-        raise RequestError("top_logprobs needs logprobs: set it to true.", param="top_logprobs")
+        raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
     tools = _read_tools(fields)
     encoder = service.templates.choose(tools=tools is not None)
     template = encoder.template
@@ -89,10 +89,12 @@ def _max_tokens(fields: Fields) -> int | None:
     """max_tokens under either of its names; None goes on to the end of the context."""
     old, new = fields.get("max_tokens"), fields.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
-        raise RequestError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")
+        raise RequestError("max_tokens and max_completion_tokens differ: send one of them.", param="max_tokens")
     asked: int | None = new if old is None else old
     if asked == 0:
-        raise RequestError("max_tokens is 0: an answer has at least 1 token.", param="max_tokens")
+        raise RequestError(
+            "max_tokens is 0: a chat completion has at least 1 token. Send 1 or more.", param="max_tokens"
+        )
     return asked
 
 
@@ -101,7 +103,10 @@ def _read_tools(fields: Fields) -> ToolChoice | None:
     offered, choice = fields.get("tools"), fields.get("tool_choice")
     if not offered:
         if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice asks for a call, but there are no tools: send them.", param="tool_choice")
+            raise RequestError(
+                "tool_choice asks for a tool call, but the request has no tools: send tools, or leave tool_choice out.",
+                param="tool_choice",
+            )
         return None
     chosen = read_tool_choice(choice, read_tools(offered))
     return chosen if chosen.tools else None
@@ -113,12 +118,13 @@ async def _bind_tools(
     """Sampling under the grammar that makes calls valid. Raises BadGrammar naming the function whose schema it is about."""
     if form is None:
         raise UnsupportedField(
-            "tools: this model's template writes calls in a format that is not supported.", param="tools"
+            "tools is not supported: the server does not know the format of this model's tool calls. Leave tools out.",
+            param="tools",
         )
     if sampling.grammar is not None:
         name = grammar_field(fields)
         raise UnsupportedField(
-            f"{name} cannot be combined with tools: send one of them, or tool_choice none.", param=name
+            f'{name} cannot be combined with tools: send one of them, or set tool_choice to "none".', param=name
         )
     parallel = fields.get("parallel_tool_calls", True)
     bound = dataclasses.replace(sampling, grammar=tool_grammar(form, tools, service.tokenizer, parallel=parallel))
@@ -133,7 +139,8 @@ async def _bind_tools(
             try:
                 await check_grammar(service, dataclasses.replace(sampling, grammar=alone), "tools")
             except BadGrammar as error:
-                raise BadGrammar(f"The parameters of {tool.name!r}: {error.message}", param="tools") from None
+                reason = f"tools: the parameters of {tool.name!r} cannot be enforced. {error.message}"
+                raise BadGrammar(reason, param="tools") from None
         raise
     return bound
 

@@ -41,7 +41,11 @@ async def read_completion(
     asked = fields.get("max_tokens")
     n = fields.get("n", 1)
     if fields.get("best_of", n) != n:
-        raise RequestError(f"best_of must equal n ({n}): answers are not ranked.", param="best_of")
+        raise RequestError(
+            f"best_of is {fields.get('best_of')} and n is {n}: the server does not rank answers. Set best_of to n, or leave it "
+            "out.",
+            param="best_of",
+        )
     special = fields.get("add_special_tokens", True)
     among = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
     prompts = [
@@ -52,7 +56,9 @@ async def read_completion(
     ]
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(
-            f"{len(prompts)} prompts times n = {n} is above {MAX_CHOICES} choices: send fewer.", param="n"
+            f"prompt has {len(prompts)} items and n is {n}, which makes more than {MAX_CHOICES} choices: send fewer prompts, or "
+            "lower n.",
+            param="n",
         )
     for prompt in prompts:
         service.limits.check(len(prompt), asked, "prompt")

@@ -73,7 +73,7 @@ class Limits:
         for most, what in ((self.context, "the model's context is"), (self.held, "this server's KV cache holds")):
             if prompt + asked > most:
                 answer = str(max_tokens) if max_tokens else "at least 1"
-                remedy = "shorten it" if prompt >= most else "lower max_tokens or shorten it"
+                remedy = "shorten the prompt" if prompt >= most else "lower max_tokens or shorten the prompt"
                 raise ContextTooLong(
                     f"The prompt has {prompt} tokens and the answer may have {answer} more, but {what} {most} tokens: "
                     f"{remedy}.",
@@ -84,7 +84,7 @@ class Limits:
         """Raises ContextTooLong for a text that cannot fit the context, however it is tokenized."""
         if len(text) > self.context * self.longest_piece * _SHRINK:
             raise ContextTooLong(
-                f"{field} has {len(text)} characters, more than {self.context} tokens can hold: shorten it.",
+                f"{field} has {len(text)} characters, more than {self.context} tokens can hold: shorten {field}.",
                 param=field,
             )
 
@@ -92,7 +92,10 @@ class Limits:
         """Raises RequestError for an id outside the vocabulary."""
         if ids and (max(ids) >= self.vocab or min(ids) < 0):
             strange = next(index for index in ids if not 0 <= index < self.vocab)
-            raise RequestError(f"{field} has the token id {strange}: expected 0 to {self.vocab - 1}.", param=field)
+            raise RequestError(
+                f"{field} contains the token id {strange}, which the vocabulary does not have: use 0 to {self.vocab - 1}.",
+                param=field,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,15 @@ class ChatTemplate:
         """
         clash = sorted(_RESERVED & options.variables.keys())
         if clash:
-            raise RequestError(f"{clash[0]} is no template variable: set it as a field.", param="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs must not contain {clash[0]}: send {clash[0]} as a field of the request.",
+                param="chat_template_kwargs",
+            )
         if tools and "tools" not in self.names:
-            raise UnsupportedField("This model's chat template has no place for tools: remove them.", param="tools")
+            raise UnsupportedField(
+                "tools is not supported: this model's chat template does not show tools to the model. Leave tools out.",
+                param="tools",
+            )
         plain = normalize(messages, parts=self.takes_parts, text=self.takes_text, developer="developer" in self.source)
         for message in plain:
             message["role"] = self._role(message["role"])
@@ -119,12 +125,22 @@ class ChatTemplate:
         try:
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
         except jinja2.UndefinedError as error:
-            raise RequestError(f"The chat template misses something: {error}.", param="messages") from error
+            raise RequestError(
+                f"The chat template reads a value that the request does not contain: {error}. Add it to messages or to "
+                "chat_template_kwargs.",
+                param="messages",
+            ) from error
         except jinja2.TemplateError as error:
-            raise RequestError(f"The chat template refuses this conversation: {error}", param="messages") from error
+            reason = str(error).rstrip(".")
+            raise RequestError(
+                f"The chat template refuses these messages: {reason}. Change messages.", param="messages"
+            ) from error
         except Exception as error:  # a template meets values it was not written for: whatever it raises is about them
             reason = f"{type(error).__name__}: {error}"
-            raise RequestError(f"The chat template fails on this conversation: {reason}", param="messages") from error
+            raise RequestError(
+                f"The chat template fails on these messages ({reason}): change messages or chat_template_kwargs.",
+                param="messages",
+            ) from error
 
     def _render_open(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: RenderOptions
@@ -132,7 +148,7 @@ class ChatTemplate:
         """Mark the end of the last message, render, and cut at the mark (what follows would close the turn)."""
         if options.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: set one to false.",
+                "continue_final_message and add_generation_prompt cannot both be true: set add_generation_prompt to false.",
                 param="continue_final_message",
             )
         last = messages[-1]
@@ -142,11 +158,19 @@ class ChatTemplate:
         elif content:
             content[-1]["text"] += _TAIL_MARK
         else:
-            raise RequestError("The last message has no text to continue.", param="continue_final_message")
+            raise RequestError(
+                "continue_final_message is true, but the last message has no text: add content to it, or set "
+                "continue_final_message to false.",
+                param="continue_final_message",
+            )
         prompt = self._render(messages, tools, False, options.variables)
         cut = prompt.rfind(_TAIL_MARK.rstrip())
         if cut < 0:
-            raise RequestError("The chat template drops the end of the last message.", param="continue_final_message")
+            raise RequestError(
+                "continue_final_message is not possible: the chat template does not show the end of the last message. Set "
+                "continue_final_message to false.",
+                param="continue_final_message",
+            )
         # A template that trims its messages has eaten the mark's space, and would have eaten the text's own.
         trimmed = not prompt.startswith(_TAIL_MARK, cut)
         return prompt[:cut].rstrip() if trimmed else prompt[:cut]

@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _READ = frozenset({"role", "content", "tool_call_id"})
 """Members that have their effect, or are a label, in every template."""
-_GONE = {"function_call": "it was replaced by tool_calls", "audio": "this model reads text only"}
+_GONE = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
 """Members of OpenAI's messages that are refused, and why."""
 
 
@@ -27,7 +27,7 @@ def normalize(
     Raises RequestError naming the field, UnsupportedField naming a part that is not text.
     """
     if not messages:
-        raise RequestError("messages is empty: send at least one.", param="messages")
+        raise RequestError("messages is empty: send at least one message.", param="messages")
     return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
 
 
@@ -62,7 +62,7 @@ def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, de
     if "content" in fresh:
         fresh["content"] = _content(fresh["content"], f"{where}.content", parts, text)
     elif role != "assistant":
-        raise RequestError(f"{where}.content is missing: give the text of the message.", param=f"{where}.content")
+        raise RequestError(f"{where}.content is missing: add the text of the message.", param=f"{where}.content")
     if "tool_calls" in fresh:
         fresh["tool_calls"] = _calls(fresh["tool_calls"], f"{where}.tool_calls")
     thought = next((fresh[name] for name in _REASONING_FIELDS if name in fresh), None)
@@ -75,24 +75,26 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
     if isinstance(content, str):
         return content if text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a text or a list of parts.", param=where)
+        raise RequestError(f"{where} must be a string or a list of parts.", param=where)
     fresh = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
-            raise RequestError(f"{where}[{i}] must be an object with a type.", param=f"{where}[{i}]")
+            raise RequestError(
+                f'{where}[{i}] must be an object with a type: {{"type": "text", "text": ...}}.', param=f"{where}[{i}]"
+            )
         if kind not in ("text", "refusal"):
-            reason = f"{where}[{i}] is of type {kind!r}: this model reads text only."
+            reason = f"{where}[{i}] is of type {kind!r}: this model reads text only. Send parts of type text."
             raise UnsupportedField(reason, param=f"{where}[{i}]")
         if not isinstance(part.get(kind), str):
-            raise RequestError(f"{where}[{i}].{kind} must be a text.", param=f"{where}[{i}].{kind}")
+            raise RequestError(f"{where}[{i}].{kind} must be a string.", param=f"{where}[{i}].{kind}")
         fresh.append({"type": "text", "text": part[kind]})
     return fresh if parts else "\n".join(part["text"] for part in fresh)
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise RequestError(f"{where} must be a list.", param=where)
+        raise RequestError(f"{where} must be a list of tool calls.", param=where)
     return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
@@ -108,5 +110,5 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, Mapping):
         field = f"{where}.function.arguments"
-        raise RequestError(f"{field} must be a JSON object written as a text.", param=field)
+        raise RequestError(f"{field} must be a string that contains a JSON object.", param=field)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -95,13 +95,17 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind != "function":
         raise UnsupportedField(
-            f'tool_choice is {kind!r}: use "none", "auto", "required" or a function.', param="tool_choice"
+            f'tool_choice is {kind!r}: use "none", "auto", "required" or an object that names a function.',
+            param="tool_choice",
         )
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     chosen = tuple(tool for tool in tools if tool.name == name)
     if not chosen:
-        raise RequestError(f"tool_choice names {name!r}, which is not among tools.", param="tool_choice")
+        raise RequestError(
+            f"tool_choice names the function {name!r}, which tools does not contain: add it to tools, or name another.",
+            param="tool_choice",
+        )
     return ToolChoice(chosen, True)
 
 
@@ -165,14 +169,14 @@ def _text_rules(form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
 def _tool(entry: Any, where: str) -> Tool:
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     if kind != "function":
-        raise UnsupportedField(f'{where}.type is {kind!r}: only "function" is supported.', param=where)
+        raise UnsupportedField(f'{where}.type is {kind!r}: use "function", the only supported type.', param=where)
     function = entry.get("function")
     if not isinstance(function, Mapping):
-        raise RequestError(f"{where}.function must be an object.", param=f"{where}.function")
+        raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{where}.function.name must be 1 to 64 letters, digits, _ or -.", param=f"{where}.function.name"
+            f"{where}.function.name must have 1 to 64 letters, digits, _ or -.", param=f"{where}.function.name"
         )
     strict = bool(function.get("strict"))
     return Tool(name, _arguments(function.get("parameters"), strict, f"{where}.function.parameters"), strict)
@@ -182,7 +186,7 @@ def _arguments(schema: Any, strict: bool, where: str) -> Mapping[str, Any]:
     if schema is None:
         return _NO_ARGUMENTS
     if not isinstance(schema, dict):
-        raise RequestError(f"{where} must be a JSON schema.", param=where)
+        raise RequestError(f"{where} must be a JSON schema (an object).", param=where)
     check_schema(schema, strict=strict, param=where)
     pruned: dict[str, Any] = prune_schema(settle_unions(draw_in(schema)))
     if pruned.setdefault("type", "object") != "object":
