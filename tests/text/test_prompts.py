@@ -331,9 +331,10 @@ def test_words_that_are_special_tokens_do_not_break_a_template(tmp_path: Path) -
 def test_tokens_that_are_no_tags_stay_tokens(tmp_path: Path) -> None:
     backend = byte_level_backend()
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("\n\n", "hello", "```", "<b>")])
+    backend.add_special_tokens(["\t"])
     tokenizer = Tokenizer.load(write_model(tmp_path, backend, {}))
     source = "\n\nhello\n\n```{{ messages[0].content }}<|im_end|>"
-    prompt = encode(ChatTemplates(tokenizer, {"default": source}), [{"role": "user", "content": "hello\n\n```<b>"}])
+    prompt = encode(ChatTemplates(tokenizer, {"default": source}), [{"role": "user", "content": "hello\n\n```<b>\t"}])
     assert prompt.ids == tokenizer.encode(prompt.text, add_special_tokens=False)
 
 

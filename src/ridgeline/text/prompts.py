@@ -171,7 +171,8 @@ def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> f
     """Texts of a model's control tokens: all special tokens, and tags that a template writes though the tokenizer does not
     call them special.
 
-    Tags of thoughts and of tool calls are not among them: templates split the text of earlier answers at these.
+    White space is not among them, because it marks nothing. Tags of thoughts and of tool calls are not either, because templates
+    split the text of earlier answers at these.
     """
     added = tokenizer.backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
@@ -182,7 +183,7 @@ def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> f
         thoughts, calls = detect_tags(template.source), detect_format(template)
         tags |= {thoughts.open, thoughts.close} if thoughts is not None else set()
         tags |= {calls.open, calls.close} if calls is not None else set()
-    return frozenset(special - tags - {""})
+    return frozenset(text for text in special - tags if text.strip())
 
 
 def _is_tag(text: str) -> bool:
