@@ -48,7 +48,12 @@ async def home(request: web.Request) -> web.Response:
         body = {"name": "ridgeline", "version": ridgeline.__version__, "model": model, **links}
         return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=_CACHING)
     key = "" if front.config.api_key is None else ' -H "authorization: Bearer $RIDGELINE_API_KEY"'
-    values = {"model": model, "version": ridgeline.__version__, "origin": f"{request.url.origin()}{front.prefix}", "key": key}
+    values = {
+        "model": model,
+        "version": ridgeline.__version__,
+        "origin": f"{request.url.origin()}{front.prefix}",
+        "key": key,
+    }
     return _page("home.html", {name: html.escape(value) for name, value in values.items()})
 
 
