@@ -20,6 +20,9 @@ FLAGS = (
     *("--kv-cache-memory", "5M", "--max-body-mb", "4", "--drain-s", "5"),
 )
 
+MEMORY_MB = {"front": 400.0, "engine": 1000.0}
+"""What the processes may take after any test."""
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -43,7 +46,14 @@ def unharmed(server: Served, honest: Honest) -> Iterator[None]:
     """Beside the test honest requests are answered as ever, and after it nothing is held."""
     with honest.beside():
         yield
+    check_unharmed(server)
+
+
+def check_unharmed(server: Served) -> None:
+    """Nothing is held, memory is bounded, and the server answers."""
     stats = server.rest()
     assert (stats["running"], stats["waiting"], stats["used"]) == (0, 0, 0)
+    for name, most in MEMORY_MB.items():
+        assert server.memory[name] < most, (name, server.memory)
     assert server.send("GET", "/health").status == 200
     assert server.complete(max_tokens=1).status == 200

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,11 @@ class Served:
             time.sleep(0.01)
         return log
 
+    @property
+    def memory(self) -> dict[str, float]:
+        """Resident MB of both processes."""
+        return {"front": resident(self.process.pid), "engine": resident(self.engine_pid)}
+
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
 
@@ -97,6 +102,14 @@ class Served:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
         sock.sendall(data)
         return sock
+
+    def exchange(self, data: bytes) -> bytes:
+        """Everything the server answers to these bytes until it closes the connection."""
+        answer = b""
+        with suppress(ConnectionError), self.raw(data) as sock:
+            while part := sock.recv(1 << 16):
+                answer += part
+        return answer
 
     def begin(self, path: str = "/v1/completions", **fields: Any) -> socket.socket:
         """A request by hand, so that its client can stop reading, or go, at any moment; the end of the answer is the
@@ -137,6 +150,21 @@ def post(path: str, body: bytes, *lines: str) -> bytes:
     """A whole POST of JSON as bytes. lines: further lines of its head."""
     head = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines)
     return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
+
+
+def resident(pid: int, name: str = "VmRSS") -> float:
+    """MB of a process: VmRSS now, VmHWM at the highest."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1000  # type: ignore[index]
+
+
+def growth(server: Served, work: Callable[[], object]) -> float:
+    """MB by which the front process rises above its start while `work` runs, at the highest."""
+    pid = server.process.pid
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
+    before = resident(pid)
+    work()
+    return resident(pid, "VmHWM") - before
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:

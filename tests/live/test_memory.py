@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from .conftest import FLAGS
-from .served import Served, served
+from .served import Served, growth, served
 
 AT_ONCE = 4
 BODY = 30_000_000
@@ -20,21 +19,6 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with the default limit of bodies."""
     with served(tmp_path_factory.mktemp("memory"), *FLAGS, "--max-body-mb", "32") as server:
         yield server
-
-
-def growth(server: Served, work: Callable[[], object]) -> float:
-    """MB by which the front process's resident memory rises above its start while `work` runs, at the highest."""
-    process = Path(f"/proc/{server.process.pid}")
-    (process / "clear_refs").write_text("5")  # the peak counts from here
-    before = _read(process / "status", "VmRSS")
-    work()
-    return (_read(process / "status", "VmHWM") - before) / 1000
-
-
-def _read(status: Path, name: str) -> int:
-    """kB."""
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1])
 
 
 def repeat(item: bytes) -> bytes:

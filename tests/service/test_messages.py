@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ def test_a_body_that_is_no_object(endless: Live) -> None:
         "The body is not a JSON object: send an object with prompt."
     )
     assert endless.send("POST", "/detokenize", {}).error["message"] == "tokens is missing: send a list of token ids."
+
+
+def test_a_target_that_is_no_path(endless: Live) -> None:
+    with socket.create_connection(("127.0.0.1", endless.port), timeout=10) as sock:
+        sock.sendall(b"GET version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"Malformed HTTP request: the request target is not valid, send a path such as /v1/models." in sock.recv(
+            9999
+        )
 
 
 def test_routes(endless: Live) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, Overloaded, RequestError
 
@@ -20,7 +21,9 @@ _BODY_S = 300.0
 _ROOM_S = 30.0
 """Seconds that a large body waits for others to be done."""
 _ENCODINGS = ("identity", "gzip", "deflate")
-"""Values of content-encoding that are decoded on every machine; others only where aiohttp finds a library for them."""
+"""Supported values of content-encoding."""
+_PIECE = 1 << 18
+"""Bytes that are decompressed at a time."""
 _LARGE = 1 << 18
 """Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
 _HELD = 48 * _MIB
@@ -61,40 +64,70 @@ class Bodies:
             except TimeoutError as error:
                 raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it faster.") from error
             except web.RequestPayloadError as error:
-                raise RequestError(
-                    "The body does not match its headers: check content-encoding and transfer-encoding."
-                ) from error
+                raise RequestError("The body does not match its headers: check transfer-encoding.") from error
             try:
                 if len(body) <= _LARGE:
                     return read(msgspec.json.decode(body))
                 return await asyncio.get_running_loop().run_in_executor(self._decoder, _decode_large, body, read)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                encoding = request.headers.get("content-encoding", "identity").lower()
-                if encoding not in _ENCODINGS:
-                    raise RequestError(
-                        f"content-encoding {encoding[:40]!r} is not supported: use one of {', '.join(_ENCODINGS)}."
-                    ) from error
                 raise RequestError(f"The body is not valid JSON: {error}.") from error
 
     async def _receive(self, request: web.Request, held: AsyncExitStack) -> bytearray:
         """The body's bytes, decompressed. Room for a large one is reserved in `held`."""
-        plain = "content-encoding" not in request.headers
-        declared = request.content_length if plain else None
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in _ENCODINGS:
+            raise RequestError(
+                f"content-encoding {encoding[:40]!r} is not supported: use one of {', '.join(_ENCODINGS)}.",
+                param="content-encoding",
+            )
+        declared = request.content_length if encoding == "identity" else None
         if declared is not None and declared > self._limit:
             raise self._too_large()
         body = bytearray()
         reserved = False
-        while part := await request.content.readany():
-            body += part
-            if len(body) > self._limit:
-                raise self._too_large()
-            if len(body) > _LARGE and not reserved:
-                await held.enter_async_context(self._room.reserve(declared or self._limit))
-                reserved = True
+        async with aclosing(_pieces(request.content, encoding)) as pieces:
+            async for piece in pieces:
+                body += piece
+                if len(body) > self._limit:
+                    raise self._too_large()
+                if len(body) > _LARGE and not reserved:
+                    await held.enter_async_context(self._room.reserve(declared or self._limit))
+                    reserved = True
         return body
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"The body is larger than {self._limit / _MIB:g} MiB: send less, or raise --max-body-mb.")
+
+
+async def _pieces(content: StreamReader, encoding: str) -> AsyncGenerator[bytes]:
+    """A body as it arrives, decompressed. Who stops reading leaves the rest compressed, so that a body of 1 MB that unpacks to
+    1 GB costs no more than the limit."""
+    if encoding == "identity":
+        while part := await content.readany():
+            yield part
+        return
+    stream = None
+    try:
+        while part := await content.readany():
+            while part:
+                if stream is None or stream.eof:  # gzip may have several members
+                    stream = zlib.decompressobj(_window(encoding, part))
+                yield stream.decompress(part, _PIECE)
+                await asyncio.sleep(0)
+                part = stream.unconsumed_tail or stream.unused_data
+        if stream is not None:
+            yield stream.flush()
+    except zlib.error as error:
+        raise RequestError(f"The body is not valid {encoding}: {error}.", param="content-encoding") from error
+    if stream is not None and not stream.eof:
+        raise RequestError(f"The body is not valid {encoding}: it ends too early.", param="content-encoding")
+
+
+def _window(encoding: str, start: bytes) -> int:
+    """zlib's parameter for the header: of gzip, of zlib, or none, which some clients send as deflate."""
+    if encoding == "gzip":
+        return 16 + zlib.MAX_WBITS
+    return zlib.MAX_WBITS if start[0] & 15 == zlib.DEFLATED else -zlib.MAX_WBITS
 
 
 class _Room:

@@ -32,8 +32,10 @@ class Connection(RequestHandler):
         error: RidgelineError = EngineFailed("Internal error: the server's log has the details.")
         if status < 500:
             reason = (message or "").strip().split("\n")[0].rstrip(":.")
-            if isinstance(exc, http_exceptions.LineTooLong):  # it would quote the line
+            if isinstance(exc, http_exceptions.LineTooLong):  # its message quotes the line
                 reason = "the request line or a header is longer than 8190 bytes"
+            elif isinstance(exc, http_exceptions.InvalidURLError):  # its message is the target
+                reason = "the request target is not valid, send a path such as /v1/models"
             error = RequestError(f"Malformed HTTP request: {reason or 'it cannot be parsed'}.")
         response = error_response(error)
         response.set_status(status)

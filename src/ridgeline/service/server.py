@@ -91,6 +91,7 @@ class Server:
         runner = Runner(
             make_app(self.front),
             prefix=self._address.prefix,
+            auto_decompress=False,  # `Bodies` decompresses no more than it needs
             handler_cancellation=True,
             access_log=None,
             logger=http_log,
