@@ -41,6 +41,10 @@ def test_a_proxy_may_keep_or_strip_the_path(root_path: str) -> None:
             for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/../health", "/%2e/health"):
                 assert server.get(start + path).status == 401, start + path
             assert server.get(start or "/").json["chat"] == f"{prefix}/chat"
+            page = server.send("GET", start or "/", headers={"accept": "text/html"})
+            assert f'<base href="{prefix}/">'.encode() in page.data, (
+                "links are right with and without a slash at the end"
+            )
             assert server.get(f"{start}/openapi.json").json["servers"] == [{"url": prefix}]
         for path in (f"{prefix}{prefix}/health", f"{prefix}x/health", f"/x{prefix}/health"):
             assert server.send("GET", path, headers=key).status == 404

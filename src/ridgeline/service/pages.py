@@ -52,6 +52,7 @@ async def home(request: web.Request) -> web.Response:
         "model": model,
         "version": ridgeline.__version__,
         "origin": f"{request.url.origin()}{front.prefix}",
+        "base": f"{front.prefix}/",
         "key": key,
     }
     return _page("home.html", {name: html.escape(value) for name, value in values.items()})
