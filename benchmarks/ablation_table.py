@@ -119,7 +119,6 @@ def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, 
     return {narrow: {**table, 64: (gates, others), 256: (gates, others)} for narrow, table in original.items()}
 
 
-HEADS = Switch("table:turned_heads", _returns(None))
 GATED = Switch("table:gated_product", _returns(None))
 TILES = Switch("cublas:kernel_for", _returns(None))
 INTEGER_RING = Switch("integer:gluon", _returns(None))
@@ -136,18 +135,6 @@ def _rows(asked: Mapping[str, Mapping[str, float]]) -> tuple[Asked, ...]:
 
 # The first variants are those that the redesign asks for by name. Predictions: docs/log.md, entry of 2026-11-24.
 VARIANTS = (
-    Variant(
-        "heads",
-        ("turned_heads",),
-        (HEADS,),
-        _rows(
-            {
-                ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 0.4},
-                LLAMA: {"prefill:2048": 0.9, "prefill:8192": 0.7},
-                "llama-3.2-1b": {"prefill:8192": 1.3},
-            }
-        ),
-    ),
     Variant(
         "gated",
         ("gated_product",),
@@ -179,9 +166,9 @@ VARIANTS = (
         ),
     ),
     Variant(
-        "heads+gated+cublas_tiles",
-        ("turned_heads", "gated_product"),
-        (HEADS, GATED, TILES),
+        "gated+cublas_tiles",
+        ("gated_product",),
+        (GATED, TILES),
         _rows({ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 3.7}, LLAMA: {"prefill:8192": 4.5}}),
     ),
     Variant(
@@ -347,28 +334,10 @@ VARIANTS = (
         _rows({QWEN: {"prefill:8192": 3.0}}),
     ),
     Variant(
-        "walk: wide",
-        (),
-        (Switch("attention:_Call.wide", _never),),
-        _rows({LLAMA: {"decode:8x256": 1.0, "decode:16x256": 2.0}, QWEN: {"decode:8x4096": 3.0}}),
-    ),
-    Variant(
         "walk: lone",
         (),
         (Switch("attention:_Call.lone", _never),),
         _rows({QWEN: {"decode:1x4096": 1.0}, LLAMA: {"decode:2x4096": 0.5}}),
-    ),
-    Variant(
-        "walk: snug",
-        (),
-        (Switch("attention:_Call.snug", _never),),
-        _rows({LLAMA: {"decode:64x256": 1.0, "decode:64x4096": 1.0}, QWEN: {"decode:64x4096": 1.5}}),
-    ),
-    Variant(
-        "walk: early",
-        (),
-        (Switch("attention:_Call.early", _never),),
-        _rows({LLAMA: {"decode:32x256": 0.5, "decode:64x256": 0.5}}),
     ),
     Variant(
         "walk: a kernel that combines",

@@ -246,7 +246,7 @@ def test_no_row_is_begun_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (["--sources", "gpt-5"], "--sources: 'gpt-5' has no row"),
-        (["--variants", "heads,haeds"], "--variants: no variant begins with 'haeds'; there are heads, "),
+        (["--variants", "gated,geted"], "--variants: no variant begins with 'geted'; there are gated, "),
         (["--turns", "0"], "--turns and --repeats: give at least 1"),
     ],
 )
@@ -258,7 +258,7 @@ def test_arguments_that_ask_for_nothing_are_refused(words: list[str], message: s
 def test_arguments() -> None:
     args = ablation.parse([])
     assert args.table == list(VARIANTS) and args.sources == ablation.sources_of(VARIANTS)
-    args = ablation.parse(["--variants", "heads,gated", "--sources", "llama-3.2-1b,llama-3.1-8b"])
-    assert [variant.name for variant in args.table] == ["heads", "gated", "heads+gated+cublas_tiles"]
+    args = ablation.parse(["--variants", "gated", "--sources", "llama-3.2-1b,llama-3.1-8b"])
+    assert [variant.name for variant in args.table] == ["gated", "gated+cublas_tiles"]
     assert args.sources == ["llama-3.2-1b", "llama-3.1-8b"]
     assert [name for name in ablation.sources_of(args.table) if name.startswith(ENGINE)] == [ENGINE + "llama-3.1-8b"]

@@ -3,7 +3,6 @@ nothing more is multiplied than the model's formula says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Heads, Plain, QkvShape
 from tests.models.families import FAMILIES, save
 from tests.models.paged import PagedRows
 
@@ -45,29 +42,6 @@ def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, tmp
         assert got.shape == (len(places), expected.shape[1])
         torch.testing.assert_close(got, expected[places])
         torch.testing.assert_close(rows.step(behind), then)
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_keys_and_values_may_be_in_the_cache_alone(family: str, tmp_path: Path) -> None:
-    """Operations that write them where they are made give none, and nobody asks for them."""
-    made = 0
-
-    def heads(
-        x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, shape: QkvShape, view: KvView, step: StepInputs
-    ) -> Heads:
-        nonlocal made
-        made += 1
-        return REFERENCE.qkv_write(REFERENCE.linear(x, packed, bias), shape, view, step)[0], None, None
-
-    model = load(family, tmp_path, compiled=False)
-    ops = replace(REFERENCE, linear_heads=heads)
-    other = build(tmp_path, model=ModelConfig(), ops=ops, device=torch.device("cpu"))
-    for places in WANTED:
-        rows, others, wanted = PagedRows(model), PagedRows(other), torch.tensor(places, dtype=torch.int32)
-        for work in (list(enumerate(PROMPTS)), [(0, [7]), (1, [9, 8])]):
-            expected = rows.step(work, wanted if len(work[0][1]) > 1 else None)
-            assert torch.equal(others.step(work, wanted if len(work[0][1]) > 1 else None), expected)
-    assert made == 2 * len(WANTED) * len(model.spec.layers)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -102,7 +102,7 @@ class Attention:
     def __call__(
         self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = self.qkv.weight.heads(x, self._ops, self.shape, view, step)
+        q, k, v = self._ops.qkv_write(self.qkv.weight.apply(x), self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
         if wanted is not None and (alone := step.alone(wanted)) is not None:

@@ -58,8 +58,8 @@ class Normed:
     offset: bool
 
 
-Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""q, k and v; k and v None: in the cache alone."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q [T, Hq, d], k and v [T, Hkv, d]."""
 Run = Callable[..., Any]
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
@@ -280,9 +280,6 @@ many nodes behind what the rows know -> int32 [S], how many of the first ones ar
 Verify = Callable[[rows.RowState, torch.Tensor, torch.Tensor, rows.Drafted], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-LinearHeads = Callable[[Plain, torch.Tensor, torch.Tensor | None, QkvShape, KvView, StepInputs], Heads]
-
-
 KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
 
@@ -317,15 +314,13 @@ class Ops:
         per-head norms, rotary embedding at step.position, keys and values written into view at view.slots.
     attention(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
         tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
-        kernels that prefer them contiguous). A device that gives None for them in linear_heads takes None.
+        kernels that prefer them contiguous).
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     pack(weight [out, in]) -> opaque packed weight; linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel
         that norms as it reads keeps float32 where the plain norm rounds to x's dtype.
     linear_add(x [T, in], packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. The caller gives the
         stream up: the result may lie in its memory.
     linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
-    linear_heads(x [T, in], packed, bias, shape, view, step) -> qkv_write(linear(x), shape, view, step), except that k and v may be
-        None: written into view, and nowhere else. None: one after the other.
     sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
         same tokens on every device, but where a sum of chances is within its rounding of top_p.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
@@ -376,7 +371,6 @@ class Ops:
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor] = rows.last
     to_host: rows.ToHost = rows.to_host
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
-    linear_heads: LinearHeads | None = None
     verify: Verify | None = None
     keep: KeepPath | None = None
     draw: DrawRows | None = None

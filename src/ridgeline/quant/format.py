@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Heads, Matrix, Ops, QkvShape
+from ridgeline.ops.table import Activation, Matrix
 
 Split = Literal["out", "in"] | None
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -145,10 +144,6 @@ class Weight(Protocol):
         """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
         it; kind as in Ops.activate."""
         ...
-
-    def heads(self, x: Activation, ops: Ops, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
-        """q, k and v of apply(x), as ops.qkv_write turns and writes them; see Ops.linear_heads."""
-        return ops.qkv_write(self.apply(x), shape, view, step)
 
     def matrix(self) -> Matrix | None:
         """Itself for operations that run whole layers; None if it takes more than floating-point numbers in their order."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Heads, Matrix, Ops, QkvShape, Scaled
+from ridgeline.ops.table import Activation, Matrix, Ops, Scaled
 from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected
 
 
@@ -70,12 +69,6 @@ class PlainWeight(Weight):
     def activate(self, x: Activation, kind: str) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         return self._ops.linear_activate(x, self._matrix, self._bias, kind)
-
-    def heads(self, x: Activation, ops: Ops, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
-        if ops.linear_heads is None:
-            return super().heads(x, ops, shape, view, step)
-        assert not isinstance(x, Scaled)
-        return ops.linear_heads(x, self._matrix, self._bias, shape, view, step)
 
     def matrix(self) -> Matrix | None:
         return None if self._missing else Matrix(self._matrix, self._bias)

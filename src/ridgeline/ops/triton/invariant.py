@@ -289,7 +289,6 @@ _FLOATS = replace(
     linear=linear,
     linear_add=linear_add,
     linear_activate=linear_activate,
-    linear_heads=None,
     layers=one_by_one,
     fp8=FP8_INVARIANT,
 )

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Heads, LayerParts, Normed, Ops, Plain, QkvShape, RunLayers, plain
+from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
 from ridgeline.ops.triton import cublas, wide
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
@@ -16,11 +15,9 @@ from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.gated import gated_product
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
-from ridgeline.ops.triton.heads import turned_heads
 from ridgeline.ops.triton.integer import INT_TRITON
 from ridgeline.ops.triton.launch import gluon, is_hopper
 from ridgeline.ops.triton.norm import norm_add, rms_norm
-from ridgeline.ops.triton.pairs import FEWEST as MANY
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.ring_shapes import ring_for
 from ridgeline.ops.triton.rows import advance, gather, to_host
@@ -102,17 +99,6 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
     return activate(linear(x, packed, bias), kind)
 
 
-def linear_heads(
-    x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, shape: QkvShape, view: KvView, step: StepInputs
-) -> Heads:
-    """See Ops; attention reads the pages alone."""
-    if bias is None and len(step.position) >= MANY:
-        x = plain(x, rms_norm)
-        if (q := turned_heads(x, packed, shape, view, step)) is not None:
-            return q, None, None
-    return qkv_write(linear(x, packed, bias), shape, view, step)
-
-
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
     """See Ops: one kernel for one token of large layers."""
     module = gluon(parts[0].attention_norm.device, "one_token")
@@ -141,7 +127,6 @@ TRITON = Ops(
     w8a8=W8A8_TRITON,
     apart=apart,
     layers=layers,
-    linear_heads=linear_heads,
     verify=verify,
     draw=draw,
 )
