@@ -167,6 +167,15 @@ def growth(server: Served, work: Callable[[], object]) -> float:
     return resident(pid, "VmHWM") - before
 
 
+@contextmanager
+def bounded_growth(server: Served, most_mb: float = 100.0) -> Iterator[None]:
+    """Neither process is larger by more than `most_mb` after the block."""
+    before = server.memory
+    yield
+    after = server.memory
+    assert all(after[name] - before[name] <= most_mb for name in before), (before, after)
+
+
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
     """The port a server has chosen, from what it prints."""
     deadline = time.monotonic() + TIMEOUT_S

@@ -79,7 +79,7 @@ AMBIGUOUS = {
 
 
 def statuses(data: bytes) -> list[int]:
-    return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", data)]
+    return [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", data)]
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)

@@ -80,35 +80,44 @@ class Bodies:
                 f"content-encoding {encoding[:40]!r} is not supported: use one of {', '.join(_ENCODINGS)}.",
                 param="content-encoding",
             )
-        declared = request.content_length if encoding == "identity" else None
+        declared = request.content_length
         if declared is not None and declared > self._limit:
-            raise self._too_large()
+            raise _too_large(self._limit)
+        size = declared if declared is not None and encoding == "identity" else self._limit
         body = bytearray()
         reserved = False
-        async with aclosing(_pieces(request.content, encoding)) as pieces:
+        async with aclosing(_pieces(request.content, encoding, self._limit)) as pieces:
             async for piece in pieces:
                 body += piece
                 if len(body) > self._limit:
-                    raise self._too_large()
+                    raise _too_large(self._limit)
                 if len(body) > _LARGE and not reserved:
-                    await held.enter_async_context(self._room.reserve(declared or self._limit))
+                    await held.enter_async_context(self._room.reserve(size))
                     reserved = True
         return body
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is larger than {self._limit / _MIB:g} MiB: send less, or raise --max-body-mb.")
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than {limit / _MIB:g} MiB: send less, or raise --max-body-mb.")
 
 
-async def _pieces(content: StreamReader, encoding: str) -> AsyncGenerator[bytes]:
-    """A body as it arrives, decompressed. Who stops reading leaves the rest compressed, so that a body of 1 MB that unpacks to
-    1 GB costs no more than the limit."""
+async def _pieces(content: StreamReader, encoding: str, limit: int) -> AsyncGenerator[bytes]:
+    """The body as it arrives, decompressed.
+
+    The rest stays compressed when the caller stops reading, so that a body of 1 MB that unpacks to 1 GB costs no more than the
+    limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive: empty blocks and members unpack to nothing.
+    """
     if encoding == "identity":
         while part := await content.readany():
             yield part
         return
     stream = None
+    received = 0
     try:
         while part := await content.readany():
+            received += len(part)
+            if received > limit:
+                raise _too_large(limit)
             while part:
                 if stream is None or stream.eof:  # gzip may have several members
                     stream = zlib.decompressobj(_window(encoding, part))
