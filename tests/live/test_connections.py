@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from .served import Served, growth, post, refused
+from .served import Served, bounded_growth, growth, post, refused
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -28,7 +28,7 @@ def connections(server: Served, count: int) -> Iterator[list[socket.socket]]:
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=FULL)])
 def test_idle_connections(server: Served, count: int) -> None:
     """They hold no place of the queue. Some have said nothing, some have had an answer."""
-    with connections(server, count) as idle:
+    with bounded_growth(server), connections(server, count) as idle:
         for sock in idle[::2]:
             sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
@@ -44,7 +44,7 @@ def test_slow_connections(server: Served, count: int) -> None:
     """Every request arrives byte by byte, all of them at the same time, and every one is answered."""
     body = json.dumps({"prompt": "Once upon a time"}).encode()
     data = post("/tokenize", body, "Connection: close")
-    with connections(server, count) as slow:
+    with bounded_growth(server), connections(server, count) as slow:
         for at in range(len(data)):
             for sock in slow:
                 sock.sendall(data[at : at + 1])

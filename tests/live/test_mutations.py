@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .honest import REQUESTS
-from .served import Served, refused
+from .served import Served, bounded_growth, refused
 
 SEEDS = tuple(REQUESTS.values()) + (
     ("/tokenize", {"prompt": "Once upon a time", "add_special_tokens": True, "return_token_strs": True}),
@@ -140,6 +140,6 @@ def test_mutations(server: Served, numbers: range) -> None:
             refused(reply, reply.status)
         return reply.status
 
-    with ThreadPoolExecutor(4) as pool:
+    with bounded_growth(server), ThreadPoolExecutor(4) as pool:
         statuses = list(pool.map(ask, numbers))
     assert {200, 400} <= set(statuses)
