@@ -24,6 +24,9 @@ _ENCODINGS = ("identity", "gzip", "deflate")
 """Supported values of content-encoding."""
 _PIECE = 1 << 18
 """Bytes that are decompressed at a time."""
+_MEMBERS = 1024
+"""Members of a gzip body. An empty one has 20 bytes, and 4 MB of them take seconds of the event loop; bgzip writes one for each
+64 KiB."""
 _LARGE = 1 << 18
 """Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
 _HELD = 48 * _MIB
@@ -105,14 +108,14 @@ async def _pieces(content: StreamReader, encoding: str, limit: int) -> AsyncGene
     """The body as it arrives, decompressed.
 
     The rest stays compressed when the caller stops reading, so that a body of 1 MB that unpacks to 1 GB costs no more than the
-    limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive: empty blocks and members unpack to nothing.
+    limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive: empty blocks unpack to nothing.
     """
     if encoding == "identity":
         while part := await content.readany():
             yield part
         return
     stream = None
-    received = 0
+    received = members = 0
     try:
         while part := await content.readany():
             received += len(part)
@@ -120,6 +123,12 @@ async def _pieces(content: StreamReader, encoding: str, limit: int) -> AsyncGene
                 raise _too_large(limit)
             while part:
                 if stream is None or stream.eof:  # gzip may have several members
+                    members += 1
+                    if members > _MEMBERS:
+                        raise RequestError(
+                            f"The {encoding} body has more than {_MEMBERS} members: compress it as one.",
+                            param="content-encoding",
+                        )
                     stream = zlib.decompressobj(_window(encoding, part))
                 yield stream.decompress(part, _PIECE)
                 await asyncio.sleep(0)
