@@ -258,7 +258,7 @@ def test_arguments_that_ask_for_nothing_are_refused(words: list[str], message: s
 def test_arguments() -> None:
     args = ablation.parse([])
     assert args.table == list(VARIANTS) and args.sources == ablation.sources_of(VARIANTS)
-    args = ablation.parse(["--variants", "gated", "--sources", "llama-3.2-1b,llama-3.1-8b"])
+    args = ablation.parse(["--variants", "gated", "--sources", "qwen3-1.7b,llama-3.1-8b"])
     assert [variant.name for variant in args.table] == ["gated", "gated+cublas_tiles"]
-    assert args.sources == ["llama-3.2-1b", "llama-3.1-8b"]
+    assert args.sources == ["qwen3-1.7b", "llama-3.1-8b"]
     assert [name for name in ablation.sources_of(args.table) if name.startswith(ENGINE)] == [ENGINE + "llama-3.1-8b"]

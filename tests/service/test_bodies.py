@@ -6,12 +6,17 @@ import asyncio
 import json
 import random
 import socket
+import sys
+import time
+from typing import Any
 
+import msgspec
 import pytest
 
 from ridgeline.core.errors import BodyTooLarge, Overloaded
 from ridgeline.service import bodies
 from ridgeline.service.bodies import _check_cost, _costs, _Room
+from ridgeline.service.json_values import decode_json
 
 from .live import Live, behaviour, counts, live
 
@@ -53,7 +58,7 @@ def test_slices_count_what_the_whole_has(monkeypatch: pytest.MonkeyPatch) -> Non
             costs.append(list(_costs(bytearray(body.encode())))[-1])
         assert len(set(costs)) == 1, body
         values = json.loads(body)
-        assert costs[0] == 80 + 40 * 29 + sum(_value_cost(value) for value in values)
+        assert costs[0] == 80 + 20 * 29 + sum(_value_cost(value) for value in values)
 
 
 def _value_cost(value: object) -> int:
@@ -135,3 +140,69 @@ def _begin(server: Live, length: int, body: bytes) -> socket.socket:
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sock.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
     return sock
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ("1e308", 1e308),
+        ("-4.9e-324", -5e-324),
+        ("0.1", 0.1),
+        ("2.5E3", 2500.0),
+        ("1.7976931348623157e308", sys.float_info.max),
+    ],
+)
+def test_numbers_are_read_as_python_reads_them(literal: str, value: float) -> None:
+    assert decode_json(f"[{literal}, 7]") == [value, 7]
+
+
+@pytest.mark.parametrize("text", ["1e309", "[1, -1e400]", "NaN", "1e", "Infinity"])
+def test_what_is_no_finite_number_is_refused(text: str) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_json(text)
+
+
+def test_a_megabyte_of_extreme_numbers_is_read_as_fast_as_of_others() -> None:
+    """msgspec alone takes 20 times as long for them."""
+
+    def seconds(literal: str) -> float:
+        text = f"[{','.join([literal] * 50_000)}]"
+        started = time.thread_time()
+        decode_json(text)
+        return time.thread_time() - started
+
+    assert min(seconds("1e308") for _ in range(3)) < 5 * min(seconds("1.5") for _ in range(3))
+
+
+def test_bodies_that_are_empty_or_too_deep_are_refused_in_words() -> None:
+    with live(behaviour(counts)) as server:
+        assert server.send("POST", "/v1/completions", b" ").error["message"] == "The body is empty: send a JSON object."
+        deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+        assert "nested too deeply" in server.send("POST", "/v1/completions", deep).error["message"]
+
+
+def test_json_inside_of_strings_is_bounded_too() -> None:
+    """Such values are read after the body was checked."""
+    with live(behaviour(counts)) as server:
+        schema = json.dumps({"x": [{}] * 30_000})
+        error = server.complete(guided_json=schema).error
+        assert error["param"] == "guided_json" and "more than 65536: shorten it" in error["message"]
+        call = {"function": {"name": "f", "arguments": json.dumps({"a": [[]] * 300_000})}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+        error = server.chat(messages=messages).error
+        assert error["param"] == "messages[1].tool_calls" and "shorten them" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "x" * 100_000, "content": "hi"}]},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 100_000}]}]},
+        {"tools": [{"type": "x" * 100_000}]},
+        {"temperature": "x" * 100_000},
+    ],
+)
+def test_an_error_quotes_a_short_part_of_a_long_value(fields: dict[str, Any]) -> None:
+    with live(behaviour(counts)) as server:
+        reply = server.chat(**fields)
+        assert reply.status == 400 and len(reply.data) < 1000

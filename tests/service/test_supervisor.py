@@ -130,7 +130,7 @@ def test_a_request_that_waits_for_its_body_while_the_engine_is_lost_is_answered(
         server.until(lambda: server.server.front.active == 1)
         lose_engine(server)
         sock.sendall(body)
-        assert sock.recv(65536).startswith(b"HTTP/1.1 500")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 503")
         sock.close()
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.wire import client as client_module
 from ridgeline.wire.client import FAILURES, SILENCE_S, STALL_S, EngineClient
@@ -172,7 +172,7 @@ async def test_every_end_of_the_engine_reaches_every_request(peer, end):
     assert [(delta.choice, delta.finish) for delta in await take_all(two)] == [(0, "error"), (1, "error")]
     assert peer.client.failure and peer.client.failure == news[-1].error == peer.client.trouble
     assert peer.client.open_choices == 0
-    with pytest.raises(EngineFailed):
+    with pytest.raises(Unavailable, match="Send the request again"):
         peer.client.submit(request("c"))
     with pytest.raises(EngineFailed):
         await peer.client.wait_ready()
@@ -298,7 +298,7 @@ async def test_a_stuck_engine_is_given_up(peer, monkeypatch, stuck: str):
     assert stuck in reason and reason == peer.client.failure == peer.client.trouble
     (end,) = await take_all(subscription)
     assert (end.finish, end.error) == ("error", reason)
-    with pytest.raises(EngineFailed, match=stuck):
+    with pytest.raises(Unavailable, match=stuck):
         peer.client.submit(request("b"))
 
 

@@ -24,7 +24,8 @@ RidgelineError                 500  something of ours broke
 
 from __future__ import annotations
 
-from typing import ClassVar
+import reprlib
+from typing import Any, ClassVar
 
 
 class RidgelineError(Exception):
@@ -137,3 +138,9 @@ class UnsupportedModel(ConfigError):
 
 class DoesNotFit(ConfigError):
     pass
+
+
+def shown(value: Any) -> str:
+    """A caller's value in a message: at most 60 characters of it."""
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

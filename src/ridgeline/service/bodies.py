@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import StreamReader, web
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, Overloaded, RequestError
+from ridgeline.service.json_values import decode_json
 
 _T = TypeVar("_T")
 _MIB = 1 << 20
@@ -31,11 +32,12 @@ _LARGE = 1 << 18
 """Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
 _HELD = 48 * _MIB
 """Bytes of large bodies that are held at the same time."""
-_DECODED = 128 * _MIB
-"""Bytes that the values of one decoded body may take, by `_COSTS`."""
-_COSTS = ((b",", 40), (b":", 150), (b"{", 80), (b"[", 80))
-"""Bytes of Python objects that a character of JSON outside of strings stands for: an item of a list (8) with a number (32),
-a member of an object, an object, a list."""
+_DECODED = 48 * _MIB
+"""Bytes that the values of one decoded body may take, by `_COSTS`. It bounds the time to decode them as well: other threads
+wait meanwhile, some 50 ms at most."""
+_COSTS = ((b",", 20), (b":", 150), (b"{", 80), (b"[", 80))
+"""Bytes of Python objects that a character of JSON outside of strings stands for: an item of a list (8 with a small number,
+40 with a large one), a member of an object, an object, a list."""
 _QUOTE = 30
 """Half of a short string."""
 _SLICE = 1 << 18
@@ -68,11 +70,17 @@ class Bodies:
                 raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it faster.") from error
             except web.RequestPayloadError as error:
                 raise RequestError("The body does not match its headers: check transfer-encoding.") from error
+            if not body.strip():
+                raise RequestError("The body is empty: send a JSON object.")
             try:
                 if len(body) <= _LARGE:
-                    return read(msgspec.json.decode(body))
+                    return read(decode_json(body))
                 return await asyncio.get_running_loop().run_in_executor(self._decoder, _decode_large, body, read)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except RecursionError as error:
+                raise RequestError("The body is nested too deeply: send fewer levels.") from error
+            except UnicodeDecodeError as error:
+                raise RequestError(f"The body is not valid JSON in UTF-8: {error.reason}.") from error
+            except msgspec.MsgspecError as error:
                 raise RequestError(f"The body is not valid JSON: {error}.") from error
 
     async def _receive(self, request: web.Request, held: AsyncExitStack) -> bytearray:
@@ -178,7 +186,7 @@ class _Room:
 
 def _decode_large(body: bytearray, read: Callable[[Any], _T]) -> _T:
     _check_cost(body)
-    return read(msgspec.json.decode(body))
+    return read(decode_json(body))
 
 
 def _check_cost(body: bytearray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -176,7 +177,7 @@ async def _read_prompt(
         options=options,
         add_special_tokens=fields.get("add_special_tokens", False),
     )
-    return prompt, (*unread, *template.ignored(messages, given))
+    return prompt, (*unread, *await asyncio.to_thread(template.ignored, messages, given))
 
 
 def _read_controls(template: ChatTemplate, fields: Fields) -> tuple[dict[str, Any], list[str]]:

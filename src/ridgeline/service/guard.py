@@ -6,6 +6,7 @@ import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
@@ -78,7 +79,7 @@ def _check_host(request: web.Request, hosts: Hosts) -> None:
     for host in given:
         hosts.check(host)
     if not request.raw_path.startswith("/"):  # GET http://host/path names a host too, which precedes the header
-        hosts.check(request.url.authority)
+        hosts.check(f"[{host}]" if ":" in (host := request.url.host or "") else host)
 
 
 def _check_key(request: web.Request, key: str | None) -> None:
@@ -129,6 +130,6 @@ def request_id(given: str | None) -> str:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request.app[FRONT].origins.add_headers(request, response)
     response.headers["x-request-id"] = request.get(REQUEST_ID) or request_id(None)
-    names = [name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)][:_MOST_NAMES]
+    names = islice((name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)), _MOST_NAMES)
     if request.get(IGNORED):
         response.headers["x-ridgeline-ignored-fields"] = ", ".join(names) or "?"

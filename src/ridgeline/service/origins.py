@@ -91,7 +91,11 @@ def _same_origin(origin: str, host: str) -> bool:
     """Whether a page's origin is the server itself. Only host and port count: behind a TLS proxy the schemes differ."""
     scheme, separator, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
-    return bool(separator) and place.removesuffix(port) == host.strip().lower().removesuffix(port)
+    return (
+        scheme in _DEFAULT_PORTS
+        and bool(separator)
+        and place.removesuffix(port) == host.strip().lower().removesuffix(port)
+    )
 
 
 def _opens_page(request: web.Request) -> bool:

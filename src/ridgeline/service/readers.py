@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.core.errors import RequestError, UnsupportedField, shown
 from ridgeline.core.sampling import Grammar, GrammarKind
+from ridgeline.service.json_values import decode_json
+from ridgeline.text.grammar import MAX_SOURCE
 
 UNBOUNDED = 1 << 30
 """A limit that only the size of the body reaches; messages leave it out."""
@@ -28,10 +29,7 @@ class Reader(Protocol):
 
 def wrong(name: str, value: Any, expects: str) -> RequestError:
     """The error for a value of the wrong type or out of range."""
-    # A whole list of a large body would hold up the server while it is written out.
-    shown = reprlib.repr(value) if isinstance(value, (list, dict)) else repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return RequestError(f"{name} is {shown}: expected {expects}.", param=name)
+    return RequestError(f"{name} is {shown(value)}: expected {expects}.", param=name)
 
 
 def json_text(value: Any) -> str:
@@ -263,9 +261,13 @@ def read_response_format(name: str, value: Any) -> Grammar | None:
 def read_schema(name: str, value: Any) -> Grammar:
     """A JSON schema as an object, or as the JSON text of one."""
     if isinstance(value, str):
+        if len(value) > MAX_SOURCE:
+            raise RequestError(f"{name} has {len(value)} characters, more than {MAX_SOURCE}: shorten it.", param=name)
         try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError) as error:
+            value = decode_json(value)
+        except RecursionError:
+            raise RequestError(f"{name} is nested too deeply: use fewer levels.", param=name) from None
+        except msgspec.DecodeError as error:
             raise RequestError(f"{name} is not valid JSON: {error}.", param=name) from None
     if not isinstance(value, (dict, bool)):
         raise wrong(name, value, "a JSON schema (an object)")

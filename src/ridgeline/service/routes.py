@@ -126,7 +126,8 @@ async def _tokenize_messages(request: web.Request, service: Service, body: dict[
     )
     special = body.get("add_special_tokens", False)
     prompt = await encode_chat(service, encoder, messages, tools=tools, options=options, add_special_tokens=special)
-    request[IGNORED] = (*request.get(IGNORED, ()), *encoder.template.ignored(messages, options.variables))
+    ignored = await asyncio.to_thread(encoder.template.ignored, messages, options.variables)
+    request[IGNORED] = (*request.get(IGNORED, ()), *ignored)
     return prompt.ids
 
 

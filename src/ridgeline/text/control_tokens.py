@@ -16,7 +16,7 @@ import msgspec
 import tokenizers
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.tokenizer import Tokenizer, encode_alone
 
 MARK = f"~{secrets.randbelow(10**16):016}~"
 """Begins the private name of a control token. It is random, so no request contains it. Filters of templates (trim, upper,
@@ -64,13 +64,13 @@ class ControlTokens:
     def encode(self, named: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text in which control tokens stand under their private names. `named` is valid Unicode."""
         around = self._around if add_special_tokens else 0
-        encoding = self._backend.encode(named, add_special_tokens=add_special_tokens)
+        encoding = encode_alone(self._backend, named, add_special_tokens)
         while self._count(encoding.ids) < named.count(MARK) + around:
             # Some tokenizers take a token at certain places only, and elsewhere its text: so it is here.
             before, named = named, self._without_unused_names(named, encoding)
             if named == before:
                 break
-            encoding = self._backend.encode(named, add_special_tokens=add_special_tokens)
+            encoding = encode_alone(self._backend, named, add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

@@ -6,12 +6,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ridgeline.core.errors import RequestError, UnsupportedField
+from ridgeline.core.errors import RequestError, UnsupportedField, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _READ = frozenset({"role", "content", "tool_call_id"})
 """Members that have their effect, or are a label, in every template."""
+MAX_ARGUMENTS = 1 << 20
+"""Characters of the arguments of all tool calls of a conversation."""
 _GONE = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
 """Members of OpenAI's messages that are refused, and why."""
 
@@ -28,6 +30,7 @@ def normalize(
     """
     if not messages:
         raise RequestError("messages is empty: send at least one message.", param="messages")
+    _check_arguments(messages)
     return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
 
 
@@ -54,7 +57,7 @@ def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, de
         raise UnsupportedField(f"{where}.{name} is not supported: {_GONE[name]}.", param=f"{where}.{name}")
     role = fresh.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {role!r}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
+        raise RequestError(f"{where}.role is {shown(role)}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
     if role == "developer" and not developer:
         fresh["role"] = "system"
     if fresh.get("refusal") and not fresh.get("content"):
@@ -84,12 +87,28 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
                 f'{where}[{i}] must be an object with a type: {{"type": "text", "text": ...}}.', param=f"{where}[{i}]"
             )
         if kind not in ("text", "refusal"):
-            reason = f"{where}[{i}] is of type {kind!r}: this model reads text only. Send parts of type text."
+            reason = f"{where}[{i}] is of type {shown(kind)}: this model reads text only. Send parts of type text."
             raise UnsupportedField(reason, param=f"{where}[{i}]")
         if not isinstance(part.get(kind), str):
             raise RequestError(f"{where}[{i}].{kind} must be a string.", param=f"{where}[{i}].{kind}")
         fresh.append({"type": "text", "text": part[kind]})
     return fresh if parts else "\n".join(part["text"] for part in fresh)
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RequestError for more JSON in tool calls than is read in a moment: it may hold any number of values."""
+    held = 0
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            held += len(arguments) if isinstance(arguments, str) else 0
+        if held > MAX_ARGUMENTS:
+            raise RequestError(
+                f"The arguments of tool calls have more than {MAX_ARGUMENTS} characters: shorten them or leave out old calls.",
+                param=f"messages[{i}].tool_calls",
+            )
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

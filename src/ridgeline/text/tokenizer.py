@@ -18,6 +18,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 LEGACY_SPECIALS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
+_LONG = 4096
+"""Characters from which on a text is encoded without the interpreter lock."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -66,7 +68,7 @@ class Tokenizer:
         Text of special tokens inside `text` becomes those tokens. Raises RequestError for text that is not Unicode.
         """
         check_unicode(text)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = encode_alone(self.backend, text, add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -108,6 +110,13 @@ def check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         place = f"character {error.start}"
         raise RequestError(f"The text holds a lone surrogate at {place}: send valid Unicode.") from error
+
+
+def encode_alone(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    """The encoding of one text. Only a batch is encoded without the interpreter lock, so a long text goes as one."""
+    if len(text) < _LONG:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
+from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField, shown
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import quoted
@@ -95,7 +95,7 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind != "function":
         raise UnsupportedField(
-            f'tool_choice is {kind!r}: use "none", "auto", "required" or an object that names a function.',
+            f'tool_choice is {shown(kind)}: use "none", "auto", "required" or an object that names a function.',
             param="tool_choice",
         )
     function = choice.get("function")
@@ -103,7 +103,7 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     chosen = tuple(tool for tool in tools if tool.name == name)
     if not chosen:
         raise RequestError(
-            f"tool_choice names the function {name!r}, which tools does not contain: add it to tools, or name another.",
+            f"tool_choice names the function {shown(name)}, which tools does not contain: add it to tools, or name another.",
             param="tool_choice",
         )
     return ToolChoice(chosen, True)
@@ -169,7 +169,7 @@ def _text_rules(form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
 def _tool(entry: Any, where: str) -> Tool:
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     if kind != "function":
-        raise UnsupportedField(f'{where}.type is {kind!r}: use "function", the only supported type.', param=where)
+        raise UnsupportedField(f'{where}.type is {shown(kind)}: use "function", the only supported type.', param=where)
     function = entry.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")

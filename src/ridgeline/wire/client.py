@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, UnsupportedModel
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable, UnsupportedModel
 from ridgeline.wire.frames import down_decoder, encode, read_body
 from ridgeline.wire.messages import (
     Beat,
@@ -206,9 +206,10 @@ class EngineClient:
     def submit(self, *requests: Submit) -> Subscription:
         """Start requests whose answers are read together.
 
-        Raises EngineFailed when the engine has ended, ValueError for an id that is in use.
+        Raises Unavailable when the engine is lost, ValueError for an id that is in use.
         """
-        self._check()
+        if self.failure is not None:
+            raise Unavailable(f"The engine is lost: {self.failure.rstrip('.')}. Send the request again.")
         for request in requests:
             if request.id in self._open:
                 raise ValueError(f"request id {request.id!r} is in use")
