@@ -143,7 +143,9 @@ VARIANTS = (
             {
                 ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 2.0},
                 LLAMA: {"prefill:2048": 1.5, "prefill:2700": 2.3, "prefill:8192": 2.5},
-                "qwen3-1.7b": {"prefill:8192": 2.6},
+                "qwen3-0.6b": {"prefill:8192": 4.0},
+                "qwen3-1.7b": {"prefill:2048": 2.0, "prefill:8192": 2.6},
+                "llama-3.2-1b": {"prefill:8192": 3.0},
             }
         ),
     ),
@@ -287,7 +289,14 @@ VARIANTS = (
         "gemm_small (matrix tiles)",
         ("gemm_small.matrix_kernel",),
         (Switch("table:tile_for", _without(MatrixTile)),),
-        _rows({LLAMA: {"decode:2x256": 0.5, "decode:16x256": 0.5}, QWEN: {"decode:16x256": 2.0}}),
+        _rows(
+            {
+                LLAMA: {"decode:2x256": 0.5, "decode:16x256": 0.5},
+                QWEN: {"decode:2x256": 2.0, "decode:4x256": 2.0, "decode:8x256": 1.8, "decode:16x256": 2.0},
+                "llama-3.2-1b": {"decode:4x256": 1.0, "decode:16x256": 1.0},
+                "gemma-2-2b": {"decode:4x256": 1.0, "decode:16x256": 1.0},
+            }
+        ),
     ),
     Variant(
         "gemv (one token)",
@@ -334,15 +343,71 @@ VARIANTS = (
         _rows({QWEN: {"prefill:8192": 3.0}}),
     ),
     Variant(
+        "walk: wide",
+        (),
+        (Switch("attention:_Call.wide", _never),),
+        _rows(
+            {
+                LLAMA: {"decode:8x256": 1.0, "decode:16x256": 2.0, "decode:8x4096": -1.5},
+                LLAMA + ":fp8": {"decode:16x256": -2.0},
+                QWEN: {"decode:4x256": -3.0, "decode:8x256": -1.0, "decode:16x256": -4.0, "decode:8x4096": 3.0},
+                "llama-3.2-1b": {"decode:16x256": 0.0, "decode:8x4096": 0.0},
+                "qwen2.5-7b": {"decode:32x256": -1.5, "decode:8x4096": -1.0},
+                "gemma-2-2b": {
+                    "decode:4x256": 1.0,
+                    "decode:8x256": 1.5,
+                    "decode:16x256": 0.0,
+                    "decode:32x256": 2.0,
+                    "decode:8x4096": 0.0,
+                },
+                "gemma-3-4b": {"decode:8x256": 1.0, "decode:16x256": 1.5, "decode:32x256": 1.5},
+                GEMMA: {"decode:8x256": 0.3, "decode:16x256": 0.0, "decode:8x4096": 0.0},
+            }
+        ),
+    ),
+    Variant(
         "walk: lone",
         (),
         (Switch("attention:_Call.lone", _never),),
         _rows({QWEN: {"decode:1x4096": 1.0}, LLAMA: {"decode:2x4096": 0.5}}),
     ),
     Variant(
+        "walk: snug",
+        (),
+        (Switch("attention:_Call.snug", _never),),
+        _rows(
+            {
+                LLAMA: {"decode:64x256": 1.0, "decode:64x4096": 1.0},
+                QWEN: {"decode:64x256": 2.8, "decode:64x4096": 1.5},
+                "qwen2.5-7b": {"decode:128x256": 0.8},
+            }
+        ),
+    ),
+    Variant(
+        "walk: early",
+        (),
+        (Switch("attention:_Call.early", _never),),
+        _rows(
+            {
+                LLAMA: {"decode:32x256": 0.5, "decode:64x256": 0.5},
+                QWEN: {"decode:2x256": 0.5, "decode:32x256": 0.6, "decode:64x256": 3.0, "decode:128x256": 1.0},
+                "qwen2.5-7b": {"decode:64x256": 0.5, "decode:128x256": 0.8},
+                "qwen2.5-7b:fp8": {"decode:128x256": 2.3},
+                "qwen3-4b:fp8": {"decode:64x256": 1.0, "decode:128x256": 1.0},
+            }
+        ),
+    ),
+    Variant(
         "walk: a kernel that combines",
         ("walk.combine_kernel",),
         (Switch("attention:_Call.sparse", _never),),
-        _rows({LLAMA: {"decode:8x4096": 3.0}, QWEN: {"decode:1x4096": 5.0, "decode:8x4096": 5.0}}),
+        _rows(
+            {
+                LLAMA: {"decode:2x4096": 2.0, "decode:8x4096": 3.0},
+                QWEN: {"decode:1x4096": 5.0, "decode:2x256": 2.0, "decode:16x256": -3.0, "decode:8x4096": 5.0},
+                "llama-3.2-1b": {"decode:8x4096": 0.0},
+                GEMMA: {"decode:1x4096": 5.0, "decode:8x4096": 0.0},
+            }
+        ),
     ),
 )

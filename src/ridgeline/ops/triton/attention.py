@@ -92,16 +92,36 @@ class _Call:
         return self.programs < (_processors(self.q.device) if self.small <= tuning.SPLIT_QUERIES else self.wave)
 
     @property
+    def few(self) -> bool:
+        """Whether each of them may have a processor for itself."""
+        return self.small <= tuning.SPLIT_QUERIES and self.sparse
+
+    @property
+    def wide(self) -> bool:
+        """Whether each has one, and fills it."""
+        return self.few and self.width in tuning.WIDE_SPLIT_TILES and self.step.rows.shape[0] >= tuning.FEWEST_WIDE_ROWS
+
+    @property
     def lone(self) -> bool:
-        """Whether few rows of long contexts leave room for the next layer's programs beside their own. Steps that only decode:
-        their kernels are compiled before requests come, those of mixed steps for any number of rows."""
-        alone = self.sparse and self.small <= tuning.SPLIT_QUERIES
-        return alone and self.step.max_query == 1 and self.step.max_length > SHORT
+        """Whether one or two rows of long contexts leave room for the next layer's programs beside their own. Steps that only
+        decode, as below."""
+        return self.few and not self.wide and self.step.max_query == 1 and self.step.max_length > SHORT
+
+    @property
+    def snug(self) -> bool:
+        """Whether all rows and heads run at a time, but only if a processor takes one program more than else. Steps that
+        only decode: their kernels are compiled before requests come, those of mixed steps for any number of rows."""
+        least, most = tuning.SPLIT_PROGRAMS_PER_PROCESSOR, tuning.SNUG_PROGRAMS_PER_PROCESSOR
+        programs, processors = self.programs, _processors(self.q.device)
+        fits = self.step.max_query == 1 and self.group <= tuning.SPLIT_QUERIES and self.width in tuning.SNUG_SPLIT_TILES
+        return fits and least * processors <= programs < most * processors
 
     @property
     def wave(self) -> int:
         """Programs of the split kernel that run at a time."""
-        each = tuning.LONE_PROGRAMS_PER_PROCESSOR if self.lone else tuning.SPLIT_PROGRAMS_PER_PROCESSOR
+        each = tuning.SNUG_PROGRAMS_PER_PROCESSOR if self.snug else tuning.SPLIT_PROGRAMS_PER_PROCESSOR
+        if self.wide or self.lone:
+            each = 1 if self.wide else tuning.LONE_PROGRAMS_PER_PROCESSOR
         return _processors(self.q.device) * each
 
     @property
@@ -123,16 +143,26 @@ class _Call:
         return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT
 
     @property
+    def early(self) -> bool:
+        """Whether programs of several rows ask for keys before the wait though others share their processors. Steps that only
+        decode, as below."""
+        if self.step.max_query > 1 or self.group > tuning.SPLIT_QUERIES or self.step.rows.shape[0] == 1:
+            return False
+        few = self.programs <= tuning.MOST_EARLY_PROGRAMS * _processors(self.q.device)
+        return few and not (self.wide or self.lone) and self.tile(split=True).registers is not None
+
+    @property
     def ahead(self) -> int:
         """Slots that a program of the split kernel asks for before it waits for the kernel before it; 0: none."""
         tile, plain = self.tile(split=True), self.step.ancestors is None and not self.compacted
-        return tile.stages * tile.keys if self.lone and plain else 0
+        return tile.stages * tile.keys if (self.wide or self.lone or self.early) and plain else 0
 
     def tile(self, split: bool) -> Tile:
         if self.q.dtype == torch.float32:
             return tuning.FLOAT32_SPLIT if split else tuning.FLOAT32_CHUNK
         if split:
-            return tuning.SPLIT_TILES[self.width]
+            tiles = tuning.SNUG_SPLIT_TILES if self.snug else tuning.SPLIT_TILES
+            return (tuning.WIDE_SPLIT_TILES if self.wide else tiles)[self.width]
         if self.on_hopper:
             return Tile(hopper.QUERIES, hopper.KEYS[self.q.shape[2]], 4 * hopper.GROUPS, hopper.STAGES)
         if self.step.max_query <= tuning.LONGEST_SHORT_CHUNK:
@@ -254,6 +284,7 @@ def _split(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         QUERIES=max(16, packed),
         AHEAD=call.ahead,
         FUSED=not call.sparse,
+        maxnreg=call.tile(split=True).registers if call.early else None,
         PACKED=packed,
         PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * call.width)),
         **_shared(call, split=True),

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Tile:
     """queries: packed query rows of a program (tokens times heads of a group); the split kernel takes as many as its
-    rows have. keys: slots per turn of its loop. warps, stages: of one program."""
+    rows have. keys: slots per turn of its loop. warps, stages: of one program. registers: most of a thread that asks for keys
+    before the wait, so that as many programs run at a time as of those that do not; None: these always do not."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # Padded head size -> tile. Rows with few query tokens are bound by reading keys: small tiles, several programs per
@@ -22,12 +24,24 @@ SPLIT_TILES = {
     16: Tile(16, 128, 4, 3),
     32: Tile(16, 128, 4, 3),
     64: Tile(16, 128, 4, 3),
-    128: Tile(16, 64, 4, 3),
+    128: Tile(16, 64, 4, 3, 168),
     256: Tile(16, 32, 4, 3),
 }
+# Where all rows together make less than one program per processor: a program fills one, and a row has few parts. Smaller
+# heads lose 0.5 to 12 % of a step by it (ablation.json).
+WIDE_SPLIT_TILES = {256: Tile(16, 64, 8, 3)}
+# Where one program for every row and head is a little more than SPLIT_PROGRAMS_PER_PROCESSOR: with less memory each, one
+# more fits on a processor, and all still run at a time.
+SNUG_SPLIT_TILES = {128: Tile(16, 64, 4, 2, 128)}
+SNUG_PROGRAMS_PER_PROCESSOR = 4
+FEWEST_WIDE_ROWS = 4
+"""Rows below which wide tiles gain nothing: short contexts lose 1.9 us a layer, and long ones want the next."""
 LONE_PROGRAMS_PER_PROCESSOR = 2
 """Programs with SPLIT_TILES that one or two rows of long contexts put on a processor: they leave memory for those of the
 next layer, which load before these end."""
+MOST_EARLY_PROGRAMS = 8
+"""Programs a processor, if no row is split, up to which those of several rows ask for keys before the wait: with 15 and more a step
+was slower."""
 CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
     32: Tile(128, 64, 4, 3),
