@@ -379,7 +379,7 @@ HOSTILE: list[tuple[GrammarKind, str, str]] = [
     ("choice", '["a", 3]', "at least one"),
     ("choice", '"a"', "at least one"),
     ("choice", "a", "not valid JSON"),
-    ("choice", '["\\ud800"]', "hex escape"),
+    ("choice", '["\\ud800"]', "surrogate"),
     ("lark", "", "does not compile"),
     ("lark", "no rules at all", "does not compile"),
     ("lark", "start: nothing", "nothing"),

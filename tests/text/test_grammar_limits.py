@@ -213,3 +213,46 @@ def test_no_draft_is_followed_behind_a_mask_that_took_long(
     state.accept(tokens[:1])
     draft, masks = state.masks(Draft.of(tokens, ()))
     assert not draft.tokens and masks == state.mask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("regex", "(", "The regex does not compile: unclosed group."),
+        ("regex", "(?=a)", "look-around, including look-ahead and look-behind, is not supported."),
+        ("lark", "start: /(/", 'the regex "(" is not valid: unclosed group.'),
+        ("lark", "start: x", 'the rule "x" is not defined: define it.'),
+        (
+            "lark",
+            "start: <foo>",
+            "the special token '<foo>' is unknown: use one of the model's, or <[ID]> with its id.",
+        ),
+        ("json_schema", "false", "it must be an object schema, not true or false."),
+        ("json_schema", '{"enum": []}', "an enum or anyOf has no values: add one."),
+        (
+            "json_schema",
+            '{"$ref": "http://x/y"}',
+            "$ref 'http://x/y' points outside of the schema: move the definition to $defs.",
+        ),
+        (
+            "json_schema",
+            '{"$ref": "#/x"}',
+            "a $ref points to '/x', which does not exist: add it or correct the reference.",
+        ),
+        ("json_schema", '{"type": "text"}', "use string, number, integer, boolean, object, array or null."),
+        (
+            "json_schema",
+            '{"type": "string", "format": "x"}',
+            "the format 'x' is not supported: remove it, or write a pattern.",
+        ),
+        ("json_schema", '{"type": "integer", "multipleOf": 0}', "multipleOf must be greater than 0."),
+        ("choice", '["\\ud800"]', "choice holds a lone surrogate: send valid Unicode."),
+    ],
+)
+def test_an_error_names_the_cause_and_the_remedy(
+    compiler: GrammarCompiler, kind: GrammarKind, source: str, message: str
+) -> None:
+    """Not the library's own words for them, nor its listing of a grammar that the caller did not write."""
+    with pytest.raises(BadGrammar) as caught:
+        compiler.compile(Grammar(kind, source))
+    assert caught.value.message.endswith(message), caught.value.message

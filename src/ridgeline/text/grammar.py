@@ -7,7 +7,6 @@ compiled grammars in a GrammarCache (text/grammar_cache.py) and starts a state f
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
@@ -21,6 +20,7 @@ from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.memory import allocated_bytes
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.control_tokens import nameless
+from ridgeline.text.grammar_errors import NOUNS, explain, reason
 from ridgeline.text.schema import check_schema, draw_in, read_schema
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.unions import settle_unions
@@ -40,7 +40,6 @@ WHITESPACE = r"( |\n {0,64}|\n\t{1,16})"
 """Between the tokens of JSON: a space, or a line's end and its indentation. With any blanks small models lose themselves in
 them (32 tabs around every colon spent an answer's tokens)."""
 
-_LISTING = re.compile(r"\n\s*\d+ \| ")
 # What one grammar may use. The lexer keeps about 170 bytes per expression and up to 2 kB per state, and all states of one
 # compiled grammar share a lexer. A schema needs 0.7 expressions per character of its source; a bounded string needs one to
 # nine states per character of the output.
@@ -57,21 +56,6 @@ _SAMPLED = 16
 """One mask in so many is measured for what it adds to the lexer."""
 _UNKNOWN_SIZE = 8 << 20
 """Bytes that a compiled grammar counts for where the C library does not tell."""
-
-_NOUNS = {
-    "json_object": "JSON grammar",
-    "json_schema": "schema",
-    "regex": "regex",
-    "choice": "list of choices",
-    "lark": "grammar",
-}
-_SMALLER = {
-    "regex": "reduce its nested repetitions",
-    "lark": "reduce its nested repetitions and ambiguous rules",
-    "choice": "shorten it",
-}
-_LIMIT = re.compile(r"too (many|big|large|complex)|max is \d+|limit|fuel", re.IGNORECASE)
-"""What the library says when a grammar needs more than it may."""
 
 
 class CompiledGrammar:
@@ -184,7 +168,7 @@ class GrammarState:
     def _fail_on_error(self) -> None:
         if self._matcher.is_error():
             self._compiled.failed = True
-            raise BadGrammar(_failure(self._compiled.grammar, self._matcher.get_error()))
+            raise BadGrammar(explain(self._compiled.grammar, self._matcher.get_error()))
 
 
 class GrammarCompiler:
@@ -205,7 +189,7 @@ class GrammarCompiler:
         """
         if len(grammar.source) > MAX_SOURCE:
             raise BadGrammar(
-                f"The {_NOUNS[grammar.kind]} has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it."
+                f"The {NOUNS[grammar.kind]} has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it."
             )
         vocabulary = self._vocabulary()
         source = _translate(grammar)
@@ -221,7 +205,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that allows nothing fails only now
         if matcher.is_error():
-            raise BadGrammar(_failure(grammar, matcher.get_error()))
+            raise BadGrammar(explain(grammar, matcher.get_error()))
         compiled = CompiledGrammar(grammar, matcher, (self._vocab_size + 31) // 32 * 4, frozenset(self._end_ids))
         after = allocated_bytes()
         compiled.size = _UNKNOWN_SIZE if before is None or after is None else max(0, after - before)
@@ -246,7 +230,7 @@ def _translate(grammar: Grammar) -> str:
     try:
         grammar.source.encode()
     except UnicodeEncodeError as error:
-        raise BadGrammar(f"The {_NOUNS[grammar.kind]} holds a lone surrogate: send valid Unicode.") from error
+        raise BadGrammar(f"The {NOUNS[grammar.kind]} holds a lone surrogate: send valid Unicode.") from error
     if grammar.kind == "json_object":
         return matcher.grammar_from_json_schema('{"type": "object"}', overrides={"whitespace_pattern": WHITESPACE})
     if grammar.kind == "json_schema":
@@ -255,7 +239,7 @@ def _translate(grammar: Grammar) -> str:
             source = json.dumps(settle_unions(draw_in(schema)))
             return matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
         except (ValueError, RecursionError) as error:
-            raise BadGrammar(f"The schema is not valid: {_reason(str(error))}") from error
+            raise BadGrammar(f"The schema is not valid: {reason(str(error))}.") from error
     if grammar.kind == "regex":
         return matcher.grammar_from_regex(grammar.source)
     if grammar.kind == "choice":
@@ -274,31 +258,6 @@ def _choices(source: str) -> list[str]:
     choices = read_schema(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise BadGrammar("choice must be a list of at least one text, none of them empty.")
+    if any("\ud800" <= letter <= "\udfff" for text in choices for letter in text):
+        raise BadGrammar("choice holds a lone surrogate: send valid Unicode.")
     return choices
-
-
-def _failure(grammar: Grammar, message: str) -> str:
-    """What the library's error means for the caller, and the remedy."""
-    noun = _NOUNS[grammar.kind]
-    if "satisfy the grammar" in message:  # masks allow nothing else, so nothing was left to draw
-        return f"No token that the {noun} allows was left to draw: check allowed_token_ids and logit_bias."
-    if message.startswith("NoExtension"):
-        if grammar.kind == "lark":
-            return "The grammar matches nothing: a rule refers only to itself."
-        return f"The {noun} matches nothing: change it so that at least one output fits."
-    if _LIMIT.search(message.split("failed to compile JSON schema: ")[0]):
-        remedy = _SMALLER.get(grammar.kind, "shorten its patterns, enums and length limits")
-        return f"This {noun} is too large: {remedy}."
-    return f"The {noun} does not compile: {_reason(message)}"
-
-
-def _reason(message: str) -> str:
-    if "coerce_one_of" in message:  # an option of the library's that no caller can reach
-        return (
-            "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give each a "
-            "required property with a const of its own"
-        )
-    _, within, schema = message.partition("failed to compile JSON schema: ")
-    if within:  # behind it the library lists the grammar, which need not be the caller's
-        return " ".join(_LISTING.split(schema)[0].split())[:300]
-    return " ".join(message.split())[:300]
