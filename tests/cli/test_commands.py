@@ -114,17 +114,17 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("-q", "int5", "quantization 'int5' is unknown: use fp8, w8a8, int8, int4, int3, fp8-weight"),
-        ("--speculate", "magic", "speculate: 'magic' is unknown. Use auto, reference"),
-        ("--speculate", "reference:/no/such/file", "speculate: /no/such/file is no file that can be quoted"),
-        ("--speculate", "medusa:/no/such", "speculate: /no/such does not exist or has no config.json"),
-        ("--slo", "fast", "slo 'fast' names no limit we know: write ttft=200ms"),
+        ("-q", "int5", "--quantization 'int5' is unknown: use fp8, w8a8, int8, int4, int3, fp8-weight"),
+        ("--speculate", "magic", "--speculate: 'magic' is unknown. Use auto, reference"),
+        ("--speculate", "reference:/no/such/file", "--speculate: the document /no/such/file is not a file"),
+        ("--speculate", "medusa:/no/such", "--speculate: /no/such does not exist or has no config.json"),
+        ("--slo", "fast", "--slo 'fast' is not a known limit: give ttft=200ms"),
         ("--batching", "static", "batching is 'static': give continuous, static:N or dynamic:N,WINDOW_MS"),
         ("--allowed-origins", "a.example", "allowed_origins has 'a.example': give origins as https://"),
-        ("--metrics-alias", "tgi", "metrics_alias is 'tgi' (flag): give one of"),
-        ("--dtype", "int3", "dtype is 'int3' (flag): give one of auto"),
-        ("--load-format", "gguf", "load_format is 'gguf' (flag): give one of auto, dummy"),
-        ("--engine-restarts", "-1", "engine_restarts is '-1' (flag): give 0 to"),
+        ("--metrics-alias", "tgi", "--metrics-alias is 'tgi': give one of"),
+        ("--dtype", "int3", "--dtype is 'int3': give one of auto"),
+        ("--load-format", "gguf", "--load-format is 'gguf': give one of auto, dummy"),
+        ("--engine-restarts", "-1", "--engine-restarts is '-1': give 0 to"),
     ],
 )
 def test_a_bad_option_is_told_before_anything_loads(
@@ -216,7 +216,7 @@ def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "is a folder: leave it out" in capsys.readouterr().err
     (tmp_path / "options.json").write_bytes(b"\xff")
     assert main(["generate", str(tiny), *DUMMY, "-p", "a", "--config", str(tmp_path / "options.json")]) == 2
-    assert "is no text in UTF-8" in capsys.readouterr().err
+    assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_generate_says_which_prompts_cannot_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,11 +171,11 @@ def test_main_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     assert "there is no command 'sevre'" in capsys.readouterr().err
     assert main(["serve", "--port", "x"]) == 2
-    assert "port is 'x' (flag)" in capsys.readouterr().err
+    assert "--port is 'x': give a whole number" in capsys.readouterr().err
     assert main(["serve", "--max-queue", "-1"]) == 2
     assert "give 0 to 1073741824." in capsys.readouterr().err
     assert main(["serve", "--shadow-limit", "nan"]) == 2
-    assert "shadow_limit is 'nan' (flag): give a number" in capsys.readouterr().err
+    assert "--shadow-limit is 'nan': give a number" in capsys.readouterr().err
     assert main(["--version"]) == 0
 
 

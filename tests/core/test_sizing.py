@@ -81,10 +81,10 @@ def test_the_mildest_change_comes_first() -> None:
 
 def test_a_cache_that_was_asked_for_is_named() -> None:
     with pytest.raises(
-        DoesNotFit, match=r"^kv_cache_memory is 10 bytes: one sequence of 131072 tokens takes 17\d{9}\."
+        DoesNotFit, match=r"^--kv-cache-memory is 10 bytes, but one sequence of 131072 tokens takes 17\d{9} bytes\."
     ):
         size(llama_8b(), EngineConfig(kv_cache_memory=10), 141 * GIB, "cuda")
-    with pytest.raises(DoesNotFit, match=r"and the kv_cache_memory 500\.00 GiB, but .* GiB are missing"):
+    with pytest.raises(DoesNotFit, match=r"and 500\.00 GiB for --kv-cache-memory, but only .* GiB are missing"):
         size(llama_8b(), EngineConfig(kv_cache_memory=500 * GIB), 141 * GIB, "cuda")
 
 
@@ -95,5 +95,5 @@ def test_defaults_name_real_options() -> None:
 
 def test_a_step_has_a_token_for_every_running_request() -> None:
     assert size(llama_8b(), EngineConfig(max_num_batched_tokens=8), 141 * GIB, "cuda").max_rows == 8
-    with pytest.raises(ConfigError, match="raise max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match="raise --max-num-batched-tokens"):
         size(llama_8b(), EngineConfig(max_num_batched_tokens=8, max_num_seqs=9), 141 * GIB, "cuda")

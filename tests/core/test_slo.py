@@ -90,5 +90,7 @@ def test_a_window_misses_what_too_few_requests_are_within() -> None:
     slo = Slo.parse("p95(ttft)<=200ms, attain>=0.9")
     assert slo.of_windows and not Slo.parse("ttft=200ms").of_windows
     assert slo.broken((0.95,), 0.9) == ()
-    assert slo.broken((0.9499,), 0.9) == ("p95(ttft)<=200ms: 0.9499 of requests are within it, not 0.95",)
-    assert slo.broken((1.0,), 0.5) == ("attain>=0.9: 0.5 of requests are good",)
+    assert slo.broken((0.9499,), 0.9) == (
+        "p95(ttft)<=200ms: a share of 0.9499 of requests meets the limit; 0.95 is required",
+    )
+    assert slo.broken((1.0,), 0.5) == ("attain>=0.9: a share of 0.5 of requests is good",)

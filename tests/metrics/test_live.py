@@ -201,7 +201,7 @@ def test_percentiles_of_the_slo_are_judged_over_all_offered_requests() -> None:
     live.on_request(replace(GOOD, ttft_s=0.3))
     assert live.broken() == () and live.figures()["slo_met"] == 1
     live.on_request(replace(GOOD, cut="error", finish_reasons=()))
-    assert live.broken() == ("p75(ttft)<=200ms: 0.6 of requests are within it, not 0.75",)
+    assert live.broken() == ("p75(ttft)<=200ms: a share of 0.6 of requests meets the limit; 0.75 is required",)
     assert live.figures()["slo_met"] == 0 and live.figures()["slo_attainment"] == 0.6
     assert "slo_met" not in Live(SLO, clock).figures()
 

@@ -79,18 +79,18 @@ def test_kept_as_json(guess: CostModel, tmp_path: Path) -> None:
     assert all(name in json.loads(path.read_text())["factors"] for name in FACTORS)
     assert load_calibration(path, guess.spec, "machine") == found
     for spec, device, words in (
-        (replace(guess.spec, vocab_size=32_000), "", r"params 8030\d+, not"),
-        (replace(guess.spec, dtype="float16"), "", "dtype 'bfloat16', not 'float16'"),
-        (replace(guess.spec, quantization="fp8"), "", "quantization '', not 'fp8'"),
-        (guess.spec, "another", "device 'machine', not 'another'"),
+        (replace(guess.spec, vocab_size=32_000), "", r"its params is 8030\d+, not"),
+        (replace(guess.spec, dtype="float16"), "", "its dtype is 'bfloat16', not 'float16'"),
+        (replace(guess.spec, quantization="fp8"), "", "its quantization is '', not 'fp8'"),
+        (guess.spec, "another", "its device is 'machine', not 'another'"),
     ):
         with pytest.raises(ConfigError, match=words) as refused:
             load_calibration(path, spec, device)
         assert refused.value.param == "calibration" and "ridgeline calibrate" in refused.value.message
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no calibration"):
+    with pytest.raises(ConfigError, match="Cannot read the calibration"):
         load_calibration(path, guess.spec)
-    with pytest.raises(ConfigError, match="is no calibration"):
+    with pytest.raises(ConfigError, match="Cannot read the calibration"):
         load_calibration(tmp_path / "missing.json", guess.spec)
 
 

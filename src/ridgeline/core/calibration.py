@@ -95,19 +95,20 @@ def load_calibration(path: Path, spec: ModelSpec, device: str = "") -> Calibrati
         measured = dict(facts["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no calibration ({error}): write one with `ridgeline calibrate`.", param="calibration"
+            f"Cannot read the calibration {path} ({error}): write one with `ridgeline calibrate`.",
+            param="calibration",
         ) from None
     other = [
-        f"{name} {measured.get(name)!r}, not {value!r}"
+        f"its {name} is {measured.get(name)!r}, not {value!r}"
         for name, value in identity(spec).items()
         if measured.get(name) != value
     ]
     if device and found.device != device:
-        other.append(f"device {found.device!r}, not {device!r}")
+        other.append(f"its device is {found.device!r}, not {device!r}")
     if other:
         raise ConfigError(
-            f"{path} was measured with something else ({'; '.join(other)}): run `ridgeline calibrate` with this model on this "
-            "device, and name its file.",
+            f"The calibration {path} belongs to another model or device ({'; '.join(other)}): run `ridgeline calibrate` with this "
+            "model on this device, and give the new file.",
             param="calibration",
         )
     return found

@@ -17,57 +17,59 @@ def option(default: Any, text: str, *flags: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how its weights are read."""
+    """The model, and how its weights are read."""
 
-    model: str = option("", "folder, hub name, or empty for the shipped model", "--model-path", "-m")
+    model: str = option("", "model folder or hub name; empty: the shipped model", "--model-path", "-m")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     load_format: str = option("auto", "auto reads safetensors; dummy fills random weights from config.json alone")
     dtype: str = option("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
     quantization: str = option(
         "",
-        "layers quantized while loading: fp8, int8, int4, int3 (int4-g64, int4-channel-zp and so on), w8a8, llm-int8, fp8-weight",
+        "number format that layers are quantized to while loading: fp8, int8, int4, int3 (int4-g64, int4-channel-zp and so on), "
+        "w8a8, llm-int8, fp8-weight",
         "-q",
     )
-    max_model_len: int | None = option(None, "longest prompt plus answer in tokens", "--context-length", "-c")
-    seed: int = option(0, "seed of dummy weights and of requests that bring none")
+    max_model_len: int | None = option(None, "most tokens of prompt plus answer", "--context-length", "-c")
+    seed: int = option(0, "seed of dummy weights and of requests without a seed")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine batches, and how much memory it may hold."""
+    """Batching, memory and the device."""
 
     device: str = option("auto", "auto, cpu or cuda")
-    max_num_seqs: int | None = option(None, "most requests running at once", "-np")
+    max_num_seqs: int | None = option(None, "most requests that run at once", "-np")
     max_num_batched_tokens: int | None = option(None, "most query tokens in one step (the prefill chunk)")
     gpu_memory_utilization: float = option(0.90, "share of the GPU's memory to use", "--mem-fraction-static")
-    kv_cache_memory: int | None = option(None, "bytes for the KV cache; None takes what the share leaves")
-    block_size: int | None = option(None, "tokens in a block of KV cache")
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
-    batching: str = option("continuous", "continuous, static:N or dynamic:N,WINDOW_MS")
+    kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: what --gpu-memory-utilization leaves)")
+    block_size: int | None = option(None, "tokens per block of the KV cache")
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
+    batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
     steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
     speculate: str = option(
         "",
-        "verify drafts: auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER, medusa:FOLDER; + joins",
+        "speculative decoding: auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER, medusa:FOLDER; "
+        "+ joins two of them",
         "--speculative-config",
     )
-    draft_tokens: int | None = option(None, "most draft tokens of a request and step", "--num-speculative-tokens")
-    enforce_eager: bool = option(False, "no CUDA graphs; on a CPU no compiled operations")
-    deterministic: bool = option(False, "the same tokens whatever else is in the batch; slower")
+    draft_tokens: int | None = option(None, "most draft tokens per request and step", "--num-speculative-tokens")
+    enforce_eager: bool = option(False, "run without CUDA graphs, on a CPU without compiled operations")
+    deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
     threads: int | None = option(None, "CPU threads for the model")
-    calibration: str = option("", "file of `ridgeline calibrate`: step times are predicted by it, not guessed")
+    calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """Where and to whom the API answers."""
+    """The address of the API, who may use it, and its limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_key: str | None = option(
-        None, "key that every route asks for, except /health and the pages, whose data asks for it"
+        None, "key that every route requires, except /health and the pages (the data of the pages requires it)"
     )
     allowed_origins: str = option(
-        "", "sites whose pages may call the server from a browser: https://a.example,https://b.example, or * for all"
+        "", "web origins whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
     )
     allowed_hosts: str = option(
         "",
@@ -85,25 +87,34 @@ class ServiceConfig:
     allow_special_in_content: bool = option(
         False, "text in messages and tools that spells a special token becomes that token (default: it stays text)"
     )
-    max_queue: int = option(1024, "requests that may wait; beyond it the answer is 429")
+    max_queue: int = option(1024, "most requests that may wait; further ones are answered with 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
-    drain_s: float = option(30.0, "seconds that SIGTERM lets running requests finish")
+    drain_s: float = option(30.0, "seconds in which running requests may finish after SIGTERM")
     engine_restarts: int = option(
         3,
-        "restarts of a lost engine within engine_restart_minutes; beyond that the server ends with status 1; 0: no restart",
+        "most restarts of a lost engine within --engine-restart-minutes; after them the server ends with status 1; 0: no restart",
     )
-    engine_restart_minutes: float = option(10.0, "minutes for which a restart of the engine counts")
-    slo: str = option("", "limits of a good request, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput")
-    price_per_hour: float | None = option(None, "what the device costs per hour in USD; None takes the table's price")
+    engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
+    slo: str = option(
+        "", "latency limits of a good request: ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
+    )
+    price_per_hour: float | None = option(
+        None, "price of the device per hour in USD (default: the price in the hardware table)"
+    )
     metrics_alias: str = option(
-        "", "emit metrics under other engines' names too: vllm, old (and what vLLM dropped), sglang"
+        "",
+        "also export metrics under the names of another engine: vllm, old (vllm and names that vLLM has removed), sglang",
     )
-    shadow_rate: float = option(0.0, "share of answers that the reference weights score again, in idle time")
-    shadow_url: str = option("", "server of these weights; the share's prompts and answers are sent there")
+    shadow_rate: float = option(0.0, "share of answers that the reference model scores again in idle time")
+    shadow_url: str = option(
+        "", "address of a server with the reference model; it gets the prompts and answers of the share"
+    )
     shadow_model: str = option(
         "",
-        "folder or hub name of these weights, run beside the served ones (default: the model before --quantization); with "
-        "shadow_url its name there",
+        "folder or hub name of the reference model, which runs beside the served one (default: the model before --quantization); "
+        "with --shadow-url its name on that server",
     )
-    shadow_limit: float = option(0.05, "KL of the last answers, in nats per token, beyond which a warning is logged")
+    shadow_limit: float = option(
+        0.05, "KL divergence of the last answers, in nats per token, above which a warning is logged"
+    )

@@ -116,7 +116,7 @@ def resolve(
     sources = [
         ("flag", _canonical(flags, "flag")),
         ("environment", _from_environment(environ or {})),
-        (f"file {file.name}" if file else "file", _canonical(read_file(file), str(file)) if file else {}),
+        (f"file {file.name}" if file else "file", _canonical(read_file(file), f"file {file.name}") if file else {}),
         ("model and hardware", dict(hardware or {})),
     ]
     types = option_types()
@@ -132,15 +132,18 @@ def resolve(
     return Resolved(model, engine, service, origins)
 
 
-def split_options(options: Mapping[str, Any], *configs: type) -> tuple[dict[str, Any], ...]:
-    """Keyword arguments sorted into one dict per dataclass, read as flags are. Raises ConfigError for unknown names."""
+def split_options(options: Mapping[str, Any], *configs: type, origin: str = "option") -> tuple[dict[str, Any], ...]:
+    """Keyword arguments sorted into one dict per dataclass, read as flags are. Raises ConfigError for unknown names.
+
+    origin: "flag" for options of a command line, so that errors name them as flags.
+    """
     known, types = option_fields(configs), option_types(configs)
     for name in options:
         if name not in known:
-            raise _unknown(name, "option", known)
+            raise _unknown(name, origin, known)
     return tuple(
         {
-            one.name: parse(one.name, options[one.name], types[one.name], "option")
+            one.name: parse(one.name, options[one.name], types[one.name], origin)
             for one in fields(config)
             if one.name in options
         }
@@ -157,7 +160,7 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
         raise _bad(name, raw, origin, "a value")
     value: Any = _READERS[plain](name, raw, origin)
     if name in SECRETS and (not value or value != value.strip()):  # an unset variable must not open the door
-        problem = f"{name} is empty, or has blanks at its ends ({origin})"
+        problem = f"{_label(name, origin)} is empty or has blanks at its ends"
         raise ConfigError(f"{problem}: give a value without them, or leave the option out.", param=name)
     allowed = CHOICES.get(name)
     if allowed is not None and value not in allowed:
@@ -175,9 +178,9 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}.", param="config") from None
+        raise ConfigError(f"Cannot read the configuration file {path}: {error.strerror}.", param="config") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the configuration file {path} is no text in UTF-8 ({error}).", param="config") from None
+        raise ConfigError(f"The configuration file {path} is not UTF-8 text ({error}).", param="config") from None
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
         ".json": lambda text: json.loads(text, object_pairs_hook=_once),
@@ -185,13 +188,15 @@ def read_file(path: Path) -> dict[str, Any]:
         ".yml": _yaml,
     }
     if path.suffix not in readers:
-        raise ConfigError(f"{path}: name it .toml, .json or .yaml, so that its form is known.", param="config")
+        raise ConfigError(
+            f"The configuration file {path} has an unknown type: name it .toml, .json or .yaml.", param="config"
+        )
     try:
         found = readers[path.suffix](text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", param="config") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"{path} must hold options as `name: value`.", param="config")
+        raise ConfigError(f"The configuration file {path} must map option names to values.", param="config")
     return found
 
 
@@ -199,8 +204,10 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ModuleNotFoundError:
-        remedy = "install it (pip install pyyaml), or write the file as TOML or JSON."
-        raise ConfigError(f"reading YAML needs PyYAML, which is not installed: {remedy}", param="config") from None
+        remedy = "run `pip install pyyaml`, or write the file as TOML or JSON."
+        raise ConfigError(
+            f"A YAML configuration file needs PyYAML, which is not installed: {remedy}", param="config"
+        ) from None
     try:
         found, named = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -215,7 +222,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice: keep one")
     return found
 
 
@@ -243,19 +250,31 @@ def _canonical(given: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if field is None:
             raise _unknown(key, origin, names)
         if field in found:
-            raise ConfigError(f"{field} is given twice ({origin}): keep one.", param=field)
+            raise ConfigError(f"{_label(field, origin)} is given twice: keep one.", param=field)
         found[field] = value
     return found
 
 
 def _unknown(key: str, origin: str, names: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(key.replace("-", "_"), list(names), n=1)
-    hint = f" Did you mean {near[0]}?" if near else " `ridgeline serve --help` lists all."
-    return ConfigError(f"there is no option {key!r} ({origin}).{hint}", param=key)
+    hint = f"did you mean {_spelled(near[0], origin)}?" if near else "`ridgeline serve --help` lists all options."
+    return ConfigError(f"Unknown option {_label(key, origin)}: {hint}", param=key)
 
 
 def _bad(name: str, raw: Any, origin: str, wanted: str) -> ConfigError:
-    return ConfigError(f"{name} is {raw!r} ({origin}): give {wanted}.", param=name)
+    return ConfigError(f"{_label(name, origin)} is {raw!r}: give {wanted}.", param=name)
+
+
+def _label(name: str, origin: str) -> str:
+    """An option as its user wrote it: --max-model-len, RIDGELINE_MAX_MODEL_LEN, or max_model_len (file a.toml)."""
+    spelled = _spelled(name, origin)
+    return spelled if origin in ("flag", "environment", "option") else f"{spelled} ({origin})"
+
+
+def _spelled(name: str, origin: str) -> str:
+    if origin == "flag":
+        return f"--{name.replace('_', '-')}"
+    return ENVIRONMENT + name.upper() if origin == "environment" else name
 
 
 def read_integer(text: str) -> int:

@@ -166,8 +166,8 @@ def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory, beside: Beside 
         step_tokens = max(step_tokens, rows)
     elif rows > step_tokens:
         raise ConfigError(
-            f"max_num_batched_tokens {step_tokens} is below max_num_seqs {rows}: a step could not give every running "
-            f"request a token. Lower max_num_seqs to {step_tokens} or raise max_num_batched_tokens.",
+            f"--max-num-batched-tokens {step_tokens} is below --max-num-seqs {rows}: a step could not give every running "
+            f"request a token. Lower --max-num-seqs to {step_tokens} or raise --max-num-batched-tokens.",
             param="max_num_batched_tokens",
         )
     layout = kv_layout(spec, chosen["block_size"], guests=beside.layers)
@@ -286,16 +286,16 @@ def _refusal(plan: MemoryPlan, missing: int, memory: Memory, asked: int | None) 
     """asked: bytes of kv_cache_memory where it was given."""
     need = plan.weight_bytes + plan.workspace_bytes + plan.graph_bytes
     cache = (plan.layout.pages_for(plan.max_len, plan.max_step_tokens) + 1) * plan.layout.page_bytes
-    where = "of memory that is free" if memory.kind == "cpu" else "of GPU memory"
+    where = "free memory" if memory.kind == "cpu" else "GPU memory"
     if asked is not None and asked < cache:
-        return f"kv_cache_memory is {asked} bytes: one sequence of {plan.max_len} tokens takes {cache}."
-    held = f"the cache of one sequence of {plan.max_len} tokens {_gib(cache)}"
+        return f"--kv-cache-memory is {asked} bytes, but one sequence of {plan.max_len} tokens takes {cache} bytes."
+    held = f"{_gib(cache)} for the KV cache of one sequence of {plan.max_len} tokens"
     if asked is not None:
-        held = f"the kv_cache_memory {_gib(asked)}"
+        held = f"{_gib(asked)} for --kv-cache-memory"
     return (
-        f"The model does not fit: weights {_gib(plan.weight_bytes)}, working memory "
-        f"{_gib(need - plan.weight_bytes)} and {held}, "
-        f"but {_gib(plan.usable_bytes)} of {_gib(memory.total)} {where} may be used: {_gib(missing)} are missing."
+        f"The model does not fit: it needs {_gib(plan.weight_bytes)} for weights, {_gib(need - plan.weight_bytes)} for working "
+        f"memory and {held}, but only {_gib(plan.usable_bytes)} of {_gib(memory.total)} {where} may be used: "
+        f"{_gib(missing)} are missing."
     )
 
 
@@ -305,7 +305,7 @@ def _remedy(spec: ModelSpec, engine: EngineConfig, memory: Memory, model: ModelC
         smallest = replace(engine, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_memory=None)
         least, _ = _plan(replace(spec, max_len=min(spec.max_len, SHORTEST)), smallest, memory)
         need = least.weight_bytes + least.workspace_bytes + least.graph_bytes
-        return f"No option helps: take a smaller model, or a device with more than {_gib(int(need / 0.9))}."
+        return f"No option helps: use a smaller model, or a device with more than {_gib(int(need / 0.9))}."
     return f"This works: {command(engine, memory, model, change)}"
 
 

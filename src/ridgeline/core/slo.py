@@ -35,8 +35,8 @@ _PART = re.compile(r"([^=:<>]*)(<=|>=|=|:|)(.*)")
 _PERCENTILE = re.compile(r"p([0-9]+(?:\.[0-9]+)?)\((\w+)\)")
 _SHARE = re.compile(r"([0-9]*\.?[0-9]+)(%|)")
 _REMEDY = (
-    "write ttft=200ms,tpot=100ms,e2e=5s (any of the three; a bare number is milliseconds), and for a whole window "
-    "p95(ttft)<=200ms or attain>=0.95"
+    "give ttft=200ms,tpot=100ms,e2e=5s (any of the three; a number without unit is milliseconds), or for all requests of a "
+    "window p95(ttft)<=200ms or attain>=0.95"
 )
 
 
@@ -86,13 +86,13 @@ class Slo:
             if percentile := _PERCENTILE.fullmatch(name):
                 objective = _objective(part, sign, percentile, value)
                 if (objective.name, objective.share) in [(one.name, one.share) for one in objectives]:
-                    raise ConfigError(f"slo gives {name} twice in {text!r}: keep one.", param="slo")
+                    raise ConfigError(f"--slo gives {name} twice in {text!r}: keep one.", param="slo")
                 objectives.append(objective)
                 continue
             if name not in (*NAMES, ATTAIN) or sign not in (("=", ":", ">=") if name == ATTAIN else ("=", ":", "<=")):
-                raise ConfigError(f"slo {part!r} names no limit we know: {_REMEDY}.", param="slo")
+                raise ConfigError(f"--slo {part!r} is not a known limit: {_REMEDY}.", param="slo")
             if name in found:
-                raise ConfigError(f"slo gives {name} twice in {text!r}: keep one.", param="slo")
+                raise ConfigError(f"--slo gives {name} twice in {text!r}: keep one.", param="slo")
             found[name] = _share(value) if name == ATTAIN else _seconds(name, value)
         ttft_s, tpot_s, e2e_s = (found.get(name) for name in NAMES)
         return Slo(ttft_s, tpot_s, e2e_s, tuple(objectives), found.get(ATTAIN))
@@ -146,12 +146,12 @@ class Slo:
         """What a window misses, with both numbers. shares: of all offered requests those `within` each objective (failed
         ones are not). attained: share of good ones."""
         found = [
-            f"{one}: {share:.4g} of requests are within it, not {one.share:.6g}"
+            f"{one}: a share of {share:.4g} of requests meets the limit; {one.share:.6g} is required"
             for one, share in zip(self.objectives, shares, strict=True)
             if share < one.share
         ]
         if self.attain is not None and attained < self.attain:
-            found.append(f"attain>={self.attain:g}: {attained:.4g} of requests are good")
+            found.append(f"attain>={self.attain:g}: a share of {attained:.4g} of requests is good")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ NO_SLO = Slo()
 def _objective(part: str, sign: str, percentile: re.Match[str], value: str) -> Objective:
     name, share = _ALIASES.get(percentile[2], percentile[2]), round(float(percentile[1]) / 100, 9)
     if name not in NAMES or not 0 < share < 1 or sign not in ("=", ":", "<="):
-        raise ConfigError(f"slo {part!r} is no percentile of a latency we know: {_REMEDY}.", param="slo")
+        raise ConfigError(f"--slo {part!r} is not a percentile of ttft, tpot or e2e: {_REMEDY}.", param="slo")
     return Objective(name, share, _seconds(name, value))
 
 
@@ -176,7 +176,7 @@ def _seconds(name: str, text: str) -> float:
     match = _DURATION.fullmatch(text.strip().lower())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not (0 < seconds < math.inf):
-        raise ConfigError(f"slo {name} is {text!r}, which is no positive duration: {_REMEDY}.", param="slo")
+        raise ConfigError(f"--slo {name} is {text!r}, not a positive duration: {_REMEDY}.", param="slo")
     return seconds
 
 
@@ -184,7 +184,7 @@ def _share(text: str) -> float:
     match = _SHARE.fullmatch(text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise ConfigError(f"slo attain is {text!r}, which is no share: {_REMEDY}.", param="slo")
+        raise ConfigError(f"--slo attain is {text!r}, not a share above 0 and at most 1: {_REMEDY}.", param="slo")
     return share
 
 

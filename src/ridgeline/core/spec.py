@@ -95,7 +95,8 @@ def settled_format(stored: str, asked: str) -> str:
         raise _unknown_format(asked)
     if stored and asked not in ("", stored, *_STORED_AS):
         raise ConfigError(
-            f"quantization is {asked!r}, but the checkpoint holds {stored!r} already: leave it out, or name the original.",
+            f"--quantization is {asked!r}, but the checkpoint is already quantized ({stored}): leave the option out, or serve the "
+            "unquantized model.",
             param="quantization",
         )
     return stored or asked
@@ -103,7 +104,7 @@ def settled_format(stored: str, asked: str) -> str:
 
 def _unknown_format(asked: str) -> ConfigError:
     return ConfigError(
-        f"quantization {asked!r} is unknown: use {', '.join(name for name in NUMBER_FORMATS if '-' not in name)}, "
+        f"--quantization {asked!r} is unknown: use {', '.join(name for name in NUMBER_FORMATS if '-' not in name)}, "
         "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
         param="quantization",
     )

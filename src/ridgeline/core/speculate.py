@@ -59,11 +59,14 @@ def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted
                 raise refusal(f"{part!r} must {'not ' if rest else ''}name a folder")
             wanted = replace(wanted, device=name, folder=Path(rest) if rest else None)
         else:
-            raise refusal(f"{part!r} is unknown" if name not in MOST else f"{part!r} is a second drafter on the device")
+            raise refusal(
+                f"{part!r} is unknown" if name not in MOST else f"{part!r} cannot be joined to {wanted.device!r}"
+            )
     names = (*wanted.host, *filter(None, [wanted.device]))
     if config.deterministic and names not in (("draft",), ("recurrent",)):
         raise ConfigError(
-            "deterministic covers chains of drafts, and all but draft:FOLDER and recurrent:FOLDER draft trees: take those or none.",
+            "With --deterministic only --speculate draft:FOLDER or recurrent:FOLDER is possible, because the other drafters "
+            "propose trees: use one of the two, or leave --speculate out.",
             param="speculate",
         )
     return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)), chains=config.deterministic)
@@ -77,22 +80,22 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
         raise refusal(f"the JSON cannot be read ({error})") from None
     method = given.get("method", "draft_model" if "model" in given else "")
     if method not in METHODS:
-        raise refusal(f"method {method!r} is none of {', '.join(METHODS)}")
+        raise refusal(f"method {method!r} is unknown (known methods: {', '.join(METHODS)})")
     name, count = METHODS[method], given.get("num_speculative_tokens")
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
-        raise refusal(f"num_speculative_tokens is {count!r}, not a number from 1 to {MAX_DRAFT}")
+        raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
     if name in HOST:
         return name, most or count
     if "model" not in given:
-        raise refusal(f"method {method!r} needs a model")
+        raise refusal(f'method {method!r} needs the key "model"')
     return f"{name}:{given['model']}", most or count
 
 
 def refusal(reason: str) -> ConfigError:
     """An option that cannot be followed, and what can be."""
     return ConfigError(
-        f"speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
-        "medusa:FOLDER; + joins host drafters with one of the others.",
+        f"--speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
+        "medusa:FOLDER; reference and lookahead can be joined with one another and with one of the others by +.",
         param="speculate",
     )
 
@@ -100,7 +103,7 @@ def refusal(reason: str) -> ConfigError:
 def check_files(wanted: Wanted) -> None:
     """Raises ConfigError for a document or a folder of weights that does not exist. A draft model may be a name on the hub."""
     if wanted.documents is not None and not wanted.documents.is_file():
-        raise refusal(f"{wanted.documents} is no file that can be quoted")
+        raise refusal(f"the document {wanted.documents} is not a file")
     if wanted.folder is not None and wanted.device != "draft" and not (wanted.folder / "config.json").is_file():
         raise refusal(f"{wanted.folder} does not exist or has no config.json")
 
@@ -109,14 +112,14 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
     """Raises ConfigError if the draft's tokens mean something else, or its context is too short."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"The draft model has {draft.vocab_size} tokens, the served model {target.vocab_size}: their ids mean "
-            "different texts. Take a draft with the same tokenizer.",
+            f"The vocabulary of the draft model has {draft.vocab_size} tokens, that of the served model {target.vocab_size}: use a "
+            "draft model with the same tokenizer.",
             param="speculate",
         )
     if draft.max_len < target.max_len:
         raise ConfigError(
             f"The draft model's context of {draft.max_len} tokens is shorter than the served {target.max_len}: lower "
-            f"--max-model-len to {draft.max_len}, or take another draft.",
+            f"--max-model-len to {draft.max_len}, or use another draft model.",
             param="speculate",
         )
 
@@ -127,13 +130,13 @@ def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
     known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
     if not known or len(set(found)) < len(found):
         raise ConfigError(
-            f"draft_vocabulary in {folder / 'config.json'} must list different token ids below {draft.vocab_size}; "
-            "without it the draft says all tokens.",
+            f"draft_vocabulary in {folder / 'config.json'} must list distinct token ids below {draft.vocab_size}. Without "
+            "the key the draft may propose every token.",
             param="speculate",
         )
     if found and not draft.tied:
         raise ConfigError(
-            f"draft_vocabulary in {folder / 'config.json'} needs a head that is tied to the embedding: remove it.",
+            f"draft_vocabulary in {folder / 'config.json'} requires tied embeddings (tie_word_embeddings): remove the key.",
             param="speculate",
         )
     return tuple(sorted(found))
