@@ -83,9 +83,7 @@ class LLM:
         "refused". Raises RequestError for what is no prompt, and for sampling that names tokens the model has not.
         """
         if not isinstance(prompts, Iterable):
-            raise RequestError(
-                f"prompts is {reprlib.repr(prompts)}: give a text, or a list of prompts.", param="prompt"
-            )
+            raise RequestError(f"prompts is {reprlib.repr(prompts)}: give a text or a list of prompts.", param="prompt")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._answers(
             [_Work(self, self._ids(prompt), sampling or SamplingParams(), goes_on=True) for prompt in given]
@@ -112,7 +110,9 @@ class LLM:
         ids = self._chat_ids(prompt, {}) if talk else self._ids(prompt)  # type: ignore[arg-type]
         work = _Work(self, ids, sampling or SamplingParams(), goes_on=not talk)
         if work.sampling.n > 1:
-            raise RequestError(f"n is {work.sampling.n}: a stream has one answer; `generate` gives several.", param="n")
+            raise RequestError(
+                f"n is {work.sampling.n}, but a stream has one answer: set n to 1, or use `generate`.", param="n"
+            )
         for _, piece in self._run([work]):
             if piece:
                 yield piece
@@ -145,7 +145,7 @@ class LLM:
             return [index(token) for token in prompt]
         except TypeError:
             raise RequestError(
-                f"A prompt is {reprlib.repr(prompt)}: give a text or a list of token ids; `chat` takes messages.",
+                f"A prompt is {reprlib.repr(prompt)}: give a text or a list of token ids. For messages use `chat`.",
                 param="prompt",
             ) from None
 
@@ -167,8 +167,8 @@ class LLM:
         """Submit, and yield (choice, new text) of each piece of news."""
         if self._answering:
             raise RequestError(
-                "This LLM is answering: a stream of it is still open (read it to its end or close it first), or another thread "
-                "uses it (a server takes requests from many)."
+                "This LLM is busy: a stream is still open, or another thread uses it. Read the stream to its end or close it. For "
+                "requests from several threads use a server."
             )
         self._answering = True
         by_id = {one.id: one for one in work}

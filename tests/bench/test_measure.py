@@ -87,7 +87,7 @@ def test_errors_are_counted_and_never_repeated() -> None:
             return await session.measure()
 
     run = asyncio.run(work())
-    assert {row.error for row in run.rows} == {"HTTP 500: Asked to fail."}
+    assert {row.error for row in run.rows} == {"HTTP 500: The mock server fails this request (--failing)."}
     assert len(run.rows) == 8 and run.attainment == 0.0
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_measured_is_refused_in_words() -> None:
         url = f"http://127.0.0.1:{server.port}"
         with pytest.raises(ConfigError, match="--api-key"):
             measured(Asked(workload=SMALL), url)
-        with pytest.raises(ConfigError, match="has no model 'other'"):
+        with pytest.raises(ConfigError, match="--model is 'other', but the server serves"):
             measured(Asked(TargetConfig(api_key="secret", model="other"), SMALL), url)
         with pytest.raises(RidgelineError, match="temperature"):
             measured(Asked(TargetConfig(api_key="secret", extra_body='{"temperature": -1}'), SMALL), url)
@@ -181,7 +181,7 @@ def test_what_cannot_be_measured_is_refused_in_words() -> None:
     [
         (TargetConfig(extra_body="[1]"), "extra_body"),
         (TargetConfig(endpoint="x"), "endpoint is 'x': give completions or chat"),
-        (TargetConfig(endpoint="chat", prompts="ids"), "chat takes no token ids"),
+        (TargetConfig(endpoint="chat", prompts="ids"), "--endpoint chat does not accept token ids"),
     ],
 )
 def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
@@ -195,11 +195,11 @@ def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
     ("words", "said"),
     [
         (("--burstiness", "2"), "give --rate too"),
-        (("--time-scale", "2"), "a trace's own times"),
-        (("--input-len", "64-99", "--prefix-len", "65"), "part of input_len 64-99"),
+        (("--time-scale", "2"), "--time-scale applies to the times of a trace"),
+        (("--input-len", "64-99", "--prefix-len", "65"), "--prefix-len is 65, which exceeds --input-len 64-99"),
         (("--url", "http://other"), "leave it out"),
         (("--max-requests", "0"), "give 1 to 16,777,216"),
-        (("--trace", "{trace}", "--output-len", "5"), "output_len is of requests that are drawn"),
+        (("--trace", "{trace}", "--output-len", "5"), "--output-len applies to random requests"),
     ],
 )
 def test_options_that_nobody_would_read_are_refused(
@@ -217,8 +217,8 @@ def test_options_that_nobody_would_read_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("mock", "--ttft-ms", "-1"), "0 or more milliseconds"),
-        (("mock", "--itl-ms", "inf"), "0 or more milliseconds"),
+        (("mock", "--ttft-ms", "-1"), "must be finite and not below 0"),
+        (("mock", "--itl-ms", "inf"), "must be finite and not below 0"),
         (("policies", "--policies", ""), "policies is empty"),
         (("sweep", "http://127.0.0.1:1", "--rates", "1,2", "--rate", "5"), "leave one out"),
         (("curve", "http://127.0.0.1:1", "--concurrency", "5"), "leave --concurrency out"),
@@ -240,9 +240,9 @@ def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.Cap
     silent = replace(run, rows=[replace(row, error="no complete answer within 1 s") for row in run.rows])
     asked = Asked(result=ResultConfig(out=str(tmp_path / "out")))
     _end(asked, Outcome("one", [run]), run_table(run))
-    assert "not one request was answered" not in capsys.readouterr().err
+    assert "no request was answered" not in capsys.readouterr().err
     assert _end(asked, Outcome("one", [silent]), run_table(silent)) == 1
-    assert "not one request was answered" in capsys.readouterr().err
+    assert "no request was answered" in capsys.readouterr().err
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------
@@ -335,5 +335,5 @@ def test_a_server_that_does_not_come_up_says_why() -> None:
         async with serving(["--batching", "nonsense"]):
             raise AssertionError
 
-    with pytest.raises(RidgelineError, match="did not come up(.|\n)*give continuous"):
+    with pytest.raises(RidgelineError, match="did not start(.|\n)*give continuous"):
         asyncio.run(work())

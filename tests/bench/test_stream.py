@@ -124,7 +124,7 @@ def test_calls_of_tools_are_hidden_characters() -> None:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([HEAD + chunk(event("a")), b"0\r\n\r\n"], "the stream ended before the answer did"),
+        ([HEAD + chunk(event("a")), b"0\r\n\r\n"], "the stream ended before the end of the answer"),
         ([HEAD + chunk(b'data: {"error":{"message":"no memory"}}\n\n'), b"0\r\n\r\n"], "no memory"),
         ([b'HTTP/1.1 429 -\r\ncontent-length: 28\r\n\r\n{"error":{"message":"later"}}'[:-1]], "HTTP 429: "),
         ([b"HTTP/1.1 502 -\r\ncontent-length: 4\r\n\r\n", b"oops"], "HTTP 502: oops"),
@@ -145,7 +145,7 @@ def test_a_connection_that_breaks_off_ends_its_request() -> None:
     asked.read(HEAD + chunk(event("a")))
     asked.connection.connection_lost(None)
     assert (asked.ended, asked.connection.closed) == (1, True)
-    assert "before the answer's end" in asked.reply.error
+    assert "before the end of the answer" in asked.reply.error
     plain = Asked()
     plain.read(b"HTTP/1.0 500 -\r\n\r\nno length")
     plain.connection.connection_lost(None)

@@ -109,11 +109,11 @@ def test_plain_lengths(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a,b\n1,2\n", "none of the known sets of columns"),
+        ("a,b\n1,2\n", "unknown columns in its first line"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2"),
         ('{"timestamp": 1, "input_length": 5}\n', "line 1: 'output_length' is missing"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 5}\nnonsense\n', "line 2"),
-        ("[]", "holds no request"),
+        ("[]", "contains no request"),
         ("", "none of the known"),
     ],
 )

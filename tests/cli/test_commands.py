@@ -56,7 +56,7 @@ def test_what_the_engine_cannot_serve_is_a_mistake_of_the_users(tiny: Path, monk
     command = [sys.executable, "-m", "ridgeline", "serve", str(tiny), *DUMMY[:-2], "--device", "cuda", "--port", "0"]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
     assert ended.returncode == 2
-    assert "ridgeline: device is cuda, but torch sees no GPU here: use --device cpu." in ended.stderr
+    assert "ridgeline: --device is cuda, but torch finds no GPU: use --device cpu." in ended.stderr
 
 
 def test_a_full_disk_and_a_terminal_of_few_letters() -> None:
@@ -66,7 +66,7 @@ def test_a_full_disk_and_a_terminal_of_few_letters() -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "ridgeline: the output cannot be written: No space left on device.\n",
+        "ridgeline: Cannot write the output: No space left on device.\n",
     )
     plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=plain)
@@ -119,7 +119,7 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
         ("--speculate", "reference:/no/such/file", "--speculate: the document /no/such/file is not a file"),
         ("--speculate", "medusa:/no/such", "--speculate: /no/such does not exist or has no config.json"),
         ("--slo", "fast", "--slo 'fast' is not a known limit: give ttft=200ms"),
-        ("--batching", "static", "batching is 'static': give continuous, static:N or dynamic:N,WINDOW_MS"),
+        ("--batching", "static", "--batching is 'static': give continuous, static:N or dynamic:N,WINDOW_MS"),
         ("--allowed-origins", "a.example", "allowed_origins has 'a.example': give origins as https://"),
         ("--metrics-alias", "tgi", "--metrics-alias is 'tgi': give one of"),
         ("--dtype", "int3", "--dtype is 'int3': give one of auto"),
@@ -211,7 +211,7 @@ def test_generate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["generate", str(tiny), *DUMMY, "--file", str(tmp_path / "none")]) == 2
     file.write_bytes(b"abc\xff\n")
     assert main(["generate", str(tiny), *DUMMY, "--file", str(file)]) == 2
-    assert "is no text in UTF-8" in capsys.readouterr().err
+    assert "is not UTF-8 text" in capsys.readouterr().err
     assert main(["generate", str(tiny), *DUMMY, "-p", "a", "--revision", "main"]) == 2
     assert "is a folder: leave it out" in capsys.readouterr().err
     (tmp_path / "options.json").write_bytes(b"\xff")
@@ -260,7 +260,7 @@ def test_fit_names_no_command_that_cannot_work(
     monkeypatch.setattr("ridgeline.hardware.probe.nvidia_gpus", lambda: ())
     assert main(["fit", str(tiny), "--device", "cuda"]) == 2
     said = capsys.readouterr()
-    assert "no GPU here" in said.err and "fits" not in said.out
+    assert "this machine has no GPU" in said.err and "fits" not in said.out
     assert main(["fit", str(tiny), "--device", "cuda", "--on", "H100"]) == 0
 
 

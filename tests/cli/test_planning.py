@@ -48,12 +48,12 @@ def test_roofline_of_what_lies_in_a_cache(capsys: pytest.CaptureFixture[str], mo
     machine = Machine("x", 2, features, Device("cpu", "x", 1 << 40, 1 << 40, features), ())
     for room in ("hardware.probe", "cli.roofline"):
         monkeypatch.setattr(f"ridgeline.{room}.probe", lambda: machine)
-    said = (
-        "All weights may stay in its L3 of 32.00 MiB, which is read at 150 GB/s: steps may be shorter than these floors"
-    )
+    said = "All weights fit into the L3 of 32.00 MiB, which is read at 150 GB/s: steps may be faster than these limits"
     for words in ((), ("--on", "cpu")):
         out = run(capsys, "roofline", *words)
-        assert said in out and "'CPU, 2 cores, AVX-512 with bf16' is the row of the table that stands for this" in out
+        assert (
+            said in out and "'CPU, 2 cores, AVX-512 with bf16' of the hardware table stands for this processor" in out
+        )
     assert said not in run(capsys, "roofline", LLAMA, "--on", "cpu") + run(capsys, "roofline", "--on", "epyc")
 
 
@@ -97,43 +97,55 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
     ("words", "message"),
     [
         (("calc", "kv", "--heads", "8"), "--layers is missing"),
-        (("calc", "kv", LLAMA, "--layers", "8"), "name one or the other"),
-        (("calc", "kv", LLAMA, "--cache-dtype", "int7"), "cache dtype 'int7' is unknown"),
+        (("calc", "kv", LLAMA, "--layers", "8"), "MODEL and --layers are given: leave one of them out"),
+        (("calc", "kv", LLAMA, "--cache-dtype", "int7"), "--cache-dtype 'int7' is unknown"),
         (("calc", "cost", "--tokens-s", "100"), "give --usd-hour"),
         (("calc", "cost", "--usd-hour", "2"), "--tokens-s is missing"),
-        (("calc", "cost", "--usd-hour", "-2", "--tokens-s", "1"), "must be above 0"),
+        (("calc", "cost", "--usd-hour", "-2", "--tokens-s", "1"), "--usd-hour is -2: give a number above 0"),
         (("calc", "breakeven", "--usd-hour", "2"), "give --price"),
-        (("calc", "breakeven", "--price", "9", "--usd-hour", "2", "--utilization", "1.5"), "it is a share"),
+        (
+            ("calc", "breakeven", "--price", "9", "--usd-hour", "2", "--utilization", "1.5"),
+            "--utilization is 1.5: give a share of at most 1",
+        ),
         (("calc", "energy"), "--watts is missing"),
-        (("calc", "energy", "--watts", "nan"), "'nan' is not a number"),
-        (("calc", "energy", "--watts", "700", "--pue", "0.9"), "--pue 0.9 must be at least 1"),
-        (("calc", "cost", "--usd-hour", "inf", "--tokens-s", "1"), "'inf' is not a number"),
-        (("calc", "cost", "--usd-hour", "2", "--price", "9", "--tokens-s", "1"), "rents and --price owns"),
+        (("calc", "energy", "--watts", "nan"), "'nan' is not a finite number"),
+        (("calc", "energy", "--watts", "700", "--pue", "0.9"), "--pue is 0.9: give a number of at least 1"),
+        (("calc", "cost", "--usd-hour", "inf", "--tokens-s", "1"), "'inf' is not a finite number"),
+        (("calc", "cost", "--usd-hour", "2", "--price", "9", "--tokens-s", "1"), "--usd-hour is for rented hardware"),
         (
             ("calc", "cost", "--usd-hour", "2", "--years", "3", "--tokens-s", "1"),
-            "--years is of hardware that is owned",
+            "--years applies to owned hardware",
         ),
-        (("calc", "cost", "--price", "-9", "--tokens-s", "1"), "--price -9 must be above 0"),
-        (("calc", "cost", "--price", "9", "--tokens-s", "1", "--residual", "1.5"), "it is a share"),
-        (("calc", "cost", "--price", "9", "--tokens-s", "1", "--upkeep", "-0.1"), "--upkeep -0.1 must be at least 0"),
+        (("calc", "cost", "--price", "-9", "--tokens-s", "1"), "--price is -9: give a number above 0"),
+        (
+            ("calc", "cost", "--price", "9", "--tokens-s", "1", "--residual", "1.5"),
+            "--residual is 1.5: give a share of at most 1",
+        ),
+        (
+            ("calc", "cost", "--price", "9", "--tokens-s", "1", "--upkeep", "-0.1"),
+            "--upkeep is -0.1: give a number of at least 0",
+        ),
         (("calc", "kv", "--layers", "3", "--heads", "6", "--kv-heads", "4", "--head-dim", "8"), "a divisor"),
         (("calc", "kv", "--tokens", "1e3"), "'1e3' is not a whole number"),
         (("roofline", "--context", "0.5K5"), "is not a whole number"),
-        (("roofline", LLAMA, "--on", "abacus"), "there is no 'abacus'"),
-        (("roofline", LLAMA, "--on", "h200", "--batch", "0"), "--batch 0 is below 1"),
-        (("roofline", LLAMA, "--on", "h200", "--context", "1M"), "more than the model's context of 131072 tokens"),
-        (("roofline", LLAMA, "--on", "h200", "--max-model-len", "1K", "--prompt", "2K"), "context of 1024 tokens"),
-        (("fit", "--memory", "-1"), "--memory -1 must be above 0"),
+        (("roofline", LLAMA, "--on", "abacus"), "Unknown accelerator 'abacus'"),
+        (("roofline", LLAMA, "--on", "h200", "--batch", "0"), "--batch is 0: give 1 or more"),
+        (("roofline", LLAMA, "--on", "h200", "--context", "1M"), "give at most 131072, the context of the model"),
+        (
+            ("roofline", LLAMA, "--on", "h200", "--max-model-len", "1K", "--prompt", "2K"),
+            "give at most 1024, the context of the model",
+        ),
+        (("fit", "--memory", "-1"), "--memory is -1: give a number of bytes above 0"),
         (("fit", "--on", "h100", "--device", "cpu"), "leave one of them out"),
         (("fit", "--batching", "static:0"), "batching"),
         (("fit", "--speculate", "foo"), "'foo' is unknown"),
         (("fit", "--speculate", "medusa:/nowhere"), "/nowhere does not exist"),
-        (("fit", "--speculate", "reference:/nowhere"), "/nowhere is no file"),
+        (("fit", "--speculate", "reference:/nowhere"), "/nowhere is not a file"),
         (("fit", "--calibration", "/nowhere.json"), "Cannot read the calibration"),
         (("roofline", LLAMA, "--on", "h200", "--calibration", "/nowhere.json"), "Cannot read the calibration"),
-        (("calibrate", "--repeats", "0"), "--repeats 0 is below 1"),
-        (("calibrate", "--most-tokens", "0"), "--most-tokens 0 is below 1"),
-        (("calibrate", "--calibration", "x"), "give its place as --out"),
+        (("calibrate", "--repeats", "0"), "--repeats is 0: give 1 or more"),
+        (("calibrate", "--most-tokens", "0"), "--most-tokens is 0: give 1 or more"),
+        (("calibrate", "--calibration", "x"), "give --out instead of --calibration"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
@@ -149,7 +161,7 @@ def test_a_roofline_of_a_short_context_is_of_no_longer_one(capsys: pytest.Captur
 def test_what_fits_counts_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     def sequences(*words: str) -> int:
         out = run(capsys, "fit", LLAMA, "--on", "h100", "--max-model-len", "8K", *words)
-        return int(out.split("at once")[1].split()[0])
+        return int(out.split("concurrency")[1].split()[0])
 
     assert sequences("--speculate", f"draft:{LLAMA}") < sequences("--speculate", "reference") / 2
 

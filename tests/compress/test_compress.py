@@ -303,11 +303,11 @@ def test_what_cannot_begin_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs calibration texts"):
         Job(Checkpoint(model), read_recipe("gptq-int4-g32"), [], out)
     made(model, "rtn-int4-g32", out)
-    with pytest.raises(ConfigError, match="exists: name a folder"):
+    with pytest.raises(ConfigError, match="exists: give a folder"):
         made(model, "rtn-int4-g32", out)
-    with pytest.raises(UnsupportedModel, match="compressed already"):
+    with pytest.raises(UnsupportedModel, match="already compressed"):
         made(out, "rtn-int4-g32", tmp_path / "twice")
-    with pytest.raises(ConfigError, match="takes nothing away"):
+    with pytest.raises(ConfigError, match="removes nothing"):
         made(model, "neurons-1", tmp_path / "none")
     with pytest.raises(ConfigError, match="3 of 3 layers cannot go"):
         made(model, "layers-3", tmp_path / "none")
@@ -384,7 +384,7 @@ def test_compress_writes_a_card(
     monkeypatch.setenv("RIDGELINE_KV_CACHE_MEMORY", "1M")
     assert main(["compress", str(source), "--recipe", "awq-int4-g32", "--out", str(out), *words]) == 0
     said = capsys.readouterr().out
-    assert "perplexity" in said and "right answers to 2 questions" in said
+    assert "perplexity" in said and "correct answers to 2 questions" in said
     card = json.loads((out / "compression.json").read_text())
     assert (card["recipe"], card["bits"], card["group"]) == ("awq-int4-g32", 4, 32)
     assert card["size_bytes"]["after"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -395,7 +395,7 @@ def test_compress_writes_a_card(
     assert card["tasks"]["task_accuracy"]["value"] == card["tasks"]["task_accuracy_reference"]["value"] == 0.5
     assert card["tasks"]["by_task"]["any"] == {"asked": 1, "right_reference": 1, "right": 1}
     readme = (out / "README.md").read_text()
-    assert "| right answers to 2 questions | 50.0%" in readme
+    assert "| correct answers to 2 questions | 50.0%" in readme
     assert readme.startswith("---\nlicense: mit\nbase_model: source\n---\n") and "| perplexity |" in readme
     assert (out / "tokenizer.json").is_file()
     assert not list(tmp_path.glob(".*"))
@@ -406,13 +406,16 @@ def test_compress_writes_a_card(
     [
         ((), "give --recipe NAME"),
         (("--recipe", "rtn-int4-g32"), "give --out FOLDER"),
-        (("--recipe", "nonsense", "--out", "/tmp/never"), "there is no recipe 'nonsense'"),
-        (("--recipe", "gptq-int4-g7", "--out", "/tmp/never"), "no group of 7 inputs can be served"),
+        (("--recipe", "nonsense", "--out", "/tmp/never"), "Unknown recipe 'nonsense'"),
+        (("--recipe", "gptq-int4-g7", "--out", "/tmp/never"), "groups of 7 inputs cannot be served"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--speed-tokens", "-1"), "give 0 for none"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--device", "gpu"), "give auto, cpu or cuda"),
-        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "8"), "fewer than 64 tokens"),
-        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tasks", "/nowhere"), "tasks /nowhere cannot be read"),
-        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "1M"), "more than the model's context"),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "8"), "--length is 8: give 64 or more"),
+        (
+            ("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tasks", "/nowhere"),
+            "Cannot read the questions of --tasks /nowhere",
+        ),
+        (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--length", "1M"), "the context of the model"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--judged-tokens", "-5"), "--judged-tokens is -5"),
         (("--recipe", "gptq-int4-g32", "--out", "/tmp/never", "--calibration-tokens", "0"), "give 1 or more"),
         (("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--tune", "x", "--tune-rows", "0"), "--tune-rows is 0"),
@@ -426,12 +429,12 @@ def test_mistakes_are_named(model: Path, words: tuple[str, ...], said: str, caps
 def test_a_missing_sample_of_texts_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--recipe", "rtn-int4-g32", "--out", "/tmp/never", "--calibration", "/nowhere.txt", "--length", "64")
     assert main(["compress", *words]) == 2
-    assert "the text /nowhere.txt cannot be read" in capsys.readouterr().err
+    assert "Cannot read the text /nowhere.txt" in capsys.readouterr().err
 
 
 def test_layers_that_cannot_go_are_refused_before_the_texts_are_run(model: Path, tmp_path: Path) -> None:
     for count in (0, 99):
-        with pytest.raises(ConfigError, match="layers cannot go"):
+        with pytest.raises(ConfigError, match="layers cannot be removed"):
             Job(Checkpoint(model), read_recipe(f"layers-{count}"), [(1, 2, 3)], tmp_path / "out")
 
 

@@ -70,9 +70,9 @@ def test_terms_add_up() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocabulary has 41 tokens and the teacher's 40"):
+    with pytest.raises(ConfigError, match="vocabulary of the student has 41 tokens and that of the teacher 40"):
         Distillation(decoder(1, replace(SPEC, vocab_size=41)), decoder(2))
-    with pytest.raises(ConfigError, match="width 24 and 16"):
+    with pytest.raises(ConfigError, match="widths 24 and 16"):
         Distillation(decoder(1, replace(SPEC, d_model=24)), decoder(2), Recipe(states=1, pairs=((0, 0),)))
 
 

@@ -72,7 +72,9 @@ def test_a_bitmask_that_contradicts_its_values_is_refused() -> None:
     packed = bitmask.pack(by_magnitude(WEIGHT, Pattern(0.5)))
     with pytest.raises(UnsupportedModel, match="3071 values for 3072 bits"):
         bitmask.unpack({**packed, "compressed": packed["compressed"][1:]})
-    with pytest.raises(UnsupportedModel, match=r"bitmask of \[64, 12\] for a shape of \[64, 200\]"):
+    with pytest.raises(
+        UnsupportedModel, match=r"bitmask of shape \[64, 12\], which does not fit a matrix of shape \[64, 200\]"
+    ):
         bitmask.unpack({**packed, "shape": torch.tensor([64, 200])})
     names = ["a.weight", "b.shape", "b.bitmask", "b.compressed", "b.row_offsets"]
     found = dict(bitmask.whole(names, lambda name: packed.get(name.removeprefix("b."), torch.ones(1))))
@@ -81,7 +83,7 @@ def test_a_bitmask_that_contradicts_its_values_is_refused() -> None:
 
 
 def test_int8_holds_one_kind_alone() -> None:
-    with pytest.raises(UnsupportedModel, match="a scale per output alone"):
+    with pytest.raises(UnsupportedModel, match="supports only one scale per output"):
         Integers(replace(INT8, group=32)).pack(round_to_nearest(WEIGHT, Grid(8, 32)), torch.bfloat16)
 
 
@@ -93,9 +95,9 @@ def test_every_example_is_a_recipe_and_others_are_named() -> None:
     for name, said in {
         "gptq-int5-g128": "did you mean gptq-int4-g128",
         "rtn-int4-g128-actorder": "only gptq",
-        "wanda-0": "no share",
-        "wanda-4:4": "no pattern",
-        "heads-100": "no share",
+        "wanda-0": "a percentage of 0: give 1 to 99",
+        "wanda-4:4": "the pattern 4:4: the first number must be",
+        "heads-100": "a percentage of 100: give 1 to 99",
     }.items():
         with pytest.raises(ConfigError, match=said):
             read_recipe(name)

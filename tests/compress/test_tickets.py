@@ -107,5 +107,5 @@ def test_a_ticket_of_all_weights_is_the_dense_run_again(source: Checkpoint, tmp_
 
 
 def test_a_step_that_never_comes_is_refused(source: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{STEPS} steps has no step {STEPS + 1}"):
+    with pytest.raises(ConfigError, match=f"ended at step {STEPS} and cannot rewind to step {STEPS + 1}"):
         list(find_tickets(Starter(source), [0.5], STEPS + 1, tmp_path))

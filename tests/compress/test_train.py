@@ -92,7 +92,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_another_student_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path)[1].run()
-    with pytest.raises(ConfigError, match="belongs to another student"):
+    with pytest.raises(ConfigError, match="belongs to another model"):
         Trainer(nn.Linear(3, 3), lambda x: x.sum(), batches, TRAINING, tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_frozen_parameters_stay(tmp_path: Path) -> None:
     Trainer(model, lambda x: model(x).square().mean(), batches, TRAINING, tmp_path).run()
     assert torch.equal(model.bias, before) and not torch.equal(model.weight, student().weight)
     model.requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing to train"):
+    with pytest.raises(ConfigError, match="no parameter to train"):
         Trainer(model, lambda x: x.sum(), batches, TRAINING, tmp_path / "none")
 
 
@@ -143,7 +143,7 @@ def test_rows_of_a_text() -> None:
     assert torch.equal(batch - batch[:, :1], torch.arange(10).expand(6, 10))
     assert torch.equal(batch, source(3)) and not torch.equal(batch, source(4))
     assert TokenRows(torch.arange(10), 2, 10)(0).tolist() == [list(range(10))] * 2
-    with pytest.raises(ConfigError, match="a text of 9 tokens gives no row of 10"):
+    with pytest.raises(ConfigError, match="The texts have 9 tokens, fewer than the 10 of a row"):
         TokenRows(torch.arange(9), 2, 10)(0)
 
 

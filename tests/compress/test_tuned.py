@@ -105,9 +105,9 @@ def test_what_cannot_be_trained_is_refused(model: Path, tmp_path: Path) -> None:
     for recipe in ("gptq-int4-g32", "awq-int4-g32", "smoothquant-w8a8", "rtn-w8a8"):
         with pytest.raises(ConfigError, match=f"recipe {recipe} cannot be trained"):
             job(model, recipe, tmp_path / "out")
-    with pytest.raises(ConfigError, match="at least one step"):
+    with pytest.raises(ConfigError, match="--tune-steps and --tune-rows must be at least 1"):
         job(model, "rtn-int4-g32", tmp_path / "out", steps=0)
-    with pytest.raises(ConfigError, match="960 tokens and a row 2048: give more text"):
+    with pytest.raises(ConfigError, match="960 tokens, fewer than the 2048 of a row: give more text"):
         ids = torch.tensor(texts(20)).flatten()
         TunedJob(Checkpoint(model), read_recipe("rtn-int4-g32"), [], Tuning(ids, 2048, 1, 1, 1e-3), tmp_path / "out")
     with pytest.raises(ConfigError, match="does not converge.*give a smaller --tune-rate"):
@@ -139,12 +139,12 @@ def test_one_command_from_checkpoint_to_card(
     ]
     words += ["--judged-tokens", "200", "--speed-tokens", "0"]
     assert main([*words, "--tune-steps", "3"]) == 2
-    assert "--tune-steps needs texts to train on: give --tune FILE" in capsys.readouterr().err
+    assert "--tune-steps applies to training: give --tune FILE" in capsys.readouterr().err
     assert main([*words, "--tune", str(corpus), "--tune-steps", "3", "--tune-rows", "2"]) == 0
     card = json.loads((out / "compression.json").read_text())
     trained = card["training"]
     assert (trained["texts"], trained["steps"], trained["tokens"]) == ("corpus.jsonl", 3, 3 * 2 * 64)
     assert trained["unique_tokens"] > 600 and trained["loss"] > 0
     assert card["recipe"] == "rtn-int3-g32" and card["quality"]["kl"]["value"] > 0
-    assert "Then trained on the original's distributions, 3 steps" in (out / "README.md").read_text()
+    assert "Trained afterwards to match the original: 3 steps" in (out / "README.md").read_text()
     assert (out / "tokenizer.json").is_file() and not list(tmp_path.glob(".*"))

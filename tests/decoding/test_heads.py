@@ -88,11 +88,11 @@ def test_published_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"hidden_size": 32}, "hidden_size is 32 and the target's is 16"),
-        ({"vocab_size": 50}, "vocab_size is 50 and the target's is 40"),
-        ({"medusa_num_heads": 5}, "medusa_num_heads is 5 and the weights hold 3"),
-        ({"accuracies": [[0.5], [0.4]]}, "accuracies must hold a row for each of the 3 heads"),
-        ({"accuracies": [[0.5], [0.4], [1.5]]}, "chances between 0 and 1"),
+        ({"hidden_size": 32}, "hidden_size is 32, but 16 in the served model"),
+        ({"vocab_size": 50}, "vocab_size is 50, but 40 in the served model"),
+        ({"medusa_num_heads": 5}, "medusa_num_heads is 5, but the weights have 3"),
+        ({"accuracies": [[0.5], [0.4]]}, "accuracies must have one row for each of the 3 heads"),
+        ({"accuracies": [[0.5], [0.4], [1.5]]}, "lists of numbers from 0 to 1"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(config: dict[str, object], said: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_config_that_does_not_fit_is_refused(config: dict[str, object], said: 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save(tmp_path, tensors(own=True))
     for spec, said in ((replace(SPEC, d_model=24), "0.0.linear.weight"), (replace(SPEC, vocab_size=41), "0.2.weight")):
-        with pytest.raises(ConfigError, match=rf"{said} is .* the heads belong to another model"):
+        with pytest.raises(ConfigError, match=rf"{said} is .* use heads that were trained for this model"):
             load_heads(tmp_path, spec, REFERENCE, torch.float32, CPU)
     lost = tensors()
     del lost["1.0.linear.bias"]
@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_heads_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json.*A folder of Medusa heads is needed"):
+    with pytest.raises(ConfigError, match=r"Cannot read .*config.json.*: give a folder with Medusa heads"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="neither model.safetensors nor medusa_lm_head.pt"):

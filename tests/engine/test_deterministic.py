@@ -169,7 +169,7 @@ def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> N
     assert session.ask(few) == want
     assert Session("cpu", "auto", replace(ROOM, max_num_batched_tokens=16)).ask(few) == want
     for name in ("fp8", "int4", "llm-int8"):
-        with pytest.raises(ConfigError, match=f"no {name} products on cpu: serve without quantization"):
+        with pytest.raises(ConfigError, match=f"does not support --quantization {name} on cpu: use no quantization"):
             LocalEngine.start(ModelConfig(quantization=name), replace(ROOM, device="cpu"))
 
 

@@ -303,5 +303,5 @@ def test_a_closed_engine_has_given_all_back() -> None:
     assert list(stream) == []
     assert [one() for one in held] == [None] * 3
     model.close()
-    with pytest.raises(EngineFailed, match="closed: start another"):
+    with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)

@@ -329,7 +329,7 @@ def test_alerts_on_a_regressed_percentile_and_a_missed_slo() -> None:
     assert history.alerts() == []
     history.minutes.extend([minute(quantiles={"ttft_p95": 0.3, "tpot_p99": 0.06})] * 3)
     (alert,) = history.alerts()
-    assert alert.rule == "ttft_p95_regression" and "300 ms, usually 100 ms" in alert.text
+    assert alert.rule == "ttft_p95_regression" and "300 ms; the usual value is 100 ms" in alert.text
     history.minutes.extend([minute(good=FEWEST_REQUESTS // 2)] * 3)
     assert [alert.rule for alert in history.alerts()] == ["slo_attainment"]
     assert "30 of the last 60 requests met the SLO (50%)" in history.alerts()[0].text

@@ -79,5 +79,5 @@ def test_mesh_of_one_is_the_identity():
     assert Mesh().all_reduce(x) is x and Mesh().all_gather(x) is x
     with pytest.raises(ConfigError, match="one device"):
         Mesh(1, 2).all_reduce(x)
-    with pytest.raises(ConfigError, match="rank 2"):
+    with pytest.raises(ConfigError, match="Rank 2"):
         Mesh(2, 2)

@@ -66,7 +66,7 @@ def test_leaving_one_out_shows_what_a_fit_cannot_know(guess: CostModel) -> None:
 
 
 def test_too_few_steps_are_refused(guess: CostModel) -> None:
-    with pytest.raises(ConfigError, match="9 measured steps are too few"):
+    with pytest.raises(ConfigError, match="Only 9 steps could be measured"):
         calibrate(guess, steps(truth(guess), (1, 4, 16), (), 0.0), "machine", "2026-11-21")
 
 

@@ -73,16 +73,16 @@ def test_what_cannot_be_climbed_is_refused(tmp_path: Path, capsys: pytest.Captur
     short = tmp_path / "short.txt"
     short.write_text("One line.")
     for words, said in (
-        (["--text", str(short)], "no text has 128 tokens: lower --prompt-tokens"),
-        (["--answer-tokens", "1"], "--answer-tokens is 1: that leaves nothing to measure"),
+        (["--text", str(short)], "No text has 128 tokens: lower --prompt-tokens"),
+        (["--answer-tokens", "1"], "--answer-tokens is 1: give 2 or more"),
         (["--prompt-tokens", "100x"], "argument --prompt-tokens"),
-        (["--prompt-tokens", "100k"], "100000 + 128 tokens do not fit 4096"),
-        (["--prompt-tokens", "100000"], "do not fit 4096 of context: lower --prompt-tokens"),
-        (["--speculate", "guess"], "speculate: 'guess' is unknown"),
+        (["--prompt-tokens", "100k"], "100000 prompt tokens and 128 answer tokens exceed the context of 4096"),
+        (["--prompt-tokens", "100000"], "exceed the context of 4096: lower --prompt-tokens"),
+        (["--speculate", "guess"], "--speculate: 'guess' is unknown"),
         (["--enforce-eager"], "leave --enforce-eager out"),
         (
             ["--prompt-tokens", "2", "--text", str(short), "--prompts", "5"],
-            "have 1 beginnings of 2 tokens: lower --prompts",
+            "The texts give 1 prompt of 2 tokens: lower --prompts",
         ),
         (["--formats", "int5"], "quantization 'int5' is unknown"),
     ):

@@ -100,7 +100,7 @@ def test_stored_scores_come_back(scored: list[Scores], sequences: list[Window], 
     for one, other in zip(again.score(sequences, TOP - 1, quiet), scored, strict=True):
         np.testing.assert_array_equal(one.top_ids, other.top_ids[:, : TOP - 1])
         np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-5)
-    with pytest.raises(ConfigError, match="lower --top"):
+    with pytest.raises(ConfigError, match="--top is 6: give at most 5"):
         again.score(sequences, TOP + 1, quiet)
     with pytest.raises(ConfigError, match="other texts"):
         again.score(sequences[:1], TOP, quiet)
@@ -114,7 +114,7 @@ def test_stored_scores_come_back(scored: list[Scores], sequences: list[Window], 
         head + "\n" + row.replace("[", "[0, ", 1),
     ):
         (tmp_path / "x").write_text(content)
-        with pytest.raises(ConfigError, match="holds no whole scores"):
+        with pytest.raises(ConfigError, match="does not contain complete scores"):
             StoredScorer(tmp_path / "x")
 
 
@@ -215,7 +215,7 @@ def test_a_server_that_names_texts(model: Path, known: list[torch.Tensor], seque
 
 
 @pytest.mark.parametrize(
-    ("dialect", "said"), [("neither", "does not score prompts"), ("broken", "answers 400.*no such")]
+    ("dialect", "said"), [("neither", "does not score prompts"), ("broken", "answered with status 400.*no such")]
 )
 def test_servers_that_cannot(model: Path, sequences: list[Window], dialect: str, said: str) -> None:
     with provider(model, dialect) as (url, _), pytest.raises(EngineFailed, match=said):
@@ -273,19 +273,25 @@ def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a CANDIDATE"),
+        ((), "give CANDIDATE or --save-reference FILE"),
         (("{model}",), "give --text FILE"),
         (("{model}", "--text", "{model}/config.json", "--top", "99"), "from 1 to 20"),
-        (("{model}", "--text", "/nowhere"), "cannot be read"),
+        (("{model}", "--text", "/nowhere"), "Cannot read the text /nowhere: No such file or directory."),
         (("{model}", "--text", "{model}/config.json", "--limit-tokens", "0"), "--limit-tokens is 0"),
-        (("{model}", "--text", "{model}/config.json", "--window", "1M"), "--window is 1048576: the model has room for"),
+        (("{model}", "--text", "{model}/config.json", "--window", "1M"), "--window is 1048576: give at most"),
         (("{model}", "--text", "{model}/config.json", "--overlap", "-1"), "--overlap is -1"),
-        (("{model}", "--window", "64"), "--window is about texts"),
-        (("{model}", "--text", "{model}/config.json", "--min-top1", "95"), "a share is no per cent"),
-        (("{model}", "--text", "{model}/config.json", "--reference-model", "x"), "REFERENCE is none"),
-        (("http://127.0.0.1:1", "--text", "{model}/config.json"), "Cannot reach http://127.0.0.1:1"),
-        (("http://127.0.0.1:1", "--text", "t", "--candidate-key-env", "NO_SUCH"), "no variable 'NO_SUCH'"),
-        (("--save-reference", "/tmp/never", "--text", "t", "--max-kl", "1"), "name one"),
+        (("{model}", "--window", "64"), "--window applies to texts"),
+        (
+            ("{model}", "--text", "{model}/config.json", "--min-top1", "95"),
+            "--min-top1 is 95: give a value from 0 to 1 (a share, not a percentage)",
+        ),
+        (("{model}", "--text", "{model}/config.json", "--reference-model", "x"), "REFERENCE is not a URL"),
+        (
+            ("http://127.0.0.1:1", "--text", "{model}/config.json"),
+            "Cannot reach http://127.0.0.1:1",
+        ),
+        (("http://127.0.0.1:1", "--text", "t", "--candidate-key-env", "NO_SUCH"), "variable NO_SUCH is not set"),
+        (("--save-reference", "/tmp/never", "--text", "t", "--max-kl", "1"), "Limits need a candidate"),
     ],
 )
 def test_mistakes_are_named(model: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

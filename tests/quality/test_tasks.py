@@ -133,24 +133,24 @@ def test_choices_are_weighed_by_their_own_tokens(tmp_path: Path) -> None:
 
 def test_a_server_that_scores_nothing_is_named(tmp_path: Path) -> None:
     questions = read_tasks(written(tmp_path, {"prompt": BIRDS, "exact": ["x"]}))
-    with scripted(nothing=1) as (endpoint, _), pytest.raises(EngineFailed, match="answers in no form of the API"):
+    with scripted(nothing=1) as (endpoint, _), pytest.raises(EngineFailed, match="is not an answer of the OpenAI API"):
         ask(endpoint, questions, quiet)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "a"}, "line 1: one of exact, pattern, call, choices is needed"),
-        ({"prompt": "a", "exact": ["b"], "pattern": "c"}, "one of exact, pattern"),
-        ({"exact": ["b"]}, 'either "prompt" or "messages"'),
+        ({"prompt": "a"}, "line 1: give one of exact, pattern, call, choices"),
+        ({"prompt": "a", "exact": ["b"], "pattern": "c"}, "give one of exact, pattern"),
+        ({"exact": ["b"]}, 'give either "prompt" or "messages"'),
         ({"prompt": "a", "exact": "b"}, "exact must be a list of texts"),
-        ({"prompt": "a", "exact": ["b"], "max_token": 3}, "'max_token' is no member"),
+        ({"prompt": "a", "exact": ["b"], "max_token": 3}, "the key 'max_token' is unknown"),
         ({"prompt": "a", "exact": ["b"], "max_tokens": 0}, "max_tokens is 0"),
-        ({"prompt": "a", "pattern": "(b"}, "no regular expression"),
+        ({"prompt": "a", "pattern": "(b"}, "not a regular expression"),
         ({"prompt": "a", "choices": ["b", "c"]}, "answer is None"),
         ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "answer is 2"),
-        ({"messages": CHAT, "choices": ["b", "c"], "answer": 0}, "cannot be weighed behind messages"),
-        ({"messages": CHAT, "call": CALL}, 'beside "messages" and "tools"'),
+        ({"messages": CHAT, "choices": ["b", "c"], "answer": 0}, 'choices need "prompt"'),
+        ({"messages": CHAT, "call": CALL}, 'the line needs "messages" and "tools"'),
     ],
 )
 def test_questions_that_cannot_be_asked(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -161,9 +161,9 @@ def test_questions_that_cannot_be_asked(tmp_path: Path, row: dict[str, Any], sai
 def test_files_without_questions(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no questions"):
+    with pytest.raises(ConfigError, match="contains no questions"):
         read_tasks(empty)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="Cannot read the questions of --tasks .*none.jsonl: No such file"):
         read_tasks(tmp_path / "none.jsonl")
 
 

@@ -26,7 +26,7 @@ def test_every_token_but_a_texts_first_is_scored_once(lengths: list[int], longes
 
 
 def test_an_overlap_as_long_as_the_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="an overlap of 7 tokens"):
+    with pytest.raises(ConfigError, match="--overlap is 7"):
         windows(["a"], lambda text: [1], 8, 7)
 
 

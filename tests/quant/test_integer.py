@@ -119,7 +119,7 @@ def test_input_shares_hold_slices_and_sum_to_the_whole(numbers: NumberFormat, si
 
 def test_a_cut_that_no_group_fits_is_refused() -> None:
     shape = LinearShape(160, (Part(24, 1),), split="in", in_units=10)
-    with pytest.raises(ConfigError, match="groups of 64 inputs cannot be shared by 2 devices"):
+    with pytest.raises(ConfigError, match="Groups of 64 inputs cannot be split over 2 devices"):
         form(NumberFormat(4, 64)).create(shape, Share(0, 2))
     form(NumberFormat(4)).create(shape, Share(0, 2))
 
@@ -170,7 +170,7 @@ def test_orders_that_disagree_are_refused() -> None:
     codes, scales, _ = round_to_nearest(noise(32, 64), numbers)
     for name, tensor in encode(published, codes, scales).items():
         weight.load(0, name, tensor)
-    with pytest.raises(UnsupportedModel, match="otherwise than the projections it is merged with"):
+    with pytest.raises(UnsupportedModel, match="than the projections it is merged with"):
         for name, tensor in encode(published, codes, scales, g_idx=1 - torch.arange(64) // 32).items():
             weight.load(1, name, tensor)
 

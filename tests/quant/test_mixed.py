@@ -127,7 +127,9 @@ def test_shares_sum_to_the_whole() -> None:
 def test_what_cannot_be_held_is_refused() -> None:
     bad = noise(8, 64)
     bad[1, 2] = float("nan")
-    with pytest.raises(UnsupportedModel, match="cannot be held in integers: it has values that are NaN or infinite"):
+    with pytest.raises(
+        UnsupportedModel, match="cannot be quantized to integers: it has values that are NaN or infinite"
+    ):
         made(LinearShape(64, (Part(8, 1),)), {(0, "weight"): bad})
 
 

@@ -411,7 +411,7 @@ def test_health_proves_progress():
         client._clock = lambda: later
         client.last_heard = later
         answer = server.send("GET", "/health")
-        assert answer.status == 503 and "at one step" in answer.error["message"]
+        assert answer.status == 503 and "has not finished a step" in answer.error["message"]
         sock.close()
 
 

@@ -81,7 +81,7 @@ def test_any_split_gives_the_same_frames(cuts):
 def test_a_length_that_cannot_be_ends_the_stream():
     held = FrameBuffer()
     held.feed(b"\xff\xff\xff\xffxxxx")
-    with pytest.raises(EngineFailed, match="out of step"):
+    with pytest.raises(EngineFailed, match="the stream is corrupt"):
         held.take()
     assert body_length(b"\x05\x00\x00\x00") == 5
 

@@ -44,13 +44,13 @@ def point(run: Run, limits: Limits | None, steps: float | None) -> Point:
     rate = throughput(run)["output_tokens_per_s"]
     concurrency = int(run.facts["concurrency"])
     if limits is None:
-        note = "without --model-folder and --on there is no MFU or MBU"
+        note = "MFU and MBU need --model-folder and --on"
         return Point(concurrency, rate, first, each, None, None, note)
     if steps:
-        note = f"{steps:.0f} steps, counted by the server"
+        note = f"{steps:.0f} steps, as counted by the server"
     else:
         steps = sum(row.output_tokens for row in run.completed) / max(1, concurrency)
-        note = f"about {steps:.0f} steps: each serving all"
+        note = f"about {steps:.0f} steps, if each serves all requests"
     done = work(run, limits.spec, steps)
     flops = limits.device.peak(limits.spec.dtype)
     seconds = max(run.seconds, 1e-9)

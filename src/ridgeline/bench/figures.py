@@ -114,7 +114,7 @@ def trouble(run: Run) -> str:
     ttft = latency(run.rows, "ttft")
     limit = max(LAG_FLOOR_S, LAG_SHARE * float(np.median(ttft))) if len(ttft) else LAG_FLOOR_S
     send, loop = lag_p99(run)
-    for what, lag in (("requests left", send), ("the event loop ran", loop)):
+    for what, lag in (("requests were sent", send), ("the event loop ran", loop)):
         if lag > limit:
             rule = f"more than {limit * 1e3:.1f} ms, the greater of 10 ms and 5 % of the median TTFT"
             return f"{what} {lag * 1e3:.1f} ms late (p99), {rule}: the client is the bottleneck"
@@ -156,8 +156,8 @@ def brief(run: Run) -> str:
     if span >= STEADY * answer:
         return ""
     return (
-        f"all requests arrived within {span:.3g} s, and a median answer took {answer:.3g} s: so short a run does not show what "
-        "the server sustains; give more --num-prompts"
+        f"all requests arrived within {span:.3g} s, and the median answer took {answer:.3g} s: the run is too short to show a "
+        "sustained rate; raise --num-prompts"
     )
 
 

@@ -61,7 +61,7 @@ class MockServer:
         except OSError as error:
             self.alarm.__exit__()
             where = f"{self._host}:{self._port}"
-            raise ConfigError(f"cannot listen on {where} ({error.strerror}): choose another --port.") from None
+            raise ConfigError(f"Cannot listen on {where} ({error.strerror}): choose another --port.") from None
         self.url = "http://{}:{}".format(*self._server.sockets[0].getsockname()[:2])
         return self
 
@@ -122,7 +122,7 @@ class _Peer(asyncio.Protocol):
         try:
             told = msgspec.json.decode(body, type=dict) if body else {}
         except msgspec.DecodeError as error:
-            self._json(400, _error(f"The body is no JSON: {error}."))
+            self._json(400, _error(f"The body is not JSON: {error}."))
             return
         if (method, path) == ("GET", "/v1/models"):
             card = {"id": "mock", "object": "model", "owned_by": "mock", "max_model_len": self._server.speed.context}
@@ -134,11 +134,11 @@ class _Peer(asyncio.Protocol):
         elif method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
             self._complete(told, chat="chat" in path)
         else:
-            self._json(404, _error(f"There is no {path}."))
+            self._json(404, _error(f"Unknown route {path}."))
 
     def _complete(self, told: dict[str, Any], *, chat: bool) -> None:
         if self._server.chance.random() < self._server.speed.failing:
-            self._json(500, _error("Asked to fail."))
+            self._json(500, _error("The mock server fails this request (--failing)."))
             return
         self._answer = _Answer(self._server, self._transport, told, chat)
         self._server.admit(self._answer)

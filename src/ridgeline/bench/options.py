@@ -14,6 +14,7 @@ from ridgeline.bench.traces import read_trace
 from ridgeline.bench.workload import Ask, Workload, arrivals, fits, synthetic
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 
 DEFAULT_REQUESTS = 200
 DEFAULT_CONCURRENCY = 8
@@ -32,57 +33,65 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Which server is asked, and how."""
+    """The server, and how requests are sent to it."""
 
     url: str = option("http://127.0.0.1:8000", "address of an OpenAI-compatible server", "--base-url")
-    model: str = option("", "name of the model; empty takes the first one the server lists", "-m")
-    api_key: str | None = option(None, "key the server asks for")
-    endpoint: str = option("", "completions or chat; empty takes what the server has")
-    prompts: str = option("", "ids (token ids) or text; empty takes ids where the server understands them")
-    context: int | None = option(None, "longest prompt plus answer, where the server does not say", "--max-model-len")
-    ignore_eos: bool = option(True, "answers of the asked length, where the server understands it")
-    extra_body: str = option("", "JSON of further fields for every request, as in '{\"temperature\": 0}'")
+    model: str = option("", "name of the model (default: the first model the server lists)", "-m")
+    api_key: str | None = option(None, "API key of the server")
+    endpoint: str = option("", "completions or chat (default: what the server supports)")
+    prompts: str = option("", "ids (token ids) or text (default: ids if the server supports them)")
+    context: int | None = option(
+        None, "most tokens of prompt plus answer (default: what the server reports)", "--max-model-len"
+    )
+    ignore_eos: bool = option(True, "send ignore_eos, so that answers have the requested length")
+    extra_body: str = option("", "JSON object with further fields for every request, as in '{\"temperature\": 0}'")
     timeout_s: float = option(600.0, "seconds after which a request counts as failed")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
-    """What is asked: a trace, or lengths drawn at random."""
+    """The requests: a trace, or random lengths."""
 
     trace: str = option(
-        "", "file: Azure, BurstGPT or Vidur CSV, Mooncake, WEKA or prompt JSONL, ShareGPT JSON", "--dataset-path"
+        "", "trace file: Azure, BurstGPT or Vidur CSV, Mooncake, WEKA or prompt JSONL, ShareGPT JSON", "--dataset-path"
     )
-    input_len: str = option("512", "prompt tokens without a trace, as 512 or 100-1000", "--random-input-len")
-    output_len: str = option("128", "answer tokens without a trace, as 128 or 10-500", "--random-output-len")
-    prefix_len: int = option(0, "tokens all prompts begin with, without a trace", "--random-prefix-len")
+    input_len: str = option(
+        "512", "prompt tokens per request if there is no trace: 512 or 100-1000", "--random-input-len"
+    )
+    output_len: str = option(
+        "128", "answer tokens per request if there is no trace: 128 or 10-500", "--random-output-len"
+    )
+    prefix_len: int = option(
+        0, "tokens of a prefix that all prompts share, if there is no trace", "--random-prefix-len"
+    )
     max_requests: int | None = option(
-        None, f"requests at most (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
+        None, f"most requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
     )
-    seed: int = option(0, "the same seed gives the same times and prompts")
+    seed: int = option(0, "seed of arrival times and prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """When it is asked: at a rate, so many at once, or at a trace's own times."""
+    """When requests are sent: at a rate, at a concurrency, or at the times of the trace."""
 
     rate: float | None = option(None, "requests per second; inf sends all at once", "--request-rate")
     burstiness: float | None = option(
-        None, "1: Poisson; less: bursts; inf: constant. None with a trace keeps the trace's own, scaled to the rate"
+        None, "1: Poisson; less: bursts; inf: constant (default with a trace: that of the trace, scaled to the rate)"
     )
     concurrency: int | None = option(
-        None, f"most requests at once; without a rate each answer's end brings the next request "
+        None, f"most concurrent requests; without --rate, the end of an answer starts the next request "
         f"(default without rate and trace: {DEFAULT_CONCURRENCY})", "--max-concurrency"
     )  # fmt: skip
-    time_scale: float = option(1.0, "factor on a trace's times: 0.5 replays it twice as fast")
+    time_scale: float = option(1.0, "factor on the times of a trace: 0.5 replays it twice as fast")
     duration: float | None = option(None, "seconds in which requests are sent")
-    warmup: int = option(0, "requests before the run, sent together and not counted", "--num-warmups")
+    warmup: int = option(0, "warm-up requests before the run, sent together and not counted", "--num-warmups")
 
 
 @dataclass(frozen=True, slots=True)
 class ResultConfig:
-    """How the outcome is judged, and where it is written."""
+    """How the result is judged, and where it is written."""
 
-    slo: str = option("", "limits, as ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput")
+    slo: str = option("", "latency limits: ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput")
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
     label: str = option("", "name of this run in tables and plots")
     json: bool = option(False, "print run.json instead of a table")
@@ -95,7 +104,11 @@ def check(configs: tuple[Any, ...]) -> None:
             value = getattr(config, name, None)
             if value is not None and not low <= value <= high:
                 shown = [f"{one:,}" if isinstance(one, int) else f"{one:g}" for one in (value, low, high)]
-                raise ConfigError(f"{name} is {shown[0]}: give {shown[1]} to {shown[2]}.", param=name)
+                raise ConfigError(f"{_flag(name)} is {shown[0]}: give {shown[1]} to {shown[2]}.", param=name)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
@@ -103,11 +116,13 @@ def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
     try:
         extra = msgspec.json.decode(config.extra_body.encode(), type=dict) if config.extra_body else {}
     except msgspec.DecodeError as error:
-        raise ConfigError(f"extra_body is no JSON object ({error}).", param="extra_body") from None
+        raise ConfigError(f"--extra-body is not a JSON object ({error}).", param="extra_body") from None
     endpoint = _choice("endpoint", config.endpoint, ("completions", "chat"))
     prompts = _choice("prompts", config.prompts, ("ids", "text"))
     if endpoint == "chat" and prompts == "ids":
-        raise ConfigError("chat takes no token ids: use --endpoint completions, or --prompts text.", param="prompts")
+        raise ConfigError(
+            "--endpoint chat does not accept token ids: use --endpoint completions, or --prompts text.", param="prompts"
+        )
     fields = {"ignore_eos": True, **extra} if config.ignore_eos else extra
     known = Dialect(config.model, fields=fields)
     return known, None if not prompts else prompts == "ids", None if not endpoint else endpoint == "chat"
@@ -119,7 +134,7 @@ def address(config: TargetConfig, url: str | None = None) -> Address:
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value and value not in allowed:
-        raise ConfigError(f"{name} is {value!r}: give {' or '.join(allowed)}.", param=name)
+        raise ConfigError(f"{_flag(name)} is {value!r}: give {' or '.join(allowed)}.", param=name)
     return value
 
 
@@ -130,7 +145,8 @@ def source(config: WorkloadConfig, load: LoadConfig) -> Workload:
         for name in ("input_len", "output_len", "prefix_len"):
             if getattr(config, name) != getattr(usual, name):
                 raise ConfigError(
-                    f"{name} is of requests that are drawn, and --trace names others: leave one out.", param=name
+                    f"{_flag(name)} applies to random requests, and --trace replaces them: leave one of the two out.",
+                    param=name,
                 )
         return read_trace(Path(config.trace))
     count = config.max_requests or DEFAULT_REQUESTS
@@ -149,10 +165,11 @@ def timed(given: Workload, context: int | None, config: WorkloadConfig, load: Lo
     replayed = given.timed and load.rate is None and load.concurrency is None
     if not replayed and load.time_scale != 1.0:
         raise ConfigError(
-            "time_scale is for a trace's own times: give one, and neither rate nor concurrency.", param="time_scale"
+            "--time-scale applies to the times of a trace: give --trace, and neither --rate nor --concurrency.",
+            param="time_scale",
         )
     if load.rate is None and load.burstiness is not None:
-        raise ConfigError("burstiness is of arrivals at a rate: give --rate too.", param="burstiness")
+        raise ConfigError("--burstiness applies to arrivals at a rate: give --rate too.", param="burstiness")
     if replayed:
         given = given.paced(load.time_scale)
     limit, within = config.max_requests or len(given.asks), context or math.inf
@@ -166,14 +183,18 @@ def timed(given: Workload, context: int | None, config: WorkloadConfig, load: Lo
         else:
             dropped += 1
     if not kept:
-        what = f"all {dropped} requests exceed the model's context of {context} tokens"
-        raise ConfigError(f"{what}: take shorter ones (--input-len, --output-len, another --trace).", param="context")
+        requests = f"The {counted(dropped, 'request')} of the workload"
+        raise ConfigError(
+            f"{requests} cannot be sent: longer than the context of {context} tokens. Lower --input-len or --output-len, or "
+            "give another --trace.",
+            param="context",
+        )
     closed = load.rate is None and load.concurrency is not None
     found = Workload(given.name, tuple(kept), given.timed and not closed, given.skipped)
     if load.rate is None:
         return found, dropped
     if load.rate <= 0:
-        raise ConfigError(f"rate is {load.rate:g}: give requests per second above 0, or inf.", param="rate")
+        raise ConfigError(f"--rate is {load.rate:g}: give requests per second above 0, or inf.", param="rate")
     if found.timed and load.burstiness is None:
         found = found.at_rate(load.rate)
     else:

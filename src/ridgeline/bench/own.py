@@ -49,7 +49,7 @@ async def _address(process: asyncio.subprocess.Process, command: Sequence[str]) 
         if found := _READY.search(line):
             return found[1].decode()
     words = "\n".join(said[-_KEPT_LINES:])
-    raise RidgelineError(f"`{' '.join(command[2:])}` did not come up:\n{words}")
+    raise RidgelineError(f"`{' '.join(command[2:])}` did not start:\n{words}")
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:

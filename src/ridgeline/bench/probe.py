@@ -31,13 +31,13 @@ async def probe(client: Client, wanted: Dialect, *, ids: bool | None, chat: bool
     if ids is not True:
         ways += [replace(dialect, chat=told, ids=False) for told in (False, True) if chat in (None, told)]
     if not ways:
-        raise ConfigError("the server has no /tokenize that gives ids to make prompts of: use --prompts text.")
+        raise ConfigError("The server has no /tokenize route, which prompts of token ids need: use --prompts text.")
     error = ""
     for way in ways:
         spoken, error = await _understood(client, way, found)
         if spoken is not None:
             return spoken, Vocabulary(found) if spoken.ids else await _measured(client, spoken)
-    raise RidgelineError(f"{client.address.url} refuses requests: {error}")
+    raise RidgelineError(f"{client.address.url} refuses all forms of requests: {error}")
 
 
 async def fetch(client: Client, path: str, body: Any = None) -> Reply:
@@ -53,7 +53,7 @@ async def _card(client: Client, model: str) -> dict[str, Any]:
         raise ConfigError(f"Cannot reach {url} ({reply.error}): is the server running?", param="url")
     if reply.status in (401, 403):
         raise ConfigError(
-            f"{client.address.url} needs an API key (HTTP {reply.status}): give --api-key.", param="api_key"
+            f"{client.address.url} requires an API key (HTTP {reply.status}): give --api-key.", param="api_key"
         )
     try:
         cards = msgspec.json.decode(reply.text)["data"] if reply.status == 200 else []
@@ -61,7 +61,7 @@ async def _card(client: Client, model: str) -> dict[str, Any]:
         cards = []
     if model and cards and model not in [card.get("id") for card in cards]:
         names = ", ".join(str(card.get("id")) for card in cards)
-        raise ConfigError(f"the server has no model {model!r}: it serves {names}.", param="model")
+        raise ConfigError(f"--model is {model!r}, but the server serves {names}.", param="model")
     return next((card for card in cards if not model or card.get("id") == model), {})
 
 

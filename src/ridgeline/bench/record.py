@@ -130,7 +130,7 @@ class Run:
     def name(self) -> str:
         """A few words that tell this run from others."""
         facts = self.facts
-        load = f"{facts['rate']:g}/s" if facts.get("rate") is not None else f"{facts.get('concurrency')} at once"
+        load = f"{facts['rate']:g}/s" if facts.get("rate") is not None else f"concurrency {facts.get('concurrency')}"
         return str(facts.get("label") or f"{facts.get('model', '')} {load}")
 
 
@@ -170,9 +170,9 @@ def read_run(path: Path) -> Run:
         rows = _rows((folder / ROWS_FILE).read_bytes().splitlines())
     except OSError as error:
         remedy = f"give a folder that `ridgeline bench run --out` wrote, with {RUN_FILE} and {ROWS_FILE}"
-        raise ConfigError(f"the run {path} cannot be read ({error.strerror}): {remedy}.") from None
+        raise ConfigError(f"Cannot read the run {path} ({error.strerror}): {remedy}.") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the run {path} cannot be read: {error}.") from None
+        raise ConfigError(f"Cannot read the run {path}: {error}.") from None
     return Run(saved.facts, rows, saved.seconds, saved.dropped, saved.loop_lag_s, saved.cpu_s, saved.slo)
 
 

@@ -62,10 +62,10 @@ def html(outcome: Outcome) -> str:
         parts += [f"<h2>{escape(run.name)}</h2>", _latencies(run), _facts(run)]
     if outcome.whys:
         rows = [(str(one.get("id", "")), _words(one)) for one in outcome.whys]
-        parts += ["<h2>The slowest requests, by the server's own account</h2>", table(("request", "why"), rows)]
+        parts += ["<h2>The slowest requests, as explained by the server</h2>", table(("request", "why"), rows)]
     parts.append(
         '<p class="note">Latencies count from the scheduled time of a request. Intervals are 95 % bootstrap intervals over '
-        "requests. Goodput counts requests that met every limit; errors and late ones are in the denominator.</p>"
+        "requests. Goodput counts requests that met every limit. Its share is of all offered requests, failed ones too.</p>"
     )
     return page(outcome.title, "\n".join(parts), _STYLE)
 
@@ -279,7 +279,7 @@ def _differences(found: Sequence[Difference]) -> str:
         change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
         name = f"{one.measure.name} {one.measure.unit}".strip()
         rows.append((name, f"{one.first:.4g}", f"{one.second:.4g}", change, one.verdict))
-    return table(("measure", "first", "second", "second - first, 95 %", "second is"), rows)
+    return table(("measure", "first", "second", "second - first, 95 %", "verdict on second"), rows)
 
 
 def _points(points: Sequence[Point]) -> str:
@@ -290,7 +290,7 @@ def _points(points: Sequence[Point]) -> str:
         )
         for one in points
     ]  # fmt: skip
-    return table(("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", ""), rows)
+    return table(("concurrency", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", ""), rows)
 
 
 def _facts(run: Run) -> str:
@@ -298,10 +298,10 @@ def _facts(run: Run) -> str:
     rows = [(name, str(run.facts[name])) for name in _WHAT if run.facts.get(name) is not None]
     rows += [
         ("slo", "; ".join((str(run.slo) or "none", *run.broken))),
-        ("dropped, too long for the context", f"{run.dropped}"),
+        ("requests dropped (longer than the context)", f"{run.dropped}"),
     ]
     rows += [("requests/minute", f"{rates['requests_per_minute']:.4g}"), ("seconds", f"{run.seconds:.2f}")]
-    return table(("asked", ""), rows)
+    return table(("setting", "value"), rows)
 
 
 def _words(why: Mapping[str, Any]) -> str:

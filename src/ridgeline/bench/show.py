@@ -38,12 +38,12 @@ def run_table(run: Run) -> RenderableType:
     rates, characters = throughput(run), per_character(run)
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     counts = f"{rates['offered']:.0f} offered, {rates['completed']:.0f} completed, {rates['failed']:.0f} failed"
-    facts.add_row("requests", f"{counts}, {run.dropped} dropped (too long for the context)")
+    facts.add_row("requests", f"{counts}, {run.dropped} dropped (longer than the context)")
     if run.slo:
         by = ", ".join(f"{name} {count}" for name, count in missed(run).items())
         facts.add_row(
             "goodput",
-            f"{rates['goodput_requests_per_s']:.4g} requests/s, {run.attainment:.1%} of offered met {run.slo}",
+            f"{rates['goodput_requests_per_s']:.4g} requests/s, {run.attainment:.1%} of offered requests met {run.slo}",
         )
         facts.add_row("missed", by or "nothing")
         for words in run.broken:
@@ -64,11 +64,9 @@ def run_table(run: Run) -> RenderableType:
         f"{digits(rates['characters_per_s'])}/s, {characters['characters_per_s_per_user']:.4g}/s per user, "
         f"{characters['e2e_ms_per_character']:.4g} ms each, {characters['characters_per_output_token']:.3g} per token",
     )
-    facts.add_row("reader", f"{rates['late_for_reader']:.1%} of tokens came late for one who reads a token in 120 ms")
+    facts.add_row("reader", f"{rates['late_for_reader']:.1%} of tokens came late for a reader of one token per 120 ms")
     send, loop = lag_p99(run)
-    lag = (
-        f"requests left {send * 1e3:.2f} ms late, event loop {loop * 1e3:.2f} ms (p99), {cpu_share(run):.0%} of a core"
-    )
+    lag = f"requests sent {send * 1e3:.2f} ms late, event loop {loop * 1e3:.2f} ms late (p99), {cpu_share(run):.0%} of a core"
     facts.add_row("client", lag)
     parts: list[RenderableType] = [latencies, Text(), facts]
     for words, count in sorted(errors(run).items(), key=lambda one: -one[1])[:5]:
@@ -110,14 +108,18 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
 
 def differences_table(found: Sequence[Difference], names: tuple[str, str], *, pairs: bool) -> RenderableType:
     """Every measure of two runs."""
-    rows = _table("", *names, "difference (95 %)", "second is")
+    rows = _table("", *names, "difference (95 %)", "verdict on second")
     styles = {"better": "green", "worse": "red", "same": "dim", "other": ""}
     for one in found:
         change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
         name = f"{one.measure.name} {one.measure.unit}".strip()
         verdict = Text(one.verdict, style=styles[one.verdict])
         rows.add_row(name, f"{one.first:.5g}", f"{one.second:.5g}", change, verdict)
-    how = "The same requests were compared pair by pair." if pairs else "The two asked different requests: not paired."
+    how = (
+        "Both runs sent the same requests: compared pair by pair."
+        if pairs
+        else "The two runs sent different requests: not compared pair by pair."
+    )
     return Group(rows, Text(how, style="dim"))
 
 

@@ -176,7 +176,7 @@ class _Run:
         started: set[str] = set()
         for delta in self._local.news():
             if delta.error:
-                raise EngineFailed(f"a step could not be measured: {delta.error}")
+                raise EngineFailed(f"Measuring a step failed: {delta.error}")
             first = delta.id not in started
             started.add(delta.id)
             if (first and len(started) == self._shape.rows) or (delta.finish and "prompt" in delta.id):

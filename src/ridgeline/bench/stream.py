@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
             if self._headed and not self._chunked and self._left is None and not self._events:
                 self._finish()  # a body that lasts as long as its connection
             else:
-                self._fail(f"connection lost: {exc}" if exc else "connection closed before the answer's end")
+                self._fail(f"connection lost: {exc}" if exc else "the connection closed before the end of the answer")
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         try:
             self._read(self._raw + data if self._raw else data, reply, now)
         except (ValueError, IndexError, msgspec.DecodeError) as error:
-            self._fail(f"not understood: {error}")
+            self._fail(f"the answer cannot be read: {error}")
             return
         if reply.news:
             reply.times.append(now)
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 if len(data) > _MAX_HEAD:
-                    raise ValueError("its head has no end")
+                    raise ValueError("the HTTP head has no end")
                 self._raw = data
                 return
             self._head(data[:end], reply)
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
             reply.text = bytes(self._text)
             reply.error = _plain_error(reply.status, reply.text)
         if not reply.finish and not reply.error:
-            reply.error = "the stream ended before the answer did"
+            reply.error = "the stream ended before the end of the answer"
         self._done(reply)
 
     def _fail(self, error: str) -> None:

@@ -37,9 +37,9 @@ def read_trace(path: Path) -> Workload:
     try:
         asks, skipped, timed = _read(text)
     except (KeyError, ValueError, TypeError, msgspec.DecodeError) as error:
-        raise ConfigError(f"the trace {path} cannot be read ({error}).", param="trace") from None
+        raise ConfigError(f"Cannot read the trace {path} ({error}).", param="trace") from None
     if not asks:
-        raise ConfigError(f"the trace {path} holds no request.", param="trace")
+        raise ConfigError(f"The trace {path} contains no request.", param="trace")
     start = min(ask.at_s for ask in asks)
     moved = [replace(ask, at_s=ask.at_s - start) for ask in sorted(asks, key=lambda one: one.at_s)]
     return Workload(path.name, tuple(moved), timed, skipped)
@@ -49,11 +49,11 @@ def _text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error.strerror}.", param="trace") from None
+        raise ConfigError(f"Cannot read the trace {path}: {error.strerror}.", param="trace") from None
     try:
         return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
     except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"the trace {path} is no text ({error}).", param="trace") from None
+        raise ConfigError(f"The trace {path} is not UTF-8 text ({error}).", param="trace") from None
 
 
 def _read(text: str) -> tuple[list[Ask], int, bool]:
@@ -88,7 +88,7 @@ def _moment(text: str) -> float:
     """Unix seconds of a date and time with any number of fractional digits; without a zone it is UTC."""
     match = _MOMENT.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no date and time")
+        raise ValueError(f"{text!r} is not a date and time")
     whole = datetime.fromisoformat(match[1] + (match[3] or "").replace("Z", "+00:00"))
     zoned = whole if whole.tzinfo else whole.replace(tzinfo=UTC)
     return zoned.timestamp() + float(match[2] or 0)
@@ -108,7 +108,7 @@ def _table(text: str) -> tuple[list[Ask], int, bool]:
     form = next((one for one in _TABLES.values() if {one.at, one.input, one.output} <= set(names)), None)
     if form is None:
         known = "; ".join(f"{name}: {one.at}, {one.input}, {one.output}" for name, one in _TABLES.items())
-        raise ValueError(f"its first line names none of the known sets of columns: {known}")
+        raise ValueError(f"unknown columns in its first line; known columns are {known}")
     asks, skipped = [], 0
     for row in rows:
         try:
@@ -137,7 +137,7 @@ def _lines(text: str) -> tuple[list[Ask], int, bool]:
             timed = timed or "timestamp" in row
             ask = _line(row)
         except (KeyError, ValueError, TypeError, msgspec.DecodeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            what = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"line {number}: {what}") from None
         if ask.input > 0 and ask.output > 0:
             asks.append(ask)

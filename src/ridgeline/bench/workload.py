@@ -124,9 +124,11 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     1 is a Poisson process, below 1 comes in bursts, infinite is a constant rate.
     """
     if rate <= 0:
-        raise ConfigError(f"rate is {rate:g}: give requests per second above 0, or inf for all at once.", param="rate")
+        raise ConfigError(
+            f"--rate is {rate:g}: give requests per second above 0, or inf for all at once.", param="rate"
+        )
     if burstiness <= 0:
-        raise ConfigError(f"burstiness is {burstiness:g}: give 1 (Poisson), less (bursts) or inf (constant).")
+        raise ConfigError(f"--burstiness is {burstiness:g}: give 1 (Poisson), less (bursts) or inf (constant).")
     source = random.Random(f"arrivals {seed}")
     times = [0.0]
     for _ in range(count - 1):
@@ -149,7 +151,7 @@ def synthetic(count: int, lengths: tuple[str, str], prefix: int, seed: int) -> W
     low_high = [_range(name, text) for name, text in zip(("input_len", "output_len"), lengths, strict=True)]
     if prefix > low_high[0][0]:
         raise ConfigError(
-            f"prefix_len is {prefix}, which is part of input_len {lengths[0]}: lower it.", param="prefix_len"
+            f"--prefix-len is {prefix}, which exceeds --input-len {lengths[0]}: lower it.", param="prefix_len"
         )
     asks = []
     for _ in range(count):
@@ -165,7 +167,9 @@ def _range(name: str, text: str) -> tuple[int, int]:
     except ValueError:
         low = high = 0
     if not 1 <= low <= high:
-        raise ConfigError(f"{name} is {text!r}: give tokens as 512, or a range as 100-1000.", param=name)
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is {text!r}: give a number of tokens (512) or a range (100-1000).", param=name
+        )
     return low, high
 
 

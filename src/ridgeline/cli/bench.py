@@ -1,4 +1,4 @@
-"""Measure a server under load, ours or any other with OpenAI's API: latencies from the scheduled time, throughput, goodput.
+"""Measure a server with OpenAI's API under load: latencies from the scheduled time, throughput, goodput.
 
 `ridgeline bench run URL --rate 4 --slo ttft=200ms,tpot=100ms` writes run.json, requests.jsonl and report.html.
 """
@@ -50,44 +50,50 @@ SECONDS_PER_RUN = 30.0
 class SweepConfig:
     """Which rates are tried."""
 
-    rates: str = option("", "requests per second of the runs, as 1,2,4; empty doubles from --rate (default: 1)")
+    rates: str = option(
+        "", "rates of the runs in requests per second, as in 1,2,4 (default: --rate or 1, then doubled)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """What counts as met, and how near to the limit the search goes."""
+    """When the SLO counts as met, and how precise the search is."""
 
-    attain: float = option(0.9, "share of all offered requests that must meet the SLO, where that names none")
-    precision: float = option(0.05, "width of the last bracket as a share of the rate")
+    attain: float = option(0.9, "share of all offered requests that must meet the SLO, if --slo has no attain")
+    precision: float = option(0.05, "the search ends when the highest rate is known to this share")
 
 
 @dataclass(frozen=True, slots=True)
 class PoliciesConfig:
-    """Servers of our own, one per batching policy."""
+    """Servers that this command starts, one per batching policy."""
 
-    policies: str = option("static:8 dynamic:8,100 continuous", "what `serve --batching` takes, separated by spaces")
-    serve: str = option("", "further options of `ridgeline serve`, in one text")
+    policies: str = option(
+        "static:8 dynamic:8,100 continuous", "values of `ridgeline serve --batching`, separated by spaces"
+    )
+    serve: str = option("", "further options for `ridgeline serve`, as one quoted text")
 
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
-    """Which concurrencies are tried, and what the limits are."""
+    """Which concurrencies are measured, and on which hardware."""
 
-    levels: str = option("1,2,4,8,16,32", "requests at once, one run each")
-    model_folder: str = option("", f"folder or hub name of the served model ({SHIPPED}: ours), for MFU and MBU")
-    on: str = option("", "the accelerator it runs on, for MFU and MBU (h200, l4, cpu, ...)")
+    levels: str = option("1,2,4,8,16,32", "concurrent requests of the runs")
+    model_folder: str = option(
+        "", f"folder or hub name of the served model, for MFU and MBU ({SHIPPED}: the shipped model)"
+    )
+    on: str = option("", "accelerator that the server runs on, for MFU and MBU (h200, l4, cpu, ...)")
 
 
 @dataclass(frozen=True, slots=True)
 class MockConfig:
-    """How fast the mock is."""
+    """Address and speed of the mock server."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     ttft_ms: float = option(200.0, "milliseconds from a request to its first chunk")
     itl_ms: float = option(50.0, "milliseconds between chunks")
     per_chunk: int = option(1, "tokens in a chunk")
-    slots: int | None = option(None, "requests served at once; the rest waits")
+    slots: int | None = option(None, "most requests served at once; others wait")
     failing: float = option(0.0, "share of requests answered with an error")
 
 
@@ -133,30 +139,32 @@ async def run_once(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[O
 
 async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Raise the rate until the server is saturated."""
-    (config,) = split_options(_mine(rest, SweepConfig), SweepConfig)
+    (config,) = split_options(_mine(rest, SweepConfig), SweepConfig, origin="flag")
     told_rates = SweepConfig(**config).rates
     if told_rates and asked.load.rate is not None:
-        raise ConfigError("--rates says all rates, and --rate where doubling begins: leave one out.", param="rate")
+        raise ConfigError(
+            "--rates lists all rates, and --rate starts the doubling: leave one of them out.", param="rate"
+        )
     rates = _numbers("rates", told_rates) if told_rates else doubling(asked.load.rate or 1.0)
     async with Session(asked, rest.get("target"), told) as session:
         runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, told.told)
     last = runs[-1]
-    ended = "no saturation was seen"
+    ended = "the server was not saturated at any rate"
     if saturated(last):
         ended = f"the server was saturated at {last.facts['rate']:g} requests/s"
     elif levelled(runs):
-        ended = f"{last.facts['rate']:g} requests/s brought no more than {runs[-2].facts['rate']:g} requests/s"
+        ended = f"throughput did not rise from {runs[-2].facts['rate']:g} to {last.facts['rate']:g} requests/s"
     return Outcome("Sweep over rates", runs, note=f"{ended.capitalize()}."), show.runs_table(runs)
 
 
 async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Find the highest rate that meets the SLO."""
-    (values,) = split_options(_mine(rest, SearchConfig), SearchConfig)
+    (values,) = split_options(_mine(rest, SearchConfig), SearchConfig, origin="flag")
     config = SearchConfig(**values)
     if not asked.result.slo:
-        raise ConfigError("a search needs to know what is good: give --slo ttft=200ms,tpot=100ms.", param="slo")
+        raise ConfigError("A search needs --slo, as in --slo ttft=200ms,tpot=100ms.", param="slo")
     if not 0 < config.attain <= 1 or not 0 < config.precision < 1:
-        raise ConfigError("attain and precision are shares: give --attain 0.9 --precision 0.05.", param="attain")
+        raise ConfigError("--attain must be above 0 and at most 1, --precision between 0 and 1.", param="attain")
     async with Session(asked, rest.get("target"), told) as session:
         start = asked.load.rate or 1.0
         found = await search(
@@ -170,15 +178,15 @@ async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple
 
 def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
     slo = Slo.parse(asked.result.slo)
-    goal = f"{slo} was met" if slo.of_windows else f"{config.attain:.0%} of all offered requests met {slo}"
+    goal = f"{slo} was met" if slo.of_windows else f"{config.attain:.0%} of offered requests met {slo}"
     if found.best is None:
-        return f"At no rate that was tried {goal}; the lowest was {min(run.facts['rate'] for run in found.runs):g} requests/s."
+        return f"{goal} at none of the measured rates; the lowest was {min(run.facts['rate'] for run in found.runs):g} requests/s."
     good = len(found.best.good) / max(found.best.seconds, 1e-9)
-    edge = "" if found.bounded else ", and no rate was seen that missed it"
+    edge = "" if found.bounded else "; no higher rate was measured"
     if found.stopped:
         edge = f" (the search stopped: {found.stopped})"
-    doubt = f" Beware: {words}." if (words := brief(found.best)) else ""
-    met = f"Up to {found.rate:.4g} requests/s {goal}{edge}: {good:.4g} good requests/s"
+    doubt = f" Warning: {words}." if (words := brief(found.best)) else ""
+    met = f"Up to {found.rate:.4g} requests/s, {goal}{edge}: {good:.4g} good requests/s"
     return f"{met}, {found.best.attainment:.1%} of offered.{doubt}"
 
 
@@ -200,11 +208,12 @@ async def run_compare(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tupl
 
 async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """The same load on servers of our own that batch in different ways."""
-    (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig)
+    (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig, origin="flag")
     config = PoliciesConfig(**values)
     if not config.policies.split():
         raise ConfigError(
-            "policies is empty: give what `serve --batching` takes, as static:8 continuous.", param="policies"
+            "--policies is empty: give values of `ridgeline serve --batching`, as in --policies 'static:8 continuous'.",
+            param="policies",
         )
     model = [rest["target"]] if "target" in rest else []
     runs = []
@@ -221,7 +230,7 @@ async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tup
 async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
     """Describe a trace."""
     if idle := [name for name in ("slo", "out", "label") if name in rest]:
-        raise ConfigError(f"{idle[0]} is of runs, and a trace is only described: leave it out.", param=idle[0])
+        raise ConfigError(f"--{idle[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=idle[0])
     figures = describe(read_trace(Path(rest["target"])))
     if asked.result.json:
         _print_json(figures)
@@ -235,12 +244,12 @@ async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
 
 async def run_mock(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
     """Serve at a known speed until interrupted."""
-    (values,) = split_options(_mine(rest, MockConfig), MockConfig)
+    (values,) = split_options(_mine(rest, MockConfig), MockConfig, origin="flag")
     config = MockConfig(**values)
     if not (0 <= config.ttft_ms < math.inf and 0 <= config.itl_ms < math.inf):
-        raise ConfigError("ttft_ms and itl_ms must be 0 or more milliseconds.", param="ttft_ms")
+        raise ConfigError("--ttft-ms and --itl-ms must be finite and not below 0.", param="ttft_ms")
     if config.per_chunk < 1 or (config.slots is not None and config.slots < 1) or not 0 <= config.failing <= 1:
-        raise ConfigError("per_chunk and slots must be at least 1, failing a share from 0 to 1.", param="per_chunk")
+        raise ConfigError("--per-chunk and --slots must be at least 1, --failing from 0 to 1.", param="per_chunk")
     speed = Speed(config.ttft_ms / 1e3, config.itl_ms / 1e3, config.per_chunk, config.slots, config.failing)
     await serve_mock(
         speed,
@@ -261,7 +270,7 @@ def _numbers(name: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or min(found) <= 0:
-        raise ConfigError(f"{name} is {text!r}: give numbers above 0, as 1,2,4.", param=name)
+        raise ConfigError(f"--{name} is {text!r}: give numbers above 0, as in 1,2,4.", param=name)
     return found
 
 
@@ -275,14 +284,18 @@ ACTIONS: Mapping[str, tuple[str, tuple[type, ...], tuple[tuple[str, str, str], .
     "sweep": ("raise the rate until the server is saturated", (*CONFIGS, SweepConfig), (_SERVER,)),
     "search": ("find the highest rate that meets an SLO", (*CONFIGS, SearchConfig), (_SERVER,)),
     "compare": (
-        "two runs (folders), or two servers (addresses)",
+        "compare two saved runs or two servers",
         CONFIGS,
-        (("first", "A", "folder of a run, or address"), ("second", "B", "folder of a run, or address")),
+        (("first", "A", "folder of a run, or URL of a server"), ("second", "B", "folder of a run, or URL of a server")),
     ),
-    "policies": ("static, dynamic and continuous batching on one load", (*CONFIGS, PoliciesConfig), (_MODEL,)),
-    "curve": ("throughput, latency, MFU and MBU against concurrency", (*CONFIGS, CurveConfig), (_SERVER,)),
-    "trace": ("describe a trace", (ResultConfig,), (("target", "FILE", "the trace"),)),
-    "mock": ("a server of known speed", (MockConfig,), ()),
+    "policies": (
+        "compare static, dynamic and continuous batching under one load",
+        (*CONFIGS, PoliciesConfig),
+        (_MODEL,),
+    ),
+    "curve": ("measure throughput, latency, MFU and MBU at several concurrencies", (*CONFIGS, CurveConfig), (_SERVER,)),
+    "trace": ("describe a trace", (ResultConfig,), (("target", "FILE", "file of the trace"),)),
+    "mock": ("start a mock server of known speed", (MockConfig,), ()),
 }
 """Action -> its help, its options, its words (name, how it is shown, help)."""
 _OPTIONAL_WORDS = (_SERVER, _MODEL)
@@ -312,7 +325,7 @@ def run(given: Given) -> int:
     rest = {**vars(given.rest), **given.flags}
     action = str(rest["action"])
     if "url" in rest and ("target" in rest or action in ("compare", "policies")):
-        raise ConfigError("--url names a server beside the words that already do: leave it out.", param="url")
+        raise ConfigError("The server or model is given as an argument: leave --url out.", param="url")
     asked = read_asked(rest)
     if action in ("sweep", "search", "curve") and asked.load.duration is None and asked.workload.max_requests is None:
         asked = replace(asked, load=replace(asked.load, duration=SECONDS_PER_RUN))
@@ -328,7 +341,7 @@ def run(given: Given) -> int:
 
 def read_asked(rest: Mapping[str, Any]) -> Asked:
     """The four configurations from what was given; what an action does not take was not given."""
-    values = split_options({name: rest[name] for name in _names(CONFIGS) if name in rest}, *CONFIGS)
+    values = split_options({name: rest[name] for name in _names(CONFIGS) if name in rest}, *CONFIGS, origin="flag")
     target, workload, load, result = values
     return Asked(TargetConfig(**target), WorkloadConfig(**workload), LoadConfig(**load), ResultConfig(**result))
 
@@ -340,10 +353,10 @@ def _end(asked: Asked, outcome: Outcome, table: RenderableType) -> int:
         _print_json(run_json(outcome.runs[0]) if len(outcome.runs) == 1 else summary(outcome))
     else:
         Console().print(table, highlight=False)
-    print(f"\nwritten: {folder / REPORT_FILE}", file=sys.stderr)
+    print(f"\nreport: {folder / REPORT_FILE}", file=sys.stderr)
     invalid = [why for one in outcome.runs if (why := trouble(one))]
     if not any(one.completed for one in outcome.runs):
-        invalid.append("not one request was answered")
+        invalid.append("no request was answered")
     for why in invalid:
         print(f"ridgeline: not valid: {why}.", file=sys.stderr)
     return 1 if invalid else 0

@@ -23,18 +23,18 @@ from ridgeline.hardware.probe import meant, probe
 async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Throughput, latency and efficiency against concurrency, in closed loops."""
     names = CurveConfig.__dataclass_fields__
-    (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig)
+    (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig, origin="flag")
     config = CurveConfig(**values)
     for name in ("rate", "concurrency"):
         if getattr(asked.load, name) is not None:
-            raise ConfigError(f"--levels says how many are at once: leave --{name} out.", param=name)
+            raise ConfigError(f"--levels sets the concurrency of each run: leave --{name} out.", param=name)
     limits = _limits(config)
     runs, points = [], []
     async with Session(asked, rest.get("target"), told) as session:
         for level in _levels(config.levels):
             load = replace(asked.load, rate=None, concurrency=level)
             before = await session.metric(STEPS)
-            runs.append(await session.measure(load, label=f"{level} at once"))
+            runs.append(await session.measure(load, label=f"concurrency {level}"))
             after = await session.metric(STEPS)
             steps = None if before is None or after is None else after - before
             points.append(point(runs[-1], limits, steps))
@@ -45,7 +45,7 @@ async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
 def _levels(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"levels is {text!r}: give whole numbers above 0, as 1,2,4,8.", param="levels")
+        raise ConfigError(f"--levels is {text!r}: give whole numbers above 0, as in 1,2,4,8.", param="levels")
     return [int(word) for word in words]
 
 
@@ -54,9 +54,9 @@ def _limits(config: CurveConfig) -> Limits | None:
     if not config.model_folder and not config.on:
         return None
     if not config.model_folder:
-        raise ConfigError("--on names the device, but not the model: give --model-folder too.", param="model_folder")
+        raise ConfigError("--on needs --model-folder: MFU and MBU depend on device and model.", param="model_folder")
     device = meant(config.on) if config.on else probe().device().accelerator
     if device is None:
-        raise ConfigError("this machine's device is not in the table: name one with --on.", param="on")
+        raise ConfigError("The device of this machine is not in the hardware table: give one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder
     return Limits(read_spec(ModelConfig(model=model)), device)

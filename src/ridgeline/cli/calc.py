@@ -1,6 +1,6 @@
-"""Calculators: the cache of a model (kv), what answers cost (cost), what they burn (energy), renting or owning (breakeven).
+"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven).
 
-Units stand in the names of the options and in the output. `ridgeline calc kv --help` shows what each needs.
+Names of options and the output contain the units. `ridgeline calc kv --help` lists the options of one calculator.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec
 from ridgeline.hardware.probe import meant
 from ridgeline.planner.breakeven import BreakEven
@@ -51,7 +52,12 @@ def parser() -> Parser:
             kind, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
         )
         if kind == "kv":
-            one.add_argument("given_model", nargs="?", metavar="MODEL", help="folder or hub name; or give its shape")
+            one.add_argument(
+                "given_model",
+                nargs="?",
+                metavar="MODEL",
+                help="model folder or hub name (or give --layers, --heads and --head-dim)",
+            )
         for name, (kind_of, words) in options.items():
             one.add_argument(
                 f"--{name.replace('_', '-')}", dest=name, type=kind_of, metavar=_metavar(kind_of), help=words
@@ -86,21 +92,31 @@ def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     dtype = rest.get("cache_dtype", spec.dtype)
     if dtype not in DTYPE_BYTES:
         raise ConfigError(
-            f"cache dtype {dtype!r} is unknown: use one of {', '.join(DTYPE_BYTES)}.", param="cache_dtype"
+            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(DTYPE_BYTES)}.", param="cache_dtype"
         )
     need = kv_need(spec, _count(rest, "batch", 1), _count(rest, "tokens", 2048), dtype)
     lines = [
         Line("token_bytes", "one token", need.token_bytes, bytes_text(need.token_bytes)),
-        Line("sequence_bytes", f"{need.tokens} tokens", need.sequence_bytes, _gb(need.sequence_bytes)),
-        Line("total_bytes", f"batch of {need.batch}", need.total_bytes, _gb(need.total_bytes)),
-        Line("common_rule_bytes", "2 x batch x tokens x layers x width", need.common_bytes, _gb(need.common_bytes)),
-        Line("times_less", "times less than that rule", need.saving, f"{need.saving:.2f}"),
+        Line(
+            "sequence_bytes",
+            f"one sequence of {counted(need.tokens, 'token')}",
+            need.sequence_bytes,
+            _gb(need.sequence_bytes),
+        ),
+        Line("total_bytes", f"batch of {counted(need.batch, 'sequence')}", need.total_bytes, _gb(need.total_bytes)),
+        Line(
+            "common_rule_bytes",
+            "rule of thumb: 2 x batch x tokens x layers x width",
+            need.common_bytes,
+            _gb(need.common_bytes),
+        ),
+        Line("times_less", "rule of thumb / batch", need.saving, f"{need.saving:.2f}"),
     ]
     if "on" in rest:
         one = meant(rest["on"])
         fit = sequences(spec, need.tokens, one.memory_bytes, dtype)
-        what = "beside the weights" if spec.vocab_size else "without weights"
-        lines.append(Line("sequences_that_fit", f"such sequences on {one.name}, {what}", fit, f"{fit:,}"))
+        what = "with the weights" if spec.vocab_size else "without weights"
+        lines.append(Line("sequences_that_fit", f"sequences that fit on {one.name}, {what}", fit, f"{fit:,}"))
     return lines
 
 
@@ -110,15 +126,11 @@ def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
     if not shaped:
         return read_spec(read(given).model)
     if "model" in given.flags:
-        raise ConfigError(
-            f"a model and --{shaped[0].replace('_', '-')} are given: name one or the other.", param="model"
-        )
+        raise ConfigError(f"MODEL and {_flag(shaped[0])} are given: leave one of them out.", param="model")
     layers, heads, head_dim = (_count(rest, name, None) for name in ("layers", "heads", "head_dim"))
     kv_heads = _count(rest, "kv_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"{heads} heads cannot share --kv-heads {kv_heads}: give a divisor of them.", param="kv_heads"
-        )
+        raise ConfigError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor.", param="kv_heads")
     return uniform(layers, heads, head_dim, kv_heads=kv_heads)
 
 
@@ -128,14 +140,16 @@ def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
 def cost(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     """What tokens and requests cost on hardware that is rented, or owned (--price)."""
     if "price" in rest and "usd_hour" in rest:
-        raise ConfigError("--usd-hour rents and --price owns: give one of them.", param="usd_hour")
+        raise ConfigError(
+            "--usd-hour is for rented hardware and --price for owned hardware: give one of them.", param="usd_hour"
+        )
     if "price" not in rest and (idle := [name for name in (*_OWNED, "utilization") if name in rest]):
-        raise ConfigError(f"{_flag(idle[0])} is of hardware that is owned: give its --price too.", param=idle[0])
+        raise ConfigError(f"{_flag(idle[0])} applies to owned hardware: give --price too.", param=idle[0])
     usd_hour = _owned(rest).usd_hour(_number(rest, "utilization", 1.0)) if "price" in rest else _rent(rest)
     tokens_s = _number(rest, "tokens_s", None)
     found = Service(usd_hour, tokens_s, _number(rest, "prefills_min", 0.0), _number(rest, "output_tokens", 1.0))
     lines = [
-        _usd("usd_hour", "an hour of the hardware", found.usd_hour),
+        _usd("usd_hour", "one hour of the hardware", found.usd_hour),
         _usd("usd_million_output_tokens", "1M output tokens", found.usd_million_tokens),
     ]
     if "output_tokens" in rest:
@@ -144,7 +158,7 @@ def cost(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     if "prefills_min" in rest:
         lines.append(_usd("usd_thousand_prefills", "prompts of 1K requests", found.prefill_usd_thousand))
     if "output_tokens" in rest:
-        lines.append(_usd("usd_thousand_requests", "1K requests together", found.usd_thousand_requests))
+        lines.append(_usd("usd_thousand_requests", "1K requests, prompts and answers", found.usd_thousand_requests))
     return lines
 
 
@@ -157,17 +171,21 @@ def energy(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     low, high = found.peak_watts
     chip = yearly_kwh(found.watts)
     lines = [
-        Line("watts", "power", found.watts, f"{found.watts:,.0f} W, for a moment {low:,.0f} to {high:,.0f} W"),
-        Line("chip_kwh_year", "a year at the chip", chip, f"{chip:,.0f} kWh"),
+        Line("watts", "power", found.watts, f"{found.watts:,.0f} W, peaks of {low:,.0f} to {high:,.0f} W"),
+        Line("chip_kwh_year", "one year, chip alone", chip, f"{chip:,.0f} kWh"),
         Line("site_kwh_year", f"with cooling (PUE {found.pue:g})", found.site_kwh_year, f"{found.site_kwh_year:,.0f} kWh"),
         Line("carbon_kg_year", f"CO2 at {found.carbon_g_kwh:g} g/kWh", found.carbon_kg_year, f"{found.carbon_kg_year:,.0f} kg"),
     ]  # fmt: skip
     if found.tokens_s:
         joules, kwh = found.joules_per_token, found.kwh_million_tokens
         lines += [
-            Line("joules_per_token", "one output token, at the chip", joules, f"{joules:.3g} J"),
+            Line("joules_per_token", "one output token, chip alone", joules, f"{joules:.3g} J"),
             Line("kwh_million_tokens", "1M output tokens, with cooling", kwh, f"{kwh:.3g} kWh"),
-            _usd("usd_million_tokens", f"their electricity at ${found.usd_kwh:g}/kWh", found.usd_million_tokens),
+            _usd(
+                "usd_million_tokens",
+                f"electricity of 1M output tokens at ${found.usd_kwh:g}/kWh",
+                found.usd_million_tokens,
+            ),
         ]
     return lines
 
@@ -178,19 +196,19 @@ def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     found = BreakEven(owned, rent)
     months, saved = found.payback_months(used), found.saved_usd(used)
     return [
-        _usd("rented_usd_hour", "rented, an hour of use", rent),
-        _usd("owned_usd_hour", f"owned, an hour of use at {used:.0%} of all hours", owned.usd_hour(used)),
+        _usd("rented_usd_hour", "rented, one hour of use", rent),
+        _usd("owned_usd_hour", f"owned, one hour of use at {used:.0%} utilization", owned.usd_hour(used)),
         Line(
             "breakeven_utilization",
-            "owning is cheaper above",
+            "owning is cheaper above a utilization of",
             found.utilization,
-            f"{found.utilization:.1%} of all hours"
+            f"{found.utilization:.1%}"
             if math.isfinite(found.utilization)
-            else "never: its power costs more",
+            else "never: its energy costs more than the rent",
         ),
         Line(
             "payback_months",
-            f"the price is back after (at {used:.0%})",
+            f"payback time at {used:.0%} utilization",
             months,
             f"{months:,.1f} months" if math.isfinite(months) else "never",
         ),
@@ -202,7 +220,7 @@ def _owned(rest: Mapping[str, Any]) -> Owned:
     one = meant(rest["on"]) if "on" in rest else None
     price = rest.get("price", one.buy.usd if one is not None and one.buy is not None else None)
     if price is None:
-        raise ConfigError("nothing says what the device costs: give --price.", param="price")
+        raise ConfigError("The price of the device is unknown: give --price.", param="price")
     given = {name: _number(rest, name, None) for name in _OWNED if name in rest}
     if one is not None and one.watts and "watts" not in given:
         given["watts"] = one.watts
@@ -214,7 +232,7 @@ def _rent(rest: Mapping[str, Any]) -> float:
         return _number(rest, "usd_hour", None)
     one = meant(rest["on"]) if "on" in rest else None
     if one is None or one.rent is None:
-        raise ConfigError("nothing says what an hour costs: give --usd-hour.", param="usd_hour")
+        raise ConfigError("The price of an hour is unknown: give --usd-hour.", param="usd_hour")
     return one.rent.usd
 
 
@@ -230,12 +248,12 @@ def _number(rest: Mapping[str, Any], name: str, untold: float | None) -> float:
     """A number above 0, or at least what _LEAST says (or `untold`). Raises ConfigError naming the option."""
     value = rest.get(name, untold)
     if value is None:
-        raise ConfigError(f"{_flag(name)} is missing.", param=name)
+        raise ConfigError(f"{_flag(name)} is missing: give a value.", param=name)
     if name in rest and (value < _LEAST[name] if name in _LEAST else value <= 0):
-        least = f"at least {_LEAST[name]:g}" if name in _LEAST else "above 0"
-        raise ConfigError(f"{_flag(name)} {value:g} must be {least}.", param=name)
+        least = f"of at least {_LEAST[name]:g}" if name in _LEAST else "above 0"
+        raise ConfigError(f"{_flag(name)} is {value:g}: give a number {least}.", param=name)
     if name in ("residual", "utilization") and value > 1:
-        raise ConfigError(f"{_flag(name)} {value:g} is above 1: it is a share.", param=name)
+        raise ConfigError(f"{_flag(name)} is {value:g}: give a share of at most 1.", param=name)
     return value
 
 
@@ -256,48 +274,50 @@ def _usd(name: str, words: str, value: float) -> Line:
 
 
 Option = tuple[Callable[[str], Any], str]
-_ON: dict[str, Option] = {"on": (str, "an accelerator of the table: its price, power or memory where none is given")}
+_ON: dict[str, Option] = {
+    "on": (str, "accelerator of the hardware table that provides price, power and memory if not given")
+}
 _LIFE: dict[str, Option] = {
-    "price": (finite, "dollars of the device with its share of the server"),
-    "years": (finite, "years it is used (default: 4)"),
-    "residual": (finite, "share of the price it still brings then (default: 0)"),
-    "upkeep": (finite, "share of the price per year for repair, room and staff (default: 0.05)"),
-    "watts": (finite, "power while in use, the server's share included"),
-    "pue": (finite, "power of the site per power of its machines (default: 1.2)"),
-    "usd_kwh": (finite, "dollars per kWh (default: 0.12)"),
-    "utilization": (finite, "share of all hours in use (default: 1)"),
+    "price": (finite, "price of the device with its share of the server, in dollars"),
+    "years": (finite, "years of use (default: 4)"),
+    "residual": (finite, "resale value after these years, as a share of the price (default: 0)"),
+    "upkeep": (finite, "yearly cost of repair, room and staff, as a share of the price (default: 0.05)"),
+    "watts": (finite, "power in use, with its share of the server"),
+    "pue": (finite, "PUE: power of the site divided by power of its machines (default: 1.2)"),
+    "usd_kwh": (finite, "price of electricity in dollars per kWh (default: 0.12)"),
+    "utilization": (finite, "share of all hours in which the device is used (default: 1)"),
 }
 KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any]], list[Line]]]] = {
     "kv": (
-        "the key-value cache of a model or a shape",
+        "size of the KV cache of a model or a shape",
         {
-            "batch": (whole, "sequences (default: 1)"),
-            "tokens": (whole, "tokens of each (default: 2048)"),
-            "cache_dtype": (str, f"{', '.join(DTYPE_BYTES)} (default: the model's)"),
-            "layers": (whole, "layers, instead of MODEL"),
-            "heads": (whole, "query heads"),
-            "kv_heads": (whole, "key-value heads (default: as many)"),
-            "head_dim": (whole, "size of a head"),
+            "batch": (whole, "number of sequences (default: 1)"),
+            "tokens": (whole, "tokens per sequence (default: 2048)"),
+            "cache_dtype": (str, f"dtype of the cache: {', '.join(DTYPE_BYTES)} (default: the model's)"),
+            "layers": (whole, "number of layers, instead of MODEL"),
+            "heads": (whole, "number of query heads"),
+            "kv_heads": (whole, "number of key-value heads (default: --heads)"),
+            "head_dim": (whole, "dimension of a head"),
             **_ON,
         },
         kv,
     ),
     "cost": (
-        "dollars per token and per request, rented or owned",
+        "cost per token and per request on rented or owned hardware",
         {
-            "usd_hour": (finite, "dollars of an hour of the hardware"),
+            "usd_hour": (finite, "price of one hour of the hardware, in dollars"),
             "tokens_s": (finite, "output tokens per second"),
-            "prefills_min": (finite, "prompts read per minute, if they are counted apart"),
-            "output_tokens": (finite, "tokens of a mean answer"),
+            "prefills_min": (finite, "prompts processed per minute; adds the cost of prompts"),
+            "output_tokens": (finite, "mean tokens per answer"),
             **_LIFE,
             **_ON,
         },
         cost,
     ),
     "energy": (
-        "joules per token, kWh and CO2 per year",
+        "energy per token, energy and CO2 per year",
         {
-            "watts": (finite, "power of the device"),
+            "watts": (finite, "power of the device, in watts"),
             "tokens_s": (finite, "output tokens per second"),
             "pue": _LIFE["pue"],
             "carbon_g_kwh": (finite, "grams of CO2 per kWh (default: 450)"),
@@ -307,8 +327,8 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
         energy,
     ),
     "breakeven": (
-        "renting or owning",
-        {"usd_hour": (finite, "dollars of a rented hour"), **_LIFE, **_ON},
+        "from which utilization buying is cheaper than renting",
+        {"usd_hour": (finite, "price of one rented hour, in dollars"), **_LIFE, **_ON},
         breakeven,
     ),
 }

@@ -1,4 +1,4 @@
-"""Measure steps of this model on this machine and fit the cost model to them, so that predictions are not guesses.
+"""Measure steps of this model on this machine and fit the cost model to them, for accurate predictions.
 
 Runs decode steps, prefills and both together in this process (with --load-format dummy a config.json is enough) and
 writes the factors with their errors, leave-one-out among them, for `ridgeline serve --calibration` and `ridgeline roofline
@@ -44,12 +44,17 @@ class Patience:
 
 def parser() -> Parser:
     found = parser_for("calibrate", __doc__ or "", (ModelConfig, EngineConfig))
-    group = found.add_argument_group("measuring")
-    group.add_argument("--out", metavar="FILE", help="where the calibration goes (default: calibration.json)")
+    group = found.add_argument_group("measurement options")
+    group.add_argument("--out", metavar="FILE", help="file to write (default: calibration.json)")
     group.add_argument(
-        "--repeats", type=whole, metavar="N", help="times each prompt comes after one to warm up (default: 3)"
+        "--repeats", type=whole, metavar="N", help="measurements of each prompt after one warm-up (default: 3)"
     )
-    group.add_argument("--most-tokens", type=whole, metavar="N", help="most tokens of cache a measured shape holds")
+    group.add_argument(
+        "--most-tokens",
+        type=whole,
+        metavar="N",
+        help="most tokens in the KV cache of a measured step (default: by device)",
+    )
     return found
 
 
@@ -60,9 +65,12 @@ def run(given: Given) -> int:
     check_places({"out": out}, "out")
     for name, value in (("repeats", repeats), ("most_tokens", rest.get("most_tokens", 1))):
         if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is below 1.", param=name)
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more.", param=name)
     if "calibration" in given.flags:
-        raise ConfigError("--calibration names what is made here: give its place as --out.", param="calibration")
+        raise ConfigError(
+            "`ridgeline calibrate` writes a calibration and reads none: give --out instead of --calibration.",
+            param="calibration",
+        )
     resolved = read(given)
     spec = read_spec(resolved.model)
     console = Console(stderr=True)

@@ -38,7 +38,7 @@ def facts() -> list[tuple[str, str]]:
         ("memory", f"{bytes_text(machine.host.memory_bytes)}, {bytes_text(machine.host.free_bytes)} free"),
     ]
     for index, gpu in enumerate(machine.gpus):
-        known = "" if gpu.accelerator is not None else " (not in the table)"
+        known = "" if gpu.accelerator is not None else " (not in the hardware table)"
         found.append((f"gpu {index}", f"{gpu.name}{known}, {bytes_text(gpu.memory_bytes)}"))
     found += [(package, _version(package)) for package in PACKAGES]
     for name, value in sorted(os.environ.items()):

@@ -1,10 +1,10 @@
-"""Whether a candidate answers as its reference does: perplexity and drift on fixed texts, questions with known answers, and
-a verdict for CI.
+"""Compare a candidate model with a reference: perplexity and drift on fixed texts, questions with known answers, and limits
+for CI.
 
 REFERENCE and CANDIDATE are model folders, hub names, or addresses (http://...) of servers of the OpenAI API; REFERENCE may
-also be a file that --save-reference wrote. Exit status 1 when a limit is broken. The divergence counts the alternatives
-that both sides told (--top) and takes all other tokens as one: it is a lower bound, near the truth for 20 alternatives.
-Questions (--tasks) are asked through the API; a folder is served for it on a port of this machine.
+also be a file that --save-reference wrote. The exit status is 1 if a limit is broken. The divergence uses the most probable
+tokens that both sides report (--top) and treats all others as one token: it is a lower bound, close to the true value for
+20 tokens. Questions (--tasks) are asked through the API; for that, a model folder is served on a port of this machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.plural import counted
 from ridgeline.core.sampling import MAX_LOGPROBS
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.config import read_model
@@ -47,12 +48,12 @@ _SHOWN = {
     "perplexity": ("perplexity of the candidate", "{:.4f}"),
     "perplexity_change": ("change of perplexity", "{:+.3%}"),
     "kl": ("KL, nats per token", "{:.5f}"),
-    "kl_p99": ("KL of one token in a hundred", "{:.4f}"),
+    "kl_p99": ("KL, 99th percentile", "{:.4f}"),
     "top1": ("same most probable token", "{:.3%}"),
     "logprob_change": ("change of log-probability", "{:+.5f}"),
-    "task_accuracy_reference": ("questions answered rightly by the reference", "{:.2%}"),
-    "task_accuracy": ("questions answered rightly by the candidate", "{:.2%}"),
-    "task_drop": ("drop", "{:+.2%}"),
+    "task_accuracy_reference": ("correct answers of the reference", "{:.2%}"),
+    "task_accuracy": ("correct answers of the candidate", "{:.2%}"),
+    "task_drop": ("loss of correct answers", "{:+.2%}"),
 }
 
 
@@ -61,34 +62,67 @@ def parser() -> Parser:
     found.add_argument("reference", metavar="REFERENCE", help="folder, hub name, address of a server, or stored scores")
     found.add_argument("candidate", metavar="CANDIDATE", nargs="?", help="folder, hub name, or address of a server")
     text = found.add_argument_group("texts")
-    text.add_argument("--text", metavar="FILE", help='a text, or JSON lines with a member "text"')
-    text.add_argument("--window", type=whole, metavar="N", help=f"tokens scored together (default: {WINDOW})")
+    text.add_argument("--text", metavar="FILE", help='text file, or JSON lines with the key "text"')
+    text.add_argument("--window", type=whole, metavar="N", help=f"tokens scored in one sequence (default: {WINDOW})")
     text.add_argument(
-        "--overlap", type=whole, metavar="N", help="tokens of a window that only repeat the last one's end"
+        "--overlap",
+        type=whole,
+        metavar="N",
+        help="tokens at the start of a window that repeat the end of the previous one (default: 0)",
     )
-    text.add_argument("--tasks", metavar="FILE", help="questions with known answers, JSON lines (docs/compression.md)")
     text.add_argument(
-        "--limit-tokens", type=whole, metavar="N", help="stop after the window that reaches so many tokens"
+        "--tasks", metavar="FILE", help="JSON lines with questions and their answers (docs/compression.md)"
     )
-    models = found.add_argument_group("models")
-    models.add_argument("--dtype", metavar="NAME", help="of models in this process: auto, bfloat16, float16 or float32")
-    models.add_argument("--quantization", metavar="NAME", help="number format of a candidate in this process")
-    models.add_argument("--tokenizer", metavar="FOLDER", help="whose tokens are counted (default: the first folder's)")
-    models.add_argument("--reference-model", metavar="NAME", help="the model's name on the reference's server")
-    models.add_argument("--candidate-model", metavar="NAME", help="the model's name on the candidate's server")
-    models.add_argument("--reference-key-env", metavar="NAME", help="variable with the reference server's API key")
-    models.add_argument("--candidate-key-env", metavar="NAME", help="variable with the candidate server's API key")
-    models.add_argument("--top", type=whole, metavar="N", help=f"alternatives per token (default: {MAX_LOGPROBS})")
-    models.add_argument(
-        "--save-reference", metavar="FILE", help="keep the reference's scores; CANDIDATE may be left out"
+    text.add_argument(
+        "--limit-tokens",
+        type=whole,
+        metavar="N",
+        help="stop after the window in which this number of tokens is reached",
     )
+    _add_models(found)
     limits = found.add_argument_group("limits")
     for name, (figure, side) in LIMITS.items():
         words = f"fail if {figure} is {'above' if side == 'most' else 'below'} this"
         limits.add_argument(f"--{name.replace('_', '-')}", type=finite, metavar="X", help=words)
     found.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
-    found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
+    found.add_argument("--out", metavar="FILE", help="also write the JSON to a file")
     return found
+
+
+def _add_models(parser: Parser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--dtype", metavar="NAME", help="dtype of models that run in this process: auto, bfloat16, float16 or float32"
+    )
+    models.add_argument("--quantization", metavar="NAME", help="number format of a candidate that runs in this process")
+    models.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="model folder whose tokenizer is used (default: the first model folder given)",
+    )
+    models.add_argument(
+        "--reference-model", metavar="NAME", help="name of the model on the reference server (default: its first model)"
+    )
+    models.add_argument(
+        "--candidate-model", metavar="NAME", help="name of the model on the candidate server (default: its first model)"
+    )
+    models.add_argument(
+        "--reference-key-env", metavar="NAME", help="environment variable with the API key of the reference server"
+    )
+    models.add_argument(
+        "--candidate-key-env", metavar="NAME", help="environment variable with the API key of the candidate server"
+    )
+    models.add_argument(
+        "--top",
+        type=whole,
+        metavar="N",
+        help=f"most probable tokens compared at each position (default: {MAX_LOGPROBS})",
+    )
+    models.add_argument(
+        "--save-reference",
+        metavar="FILE",
+        help="write the scores of the reference to a file; CANDIDATE may be left out",
+    )
 
 
 def run(given: Given) -> int:
@@ -96,14 +130,14 @@ def run(given: Given) -> int:
     candidate, save = rest.get("candidate"), rest.get("save_reference")
     check_places(rest, "out", "save_reference")
     if candidate is None and save is None:
-        raise ConfigError("there is nothing to compare with: name a CANDIDATE, or give --save-reference FILE.")
+        raise ConfigError("There is no candidate to compare: give CANDIDATE or --save-reference FILE.")
     top = rest.get("top", MAX_LOGPROBS)
     if not 1 <= top <= MAX_LOGPROBS:
         raise ConfigError(f"--top is {top}: give a whole number from 1 to {MAX_LOGPROBS}.", param="top")
     questions = read_tasks(Path(rest["tasks"])) if "tasks" in rest and candidate is not None else []
     limits = {name: rest[name] for name in LIMITS if name in rest}
     if candidate is None and limits:
-        raise ConfigError("limits are held against a CANDIDATE: name one.", param=next(iter(limits)))
+        raise ConfigError("Limits need a candidate: give CANDIDATE.", param=next(iter(limits)))
     sides = Sides(given, rest)
     check_limits(limits, texts=sides.has_texts, tasks=bool(questions), drop=not sides.is_stored)
     sides.reach()
@@ -160,16 +194,20 @@ class Sides:
             if rest[name] < least:
                 raise ConfigError(f"{flag} is {rest[name]}: give {least} or more.", param=name)
             if "text" not in rest and self._stored is None:
-                raise ConfigError(f"{flag} is about texts: give --text FILE.", param=name)
+                raise ConfigError(f"{flag} applies to texts: give --text FILE.", param=name)
         for side in ("reference", "candidate"):
             for name in (f"{side}_model", f"{side}_key_env"):
                 if name in rest and not str(rest.get(side)).startswith(_SCHEMES):
                     raise ConfigError(
-                        f"--{name.replace('_', '-')} is about a server, and {side.upper()} is none.", param=name
+                        f"--{name.replace('_', '-')} applies to a server, and {side.upper()} is not a URL: leave it out.",
+                        param=name,
                     )
             variable = rest.get(f"{side}_key_env")
             if variable is not None and not os.environ.get(variable):
-                raise ConfigError(f"the environment has no variable {variable!r} with a key.", param=f"{side}_key_env")
+                raise ConfigError(
+                    f"The environment variable {variable} is not set: set it to the API key of the server.",
+                    param=f"{side}_key_env",
+                )
 
     def reach(self) -> None:
         """Raise ConfigError for a server that does not answer, before a model is loaded to be compared with it."""
@@ -207,14 +245,17 @@ class Sides:
         rest = self._rest
         if "text" not in rest:
             if self._stored is None:
-                raise ConfigError("there is nothing to ask: give --text FILE or --tasks FILE.", param="text")
+                raise ConfigError("There is nothing to compare: give --text FILE or --tasks FILE.", param="text")
             return self._stored.windows()
         longest = rest.get("window", WINDOW)
         for side in ("reference", "candidate"):
             with suppress(_NotHere):
                 most = read_model(self._folder(side))[0].max_len - 1
                 if "window" in rest and longest > most:
-                    raise ConfigError(f"--window is {longest}: the model has room for {most}.", param="window")
+                    raise ConfigError(
+                        f"--window is {longest}: give at most {most}, what fits into the context of the model.",
+                        param="window",
+                    )
                 longest = min(longest, most)
         texts = read_texts(Path(rest["text"]))
         tokenizer = self.tokenizer
@@ -222,7 +263,9 @@ class Sides:
             texts, lambda one: tokenizer.encode(one, add_special_tokens=True), longest, rest.get("overlap", 0)
         )
         if not found:
-            raise ConfigError(f"{rest['text']} has no token that another one follows: give more text.", param="text")
+            raise ConfigError(
+                f"--text {rest['text']} is too short to score: give a text of at least 2 tokens.", param="text"
+            )
         kept, tokens = [], 0
         for one in found:
             if tokens < rest.get("limit_tokens", 1 << 60):
@@ -278,7 +321,9 @@ class Sides:
         for side in ("reference", "candidate"):
             with suppress(_NotHere):
                 return self._folder(side)
-        raise ConfigError("no model folder says what the tokens are: give --tokenizer FOLDER.", param="tokenizer")
+        raise ConfigError(
+            "The tokenizer is unknown, because no model folder is given: give --tokenizer FOLDER.", param="tokenizer"
+        )
 
 
 class _NotHere(Exception):
@@ -296,16 +341,18 @@ def show(console: Console, found: Found, checks: list[Check]) -> None:
         table.add_row(words, form.format(one.value + 0.0), f"[dim]{interval}[/dim]")  # nothing is not less than nothing
     console.print(table)
     if drift is not None:
-        console.print(f"[dim]{drift.tokens} tokens of {drift.documents} documents; 95 % intervals over documents[/dim]")
+        console.print(
+            f"[dim]{counted(drift.tokens, 'token')} of {counted(drift.documents, 'document')}; 95 % intervals over documents[/dim]"
+        )
     if tasks is not None:
         rows = (
             f"{name} {after}/{asked}" if before is None else f"{name} {before} to {after} of {asked}"
             for name, (asked, before, after) in tasks.by_task.items()
         )
-        console.print(f"[dim]{tasks.asked} questions: {', '.join(rows)}[/dim]", highlight=False)
+        console.print(f"[dim]{counted(tasks.asked, 'question')}: {', '.join(rows)}[/dim]", highlight=False)
     for check in checks:
         word = "[green]kept[/green]" if check.passed else "[red]broken[/red]"
         known = figures[LIMITS[check.limit][0]].low is not None
-        doubt = " [dim](the interval crosses it)[/dim]" if known and not check.certain else ""
+        doubt = " [dim](uncertain: the limit is inside the interval)[/dim]" if known and not check.certain else ""
         flag = escape(f"--{check.limit.replace('_', '-')} {check.bound:g}")
         console.print(f"{word}  {flag}: {check.value:.5g}{doubt}", highlight=False)

@@ -1,11 +1,12 @@
 """Make a model smaller: quantize or prune it, layer by layer, into a folder that other engines read too.
 
-MODEL is a folder or a hub name in floating point. The folder that --out names appears when it is whole, with a card of size,
-memory, speed, perplexity, drift and tasks before and after; an interrupted run goes on where it stopped when it is started
-again. For speed and tasks both models are served, one after the other, on a port of this machine.
+MODEL is a folder or a hub name of an unquantized model. The folder of --out appears when it is complete. It contains a card
+with size, memory, speed, perplexity, drift and tasks before and after. An interrupted run continues when the same command is
+started again. To measure speed and tasks, both models are served on a port of this machine, one after the other.
 
---tune TEXTS trains what the recipe made on the original's distributions before it is written: grids that round to nearest
-(rtn-int3-g128), pruned weights, smaller shapes. That holds both models in memory, one of them with an optimizer's state.
+--tune FILE trains the compressed model on the output distributions of the original before it is written. This works for
+round-to-nearest grids (rtn-int3-g128), pruned weights and smaller shapes. Both models are in memory then, one of them with
+the state of an optimizer.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ridgeline.compress.tuned import (
 )
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.plural import counted
 from ridgeline.core.resolve import resolve
 from ridgeline.hardware.probe import probe
 from ridgeline.models.hub import resolve_model, shipped_model
@@ -60,39 +62,54 @@ SPEED_PROMPT = 64
 
 def parser() -> Parser:
     found = parser_for("compress", __doc__ or "", ())
-    found.add_argument("--recipe", metavar="NAME", help="what to do; --recipe help lists them")
-    found.add_argument("--out", metavar="FOLDER", help="where the smaller model goes; it must not exist")
-    found.add_argument("--device", metavar="NAME", help="where layers run: auto, cpu or cuda (default: auto)")
+    found.add_argument("--recipe", metavar="NAME", help="compression recipe; --recipe help lists examples")
+    found.add_argument("--out", metavar="FOLDER", help="folder for the compressed model; it must not exist")
+    found.add_argument("--device", metavar="NAME", help="device for the computation: auto, cpu or cuda (default: auto)")
     texts = found.add_argument_group("texts")
     texts.add_argument(
         "--calibration",
         dest="sample",
         metavar="FILE",
-        help='a text, or JSON lines with "text" (default: a sample of ours)',
+        help='calibration texts: text file, or JSON lines with the key "text" (default: a shipped sample)',
+    )
+    texts.add_argument("--calibration-tokens", type=whole, metavar="N", help=f"calibration tokens (default: {TOKENS})")
+    texts.add_argument("--length", type=whole, metavar="N", help=f"tokens per row (default: {LENGTH})")
+    texts.add_argument(
+        "--text", metavar="FILE", help="texts to measure drift on (default: every fourth calibration text)"
     )
     texts.add_argument(
-        "--calibration-tokens", type=whole, metavar="N", help=f"tokens to calibrate with (default: {TOKENS})"
+        "--judged-tokens", type=whole, metavar="N", help=f"tokens to measure drift on, 0: none (default: {JUDGED})"
     )
-    texts.add_argument("--length", type=whole, metavar="N", help=f"tokens of a row (default: {LENGTH})")
-    texts.add_argument("--text", metavar="FILE", help="texts to judge by (default: every fourth of the calibration's)")
-    texts.add_argument(
-        "--judged-tokens", type=whole, metavar="N", help=f"tokens to judge by, 0: none (default: {JUDGED})"
-    )
-    trained = found.add_argument_group("trained")
-    trained.add_argument("--tune", metavar="FILE", help="texts to train on afterwards; without it nothing is trained")
-    trained.add_argument("--tune-steps", type=whole, metavar="N", help=f"steps (default: {STEPS}, or {PASSES} passes)")
+    trained = found.add_argument_group("training")
     trained.add_argument(
-        "--tune-rows", type=whole, metavar="N", help=f"rows of --length tokens in a step (default: {ROWS})"
+        "--tune", metavar="FILE", help="texts for training after the compression (default: no training)"
     )
     trained.add_argument(
-        "--tune-rate", type=finite, metavar="X", help=f"step size (default: {RATE}; {GRID_RATE} for rounded weights)"
+        "--tune-steps",
+        type=whole,
+        metavar="N",
+        help=f"training steps (default: {STEPS}, or {PASSES} passes over the texts)",
     )
-    served = found.add_argument_group("served")
+    trained.add_argument(
+        "--tune-rows", type=whole, metavar="N", help=f"rows of --length tokens per step (default: {ROWS})"
+    )
+    trained.add_argument(
+        "--tune-rate",
+        type=finite,
+        metavar="X",
+        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights)",
+    )
+    served = found.add_argument_group("measurement")
     served.add_argument(
-        "--tasks", metavar="FILE", help="questions with known answers, or none (default: ours, for the shipped model)"
+        "--tasks",
+        metavar="FILE",
+        help="JSON lines with questions and their answers, or none (default: shipped questions for the shipped model)",
     )
     served.add_argument(
-        "--speed-tokens", type=whole, metavar="N", help=f"tokens of the timed answer, 0: none (default: {SPEED_TOKENS})"
+        "--speed-tokens",
+        type=whole,
+        metavar="N",
+        help=f"tokens per answer when speed is measured, 0: no measurement (default: {SPEED_TOKENS})",
     )
     return found
 
@@ -102,7 +119,7 @@ def run(given: Given) -> int:
     if rest.get("recipe") in (None, "help"):
         return _recipes(asked="recipe" in rest)
     if "out" not in rest:
-        raise ConfigError("there is no place for the result: give --out FOLDER.", param="out")
+        raise ConfigError("The folder for the result is missing: give --out FOLDER.", param="out")
     check_places(rest, "out", folder=True)
     out = Path(rest["out"])
     source = Checkpoint(resolve_model(ModelConfig(model=given.flags.get("model", ""))))
@@ -126,7 +143,7 @@ def run(given: Given) -> int:
             drift = _judge(pair, texts, stages, device)
             served = _serve(pair, device, _Asked(texts.prompt, tokens, questions), stages)
         except KeyboardInterrupt:
-            console.print("stopped; the same command goes on behind what is done", highlight=False)
+            console.print("stopped; run the same command again to continue", highlight=False)
             raise
         trained = _trained(job, tuning, rest["tune"]) if tuning and isinstance(job, TunedJob) else None
         found = card(recipe, pair, texts.said, drift, served, trained)
@@ -150,11 +167,11 @@ def _check_counts(rest: dict[str, Any], longest: int) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {rest[name]}: give {words}.", param=name)
     length = rest.get("length", min(LENGTH, longest))
     if length < 64:
-        raise ConfigError(f"--length is {length}: rows of fewer than 64 tokens say too little.", param="length")
-    if length > longest:
         raise ConfigError(
-            f"--length is {length}, more than the model's context of {longest} tokens: lower it.", param="length"
+            f"--length is {length}: give 64 or more, because shorter rows calibrate poorly.", param="length"
         )
+    if length > longest:
+        raise ConfigError(f"--length is {length}: give at most {longest}, the context of the model.", param="length")
 
 
 def _device(wanted: str) -> torch.device:
@@ -162,7 +179,7 @@ def _device(wanted: str) -> torch.device:
     if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device is {wanted!r}: give auto, cpu or cuda.", param="device")
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but torch sees no GPU here: use --device cpu.", param="device")
+        raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -191,7 +208,7 @@ class Texts:
         self.rows = calibration_rows(given, encode, length, tokens)
         self.windows = judging_windows(judging, encode, length, rest.get("judged_tokens", JUDGED))
         self.prompt = encode(judging[0])[:SPEED_PROMPT]
-        name = path.name if "sample" in rest else "the sample that comes with ridgeline"
+        name = path.name if "sample" in rest else "the shipped sample"
         self.said = {"texts": name, "tokens": sum(map(len, self.rows)), "length": length}
 
 
@@ -199,7 +216,7 @@ def _tuning(source: Checkpoint, recipe: Recipe, length: int, rest: dict[str, Any
     """What is trained on, if anything is."""
     if "tune" not in rest:
         if odd := next((name for name in ("tune_steps", "tune_rows", "tune_rate") if name in rest), None):
-            raise ConfigError(f"--{odd.replace('_', '-')} needs texts to train on: give --tune FILE.", param=odd)
+            raise ConfigError(f"--{odd.replace('_', '-')} applies to training: give --tune FILE.", param=odd)
         return None
     tokenizer = Tokenizer.load(source.folder)
     ids = [one for text in read_texts(Path(rest["tune"])) for one in tokenizer.encode(text, add_special_tokens=True)]
@@ -245,7 +262,7 @@ def _serve(pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _As
                     rates.append(decode_rate(endpoint, asked.prompt, asked.tokens))
                 right.append(ask(endpoint, asked.questions, stages))
     except RidgelineError as error:
-        print(f"ridgeline: speed and tasks are left out, as serving failed: {error.message}", file=sys.stderr)
+        print(f"ridgeline: Speed and tasks are not measured, because serving failed: {error.message}", file=sys.stderr)
         return None
     speed = (rates[0], rates[1]) if asked.tokens else None
     tally = count(asked.questions, right[1], right[0]) if asked.questions else None
@@ -255,10 +272,15 @@ def _serve(pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _As
 def _recipes(*, asked: bool) -> int:
     width = max(map(len, EXAMPLES))
     lines = [f"  {name:{width}}  {text}" for name, text in EXAMPLES.items()]
-    lines = ["recipes:", *lines, "", "Other bits (3, 4, 8), groups (g32, g64, channel), shares and patterns go alike."]
+    lines = [
+        "recipes:",
+        *lines,
+        "",
+        "Other bits (3, 4, 8), groups (g32, g64, channel), shares and patterns are named in the same way.",
+    ]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     if not asked:
-        raise ConfigError("there is no recipe: give --recipe NAME.", param="recipe")
+        raise ConfigError("The recipe is missing: give --recipe NAME.", param="recipe")
     return 0
 
 
@@ -276,9 +298,9 @@ def _show(console: Console, found: dict[str, Any], out: Path) -> None:
         table.add_row("same most probable token", "", f"{quality['top1']['value']:.2%}")
     if (speed := found["speed"]) is not None:
         before, after = (f"{speed['tok_s'][when]:,.1f}" for when in ("before", "after"))
-        table.add_row("tokens per second, one request", before, after)
+        table.add_row("tokens/s of one request", before, after)
     if (tasks := found["tasks"]) is not None:
         before, after = (f"{tasks[name]['value']:.1%}" for name in ("task_accuracy_reference", "task_accuracy"))
-        table.add_row(f"right answers to {tasks['questions']} questions", before, after)
+        table.add_row(f"correct answers to {counted(tasks['questions'], 'question')}", before, after)
     console.print(table)
     console.print(f"\n[dim]written to {out}[/dim]", highlight=False)

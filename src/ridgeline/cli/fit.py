@@ -1,6 +1,6 @@
-"""What of a model fits into this machine (or another one), before any weight is read, and the command that works.
+"""Check whether a model fits into this machine (or another one), and print the command that works.
 
-Reads config.json alone. Exit status 1 when the model does not fit.
+Reads only config.json. The exit status is 1 if the model does not fit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
@@ -32,8 +33,12 @@ from ridgeline.models.hub import resolve_model
 
 def parser() -> Parser:
     found = parser_for("fit", __doc__ or "", (ModelConfig, EngineConfig))
-    found.add_argument("--on", metavar="NAME", help="plan for this accelerator of the table (H100, L4, ...) instead")
-    found.add_argument("--memory", metavar="N", help="plan for a device with this many bytes (24G)")
+    found.add_argument(
+        "--on",
+        metavar="NAME",
+        help="accelerator of the hardware table to plan for (H100, L4, ...; default: this machine)",
+    )
+    found.add_argument("--memory", metavar="N", help="memory of the device to plan for, in bytes (24G)")
     return found
 
 
@@ -66,13 +71,16 @@ def run(given: Given) -> int:
 
 def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
     heads = "+".join(dict.fromkeys(f"{one.n_heads}/{one.n_kv_heads}" for one in spec.layers))
-    table.add_row("model", f"{spec.architecture}, {len(spec.layers)} layers of {spec.d_model}, heads {heads}")
+    table.add_row(
+        "model",
+        f"{spec.architecture}, {counted(len(spec.layers), 'layer')} of width {spec.d_model}, query/KV heads {heads}",
+    )
     table.add_row("parameters", count_text(spec.params))
     table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {spec.dtype}")
     windows = sorted({one.window for one in spec.layers if one.window is not None})
     note = f" (some layers keep the last {', '.join(map(str, windows))} tokens)" if windows else ""
     table.add_row("KV per token", bytes_text(spec.kv_bytes_per_token()) + note)
-    table.add_row("context", f"{spec.max_len} tokens, {bytes_text(spec.kv_bytes(spec.max_len))} of KV when full")
+    table.add_row("context", f"{spec.max_len} tokens, {bytes_text(spec.kv_bytes(spec.max_len))} of KV cache when full")
     free = f", {bytes_text(device.free_bytes)} free" if device.free_bytes != device.memory_bytes else ""
     table.add_row("device", f"{device.name}, {bytes_text(device.memory_bytes)}{free}")
 
@@ -86,11 +94,12 @@ def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | 
 
 
 def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:
-    table.add_row("may be used", bytes_text(plan.usable_bytes))
+    table.add_row("usable memory", bytes_text(plan.usable_bytes))
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
-    blocks = f"{plan.n_pages} blocks of {plan.page_tokens} tokens"
+    blocks = f"{counted(plan.n_pages, 'block')} of {counted(plan.page_tokens, 'token')}"
     table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")
-    table.add_row("at once", f"{plan.sequences} sequences of {plan.max_len} tokens, at most {plan.max_rows} requests")
+    full = counted(plan.sequences, "sequence")
+    table.add_row("concurrency", f"{full} of {plan.max_len} tokens, at most {counted(plan.max_rows, 'request')}")
     if cost is not None:
         word = "calibrated" if cost.calibrated else "uncalibrated"
         table.add_row(
@@ -104,17 +113,19 @@ def _device(given: Given, wanted: str) -> Device:
     device = probe().device(wanted)
     if name is None and wanted == "cuda" and device.kind == "cpu":
         raise ConfigError(
-            "device is cuda, but there is no GPU here: name one with --on, as in --on h100.", param="device"
+            "--device is cuda, but this machine has no GPU: give one with --on, as in --on h100.", param="device"
         )
     if name is not None:
         row = meant(name)
         kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
         if wanted not in ("auto", kind):
-            raise ConfigError(f"--on names {row.name}, but device is {wanted}: leave one of them out.", param="device")
+            raise ConfigError(
+                f"--on {row.name} and --device {wanted} contradict each other: leave one of them out.", param="device"
+            )
         device = Device(kind, row.name, row.memory_bytes, row.memory_bytes)
     if memory is not None:
         count = parse("memory", memory, (int, False), "flag")
         if count < 1:
-            raise ConfigError(f"--memory {memory} must be above 0.", param="memory")
+            raise ConfigError(f"--memory is {memory}: give a number of bytes above 0.", param="memory")
         device = Device(device.kind, device.name, count, count)
     return device

@@ -25,7 +25,7 @@ _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _EPILOG = (
     "Whole numbers may end in k, m, g (powers of 1000) or K, M, G (powers of 1024). Every option can also be set by the "
     f"environment ({ENVIRONMENT}MAX_MODEL_LEN=8K) or in a file (--config); flags win over the environment, the "
-    "environment over the file. --help=WORD shows the options that speak of WORD."
+    "environment over the file. --help=WORD shows the options whose help mentions WORD."
 )
 
 
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are ConfigErrors, so that every mistake ends in the same way."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `{self.prog} --help` shows what there is.")
+        raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
 
 def whole(text: str) -> int:
@@ -61,7 +61,7 @@ def finite(text: str) -> float:
             return value
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
 
 
 def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool = True) -> Parser:
@@ -114,7 +114,7 @@ def read_flags(parser: Parser, argv: Sequence[str]) -> Given:
     model = getattr(space, "given_model", None)
     if model is not None:
         if given.get("model", model) != model:
-            raise ConfigError(f"two models are named, {model!r} and {given['model']!r}: keep one.", param="model")
+            raise ConfigError(f"Two models are given, {model!r} and {given['model']!r}: keep one.", param="model")
         given["model"] = model
     config = getattr(space, "config", None)
     rest = {name: value for name, value in vars(space).items() if name not in (*known, "given_model", "config")}
@@ -133,7 +133,7 @@ def search_help(parser: Parser, word: str) -> str:
     if found:
         return formatter.format_help()
     near = difflib.get_close_matches(word, [name.strip("-") for name in _names(parser)], n=3, cutoff=0.5)
-    return f"no option speaks of {word!r}" + (f"; near it: {', '.join(near)}\n" if near else "\n")
+    return f"No option mentions {word!r}." + (f" Similar options: {', '.join(near)}.\n" if near else "\n")
 
 
 def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> None:
@@ -148,11 +148,11 @@ def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> 
             above = above.parent
         flag = f"--{name.replace('_', '-')} {given}"
         if not folder and place.is_dir():
-            raise ConfigError(f"{flag} is a folder: name a file.", param=name)
+            raise ConfigError(f"{flag} is a folder: give the name of a file.", param=name)
         if folder and place.is_dir() and os.access(place, os.R_OK) and any(place.iterdir()):
-            raise ConfigError(f"{flag} holds files already: name a folder that does not exist yet.", param=name)
+            raise ConfigError(f"{flag} is not empty: give a folder that does not exist yet.", param=name)
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise ConfigError(f"{flag} cannot be written: {above} is no folder that may be written to.", param=name)
+            raise ConfigError(f"{flag} cannot be written: {above} is not a writable folder.", param=name)
 
 
 def _dashed(word: str) -> str:
@@ -179,8 +179,9 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def _unknown(parser: Parser, word: str) -> ConfigError:
     name = word.partition("=")[0]
     near = difflib.get_close_matches(name, _names(parser), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` shows what there is."
-    return ConfigError(f"there is no {name!r}: {hint}")
+    hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists the options."
+    what = "option" if name.startswith("-") else "argument"
+    return ConfigError(f"Unknown {what} {name!r}: {hint}")
 
 
 def _default_words(default: Any) -> str:
@@ -200,9 +201,7 @@ def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         if name == "stop":
-            group.add_argument(
-                flag, action="append", metavar="TEXT", help="text that ends the answer; may be given again"
-            )
+            group.add_argument(flag, action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
         else:
             number = finite if types[name] is float else whole
             group.add_argument(flag, type=number, metavar="X" if number is finite else "N")

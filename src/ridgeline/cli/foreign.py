@@ -19,23 +19,23 @@ class Foreign:
     asked: bool = True
 
 
-_ONE = Foreign("a server runs on one device; start one for each", ("1",))
-_LOGS = Foreign("requests are counted, and never logged")
-_TEMPLATE = "the chat template says how a model writes its calls and thoughts"
+_ONE = Foreign("a server runs on one device, so start one server per device", ("1",))
+_LOGS = Foreign("requests are counted and never logged")
+_TEMPLATE = "the chat template defines the format of tool calls and reasoning"
 FOREIGN: Mapping[str, Foreign] = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE),
     **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _LOGS),
-    "--trust-remote-code": Foreign("no code of a model's folder is ever run, and a model that needs some is refused"),
+    "--trust-remote-code": Foreign("code in a model folder is never executed, and a model that needs it is refused"),
     "--enable-chunked-prefill": Foreign("long prompts always run in chunks"),
     "--no-enable-chunked-prefill": Foreign("long prompts always run in chunks", asked=False),
-    "--kv-cache-dtype": Foreign("the cache holds the model's own dtype", ("auto",)),
-    "--scheduling-policy": Foreign("requests run by priority, and of equal priority by arrival", ("priority", "fcfs")),
-    "--swap-space": Foreign("what gives way is computed again, and never swapped", None),
+    "--kv-cache-dtype": Foreign("the KV cache has the dtype of the model", ("auto",)),
+    "--scheduling-policy": Foreign("requests run in the order of priority and arrival", ("priority", "fcfs")),
+    "--swap-space": Foreign("preempted requests are recomputed, never swapped", None),
     "--enable-auto-tool-choice": Foreign(_TEMPLATE),
     "--tool-call-parser": Foreign(_TEMPLATE, None),
     "--reasoning-parser": Foreign(_TEMPLATE, None),
-    "--enable-lora": Foreign("adapters are not served; merge them into the weights", asked=False),
+    "--enable-lora": Foreign("merge the adapter into the weights", asked=False),
 }
 
 
@@ -52,5 +52,5 @@ def without_foreign(words: Sequence[str], own: Sequence[str], notes: list[str]) 
         if found.values != () and not equals:
             value = next(rest, "")
         if not found.asked or (found.values and value not in found.values):
-            raise ConfigError(f"{' '.join(filter(None, (name, value)))}: {found.said}.")
+            raise ConfigError(f"{' '.join(filter(None, (name, value)))} is not supported: {found.said}.")
         notes.append(f"{name} is not needed: {found.said}.")

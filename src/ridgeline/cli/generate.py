@@ -1,4 +1,4 @@
-"""Complete prompts in this process, without a server: --prompt TEXT (again and again), --file FILE with one per line, or
+"""Complete prompts in this process, without a server: --prompt TEXT (may be repeated), --file FILE with one per line, or
 one prompt from standard input. Text goes to standard output, everything else to standard error.
 """
 
@@ -18,13 +18,14 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.llm import LLM, Completion
 
 
 def parser() -> Parser:
     found = parser_for("generate", __doc__ or "", (ModelConfig, EngineConfig))
-    found.add_argument("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; may be given again")
+    found.add_argument("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; may be repeated")
     found.add_argument("--file", metavar="FILE", help="file with one prompt per line")
     found.add_argument("--chat", action="store_true", default=False, help="send each prompt as a user's message")
     found.add_argument("--json", action="store_true", default=False, help="print one JSON object per prompt")
@@ -52,7 +53,9 @@ def run(given: Given) -> int:
     for prompt, completion in zip(prompts, found, strict=True):
         _show(prompt, completion, as_json=given.rest.json, several=len(prompts) > 1)
     tokens = sum(len(choice.token_ids) for completion in found for choice in completion.choices)
-    console.print(f"[dim]{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s[/dim]", highlight=False)
+    console.print(
+        f"[dim]{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s[/dim]", highlight=False
+    )
     failed = [choice.error for completion in found for choice in completion.choices if choice.error]
     for error in dict.fromkeys(failed):
         print(f"ridgeline: {error}", file=sys.stderr)
@@ -68,11 +71,11 @@ def _prompts(given: Given) -> list[str]:
         if not prompts and not sys.stdin.isatty():
             prompts = [sys.stdin.read().rstrip("\n")]
     except OSError as error:
-        raise ConfigError(f"the file of prompts {file} cannot be read: {error.strerror}.", param="file") from None
+        raise ConfigError(f"Cannot read the prompts of --file {file}: {error.strerror}.", param="file") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file or 'standard input'} is no text in UTF-8 ({error}).", param="file") from None
+        raise ConfigError(f"{file or 'Standard input'} is not UTF-8 text ({error}).", param="file") from None
     if not any(prompts):
-        raise ConfigError("there is no prompt: give --prompt TEXT, --file FILE, or text on standard input.")
+        raise ConfigError("No prompt is given: use --prompt TEXT, --file FILE or standard input.")
     return prompts
 
 

@@ -1,7 +1,7 @@
-"""How fast a model gets step by step, and what each step costs: eager operations, compiled ones (CUDA graphs on a GPU), int8,
-int4, speculation. Tokens per second of one request, bytes of weights, and drift from the first rung on the same texts.
+"""Measure a model in steps (rungs), each faster than the last: eager operations, compiled ones (CUDA graphs on a GPU), int8,
+int4, speculation. Reports tokens per second of one request, bytes of weights, and drift from the first rung on the same texts.
 
-Each rung is served and measured alone, in this process; let the machine be quiet. On a CPU eager is plain PyTorch.
+Each rung runs alone in this process; run nothing else on the machine. On a CPU, eager means plain PyTorch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ridgeline.cli.show import Stages, bytes_text
 from ridgeline.compress.texts import default_calibration, judging_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.sampling import MAX_LOGPROBS
 from ridgeline.engine.drafting import weigh
 from ridgeline.hardware.probe import probe
@@ -37,11 +38,11 @@ from ridgeline.text.tokenizer import Tokenizer
 
 TOKENS = {"prompts": 8, "prompt-tokens": 128, "answer-tokens": 128, "repeats": 3, "judged-tokens": 8192}
 _WORDS = {
-    "prompts": "beginnings of texts that are answered",
-    "prompt-tokens": "tokens of each",
-    "answer-tokens": "tokens of each answer",
-    "repeats": "times that each is answered",
-    "judged-tokens": "tokens that drift is measured on",
+    "prompts": "number of prompts, each the beginning of a text",
+    "prompt-tokens": "tokens per prompt",
+    "answer-tokens": "tokens per answer",
+    "repeats": "answers to each prompt",
+    "judged-tokens": "tokens to measure drift on",
 }
 FORMATS = "int8,int4"
 LONGEST = 512
@@ -51,14 +52,16 @@ ROWS = 16
 
 def parser() -> Parser:
     found = parser_for("ladder", __doc__ or "", (EngineConfig,))
-    found.add_argument("--dtype", metavar="NAME", help="of the plain rungs: auto, bfloat16, float16 or float32")
-    found.add_argument("--formats", metavar="NAMES", help=f"number formats to climb through (default: {FORMATS})")
-    found.add_argument("--text", metavar="FILE", help="texts to begin answers with and to judge by (default: ours)")
+    found.add_argument(
+        "--dtype", metavar="NAME", help="dtype of the unquantized rungs: auto, bfloat16, float16 or float32"
+    )
+    found.add_argument("--formats", metavar="NAMES", help=f"number formats of the quantized rungs (default: {FORMATS})")
+    found.add_argument("--text", metavar="FILE", help="texts for prompts and drift (default: shipped texts)")
     for name, default in TOKENS.items():
         found.add_argument(f"--{name}", type=whole, metavar="N", help=f"{_WORDS[name]} (default: {default})")
     found.add_argument("--json", action="store_true", default=False, help="print a JSON list instead of a table")
-    found.add_argument("--out", metavar="FILE", help="write that JSON to a file too")
-    found.add_argument("--plot", metavar="FILE", help="write an SVG of speed over size")
+    found.add_argument("--out", metavar="FILE", help="also write the JSON to a file")
+    found.add_argument("--plot", metavar="FILE", help="write a chart of speed over size as SVG")
     return found
 
 
@@ -66,15 +69,17 @@ def run(given: Given) -> int:
     rest, resolved = vars(given.rest), read(given)
     check_places(rest, "out", "plot")
     if "enforce_eager" in given.flags:
-        raise ConfigError("the rungs say what is eager: leave --enforce-eager out.", param="enforce_eager")
+        raise ConfigError("The first rung is always eager: leave --enforce-eager out.", param="enforce_eager")
     counts = {name: _count(name, rest.get(name.replace("-", "_"), default)) for name, default in TOKENS.items()}
     folder = resolve_model(resolved.model)
     checkpoint = read_model(folder)[0]
     if checkpoint.quantization:
-        raise ConfigError(f"{folder} holds {checkpoint.quantization} already: name the model it was made of.")
+        raise ConfigError(
+            f"The checkpoint {folder} is already quantized ({checkpoint.quantization}): give the unquantized model."
+        )
     task = _task(folder, Path(rest["text"]) if "text" in rest else None, counts, checkpoint.max_len)
     if "prompts" in rest and len(task.prompts) < counts["prompts"]:
-        few = f"the texts have {len(task.prompts)} beginnings of {counts['prompt-tokens']} tokens"
+        few = f"The texts give {counted(len(task.prompts), 'prompt')} of {counted(counts['prompt-tokens'], 'token')}"
         raise ConfigError(f"{few}: lower --prompts, or give another --text.", param="prompts")
     longest = max(len(task.prompts[0]) + task.tokens, *(len(one.ids) for one in task.windows)) + 1
     model = replace(resolved.model, max_model_len=min(longest, checkpoint.max_len), quantization="")
@@ -98,8 +103,9 @@ def run(given: Given) -> int:
 
 
 def _count(name: str, value: int) -> int:
-    if value < (2 if name == "answer-tokens" else 1):
-        raise ConfigError(f"--{name} is {value}: that leaves nothing to measure.", param=name)
+    least = 2 if name == "answer-tokens" else 1
+    if value < least:
+        raise ConfigError(f"--{name} is {value}: give {least} or more.", param=name)
     return value
 
 
@@ -113,11 +119,15 @@ def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int)
     texts = split(read_texts(default_calibration()))[1] if path is None else read_texts(path)
     given, answered = counts["prompt-tokens"], counts["answer-tokens"]
     if given + answered >= max_len:
-        raise ConfigError(f"{given} + {answered} tokens do not fit {max_len} of context: lower --prompt-tokens.")
+        raise ConfigError(
+            f"{given} prompt tokens and {answered} answer tokens exceed the context of {max_len}: lower --prompt-tokens."
+        )
     begun = (tuple(encode(text)[:given]) for text in texts)
     prompts = [one for one in begun if len(one) == given][: counts["prompts"]]
     if not prompts:
-        raise ConfigError(f"no text has {given} tokens: lower --prompt-tokens, or give another --text.", param="text")
+        raise ConfigError(
+            f"No text has {counted(given, 'token')}: lower --prompt-tokens, or give another --text.", param="text"
+        )
     windows = judging_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
     return Task(prompts, answered, counts["repeats"], windows, MAX_LOGPROBS)
 
@@ -140,7 +150,7 @@ def _end(found: list[dict[str, Any]], name: str, given: Given) -> None:
 
 
 def _show(console: Console, found: Sequence[dict[str, Any]]) -> None:
-    head = ("rung", "tok/s", "times", "weights", "perplexity", "change", "KL", "same token")
+    head = ("rung", "tok/s", "speed-up", "weights", "perplexity", "change", "KL", "same token")
     table = Table(*head, box=None, pad_edge=False)
     for row in found:
         size, change = bytes_text(row["weight_bytes"]), f"{row['perplexity_change']:+.2%}"
@@ -149,8 +159,8 @@ def _show(console: Console, found: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     last = found[-1]
     console.print(
-        f"[dim]speculation ({last['speculate']}) verifies drafts and changes no distribution: {last['answers_changed']} of "
-        f"{last['answers']} answers differ from those of the rung below, in {last['tokens_compared']} tokens; its drafters "
-        f"take {bytes_text(last['drafter_bytes'])} more.[/dim]",
+        f"[dim]Speculation ({last['speculate']}) does not change the distribution of tokens: {last['answers_changed']} of "
+        f"{last['answers']} answers differ from those of the previous rung ({counted(last['tokens_compared'], 'token')} compared). "
+        f"Its drafters take {bytes_text(last['drafter_bytes'])} more.[/dim]",
         highlight=False,
     )

@@ -19,14 +19,14 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "bench": "measure a server under load: latency, throughput, goodput",
-    "compress": "make a model smaller: quantize or prune it, with a card of what that did",
-    "compare": "whether a model answers as its reference does: perplexity, drift, a verdict",
-    "ladder": "speed, memory and drift of a model, rung by rung: eager, compiled, int8, int4, speculation",
-    "fit": "what of a model fits into this machine, and the command that works",
-    "roofline": "where a model stands under the roof of an accelerator, operation by operation",
-    "calc": "calculators: cache, cost, energy, renting or owning",
-    "calibrate": "measure this machine's steps and fit the predictions to them",
-    "diagnose": "what holds a running server back, and what to do about it",
+    "compress": "make a model smaller: quantize or prune it, and report size, speed and quality",
+    "compare": "compare a model with a reference: perplexity, drift, limits for CI",
+    "ladder": "measure speed, memory and drift step by step: eager, compiled, int8, int4, speculation",
+    "fit": "check whether a model fits into this machine, and print the command that works",
+    "roofline": "roofline of a model on an accelerator: the limit of each operation",
+    "calc": "calculators: KV cache, cost, energy, renting or buying",
+    "calibrate": "measure steps on this machine, for accurate predictions of step times",
+    "diagnose": "find the bottleneck of a running server, and what to do about it",
     "collect-env": "describe this machine for a bug report",
 }
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         _drop_output()
-        print(f"ridgeline: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        print(f"ridgeline: Cannot write the output: {error.strerror}.", file=sys.stderr)
         return 1
 
 
@@ -83,7 +83,7 @@ def _run(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}: {', '.join(COMMANDS)}.")
+        raise ConfigError(f"Unknown command {name!r}. Commands are {', '.join(COMMANDS)}.")
     # By name, because a command loads only what it needs: `serve` must start without torch, `generate` cannot.
     command: Command = import_module(f"ridgeline.cli.{name.replace('-', '_')}")  # type: ignore[assignment]
     parser = command.parser()

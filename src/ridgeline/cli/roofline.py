@@ -1,8 +1,8 @@
-"""Where a model stands under the roof of an accelerator: each operation of prefill and decode, what binds it, how long it
-takes at least; and how long whole steps are predicted to take.
+"""Roofline of a model on an accelerator: for each operation of prefill and decode, what limits it (compute or memory) and its
+shortest possible time; and the predicted time of whole steps.
 
-Reads config.json alone. Floors are the accelerator's specification; predictions come from a calibration (`ridgeline
-calibrate`), and say so when there is none.
+Reads only config.json. Shortest times follow from the accelerator's specification. Predictions use a calibration (`ridgeline
+calibrate`); without one they are marked as uncalibrated.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.probe import meant, probe
 from ridgeline.hardware.table import Accelerator
@@ -39,20 +40,20 @@ from ridgeline.planner.svg import document, si
 def parser() -> Parser:
     found = parser_for("roofline", __doc__ or "", (ModelConfig,))
     load = Load()
-    group = found.add_argument_group("what is looked at")
+    group = found.add_argument_group("workload")
     group.add_argument(
-        "--on", metavar="NAME", help="an accelerator of the table (H100, L4, mi300x, cpu); else this one"
+        "--on", metavar="NAME", help="accelerator of the hardware table (H100, L4, mi300x, cpu; default: this machine)"
     )
-    group.add_argument("--batch", type=whole, metavar="N", help=f"sequences that decode (default: {load.batch})")
-    group.add_argument("--context", type=whole, metavar="N", help=f"tokens each holds (default: {load.context})")
-    group.add_argument("--prompt", type=whole, metavar="N", help=f"tokens of the prefill (default: {load.prompt})")
-    group.add_argument("--calibration", metavar="FILE", help="what `ridgeline calibrate` wrote (default: none)")
+    group.add_argument("--batch", type=whole, metavar="N", help=f"sequences in a decode step (default: {load.batch})")
+    group.add_argument(
+        "--context", type=whole, metavar="N", help=f"tokens per sequence in a decode step (default: {load.context})"
+    )
+    group.add_argument("--prompt", type=whole, metavar="N", help=f"tokens in the prefill step (default: {load.prompt})")
+    group.add_argument("--calibration", metavar="FILE", help="file that `ridgeline calibrate` wrote (default: none)")
     group = found.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    group.add_argument(
-        "--html", metavar="FILE", help="write a page with chart and tables, nothing fetched from outside"
-    )
-    group.add_argument("--svg", metavar="FILE", help="write the chart")
+    group.add_argument("--html", metavar="FILE", help="write a self-contained HTML page with chart and tables")
+    group.add_argument("--svg", metavar="FILE", help="write the chart as SVG")
     return found
 
 
@@ -85,11 +86,9 @@ def _load(rest: Mapping[str, Any], longest: int) -> Load:
     load = replace(usual, **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
     for name, value in asdict(load).items():
         if value < 1:
-            raise ConfigError(f"--{name} {value} is below 1.", param=name)
+            raise ConfigError(f"--{name} is {value}: give 1 or more.", param=name)
         if name != "batch" and value > longest:
-            raise ConfigError(
-                f"--{name} {value} is more than the model's context of {longest} tokens: lower it.", param=name
-            )
+            raise ConfigError(f"--{name} is {value}: give at most {longest}, the context of the model.", param=name)
     return load
 
 
@@ -112,11 +111,11 @@ def _accelerator(name: str | None) -> tuple[Accelerator, tuple[str, ...]]:
     device = machine.device(name or "auto")
     row = device.accelerator
     if row is None:
-        raise ConfigError(f"{device.name} is not in the table: name an accelerator with --on.", param="on")
+        raise ConfigError(f"{device.name} is not in the hardware table: give an accelerator with --on.", param="on")
     if device.kind != "cpu":
         return row, ()
-    return row, (f"{row.name!r} is the row of the table that stands for this processor ({device.name}, {machine.cores} cores); "
-                 "`ridgeline calibrate` measures it.",)  # fmt: skip
+    return row, (f"The row {row.name!r} of the hardware table stands for this processor ({device.name}, "
+                 f"{counted(machine.cores, 'core')}); `ridgeline calibrate` measures the real one.",)  # fmt: skip
 
 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
@@ -129,11 +128,13 @@ def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[st
     """What a reader should know beside the tables, in sentences."""
     load, capacity = found.load, found.capacity
     decode, prefill = found.phase("decode"), found.phase("prefill")
-    word = "calibrated" if cost.calibrated else "uncalibrated: a guess until `ridgeline calibrate` has run there"
+    word = (
+        "calibrated" if cost.calibrated else "uncalibrated: a rough estimate; run `ridgeline calibrate` on that machine"
+    )
     lines = [
-        f"A decode step of {load.batch} x {load.context} tokens takes at least {si(decode.floor_s, 's')}, predicted "
-        f"{si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s ({word}).",
-        f"A prefill of {load.prompt} tokens takes at least {si(prefill.floor_s, 's')}, predicted "
+        f"A decode step of {counted(load.batch, 'sequence')} with {counted(load.context, 'token')} each takes at least "
+        f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s ({word}).",
+        f"A prefill of {counted(load.prompt, 'token')} takes at least {si(prefill.floor_s, 's')}, predicted "
         f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s.",
     ]
     if capacity.fits:
@@ -143,11 +144,11 @@ def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[st
         near = found.accelerator.on_chip
         if near is not None and capacity.weight_bytes <= near.bytes:
             lines.append(
-                f"All weights may stay in its {near.kind} of {bytes_text(near.bytes)}, which is read at "
-                f"{si(near.bandwidth, 'B/s')}: steps may be shorter than these floors, which are of its memory."
+                f"All weights fit into the {near.kind} of {bytes_text(near.bytes)}, which is read at {si(near.bandwidth, 'B/s')}: "
+                "steps may be faster than these limits, which assume reads from memory."
             )
     else:
-        lines.append(f"Does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would lie in the host's memory. "
+        lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory. "
                      + _spilled(found))  # fmt: skip
     rent = found.accelerator.rent
     if rent is not None:
@@ -156,17 +157,17 @@ def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[st
             f"Rented at ${rent.usd:.2f} an hour ({rent.date}): ${price:.3f} per million output tokens at this load."
         )
     if found.accelerator.unverified:
-        lines.append(f"Not verified in the table: {', '.join(found.accelerator.unverified)}.")
+        lines.append(f"Unverified values in the hardware table: {', '.join(found.accelerator.unverified)}.")
     return tuple(lines)
 
 
 def _spilled(found: Roofline) -> str:
     if math.isinf(found.capacity.spill_s):
-        return "This device has no link to read it over: take a smaller load or a larger device."
+        return "This device cannot read host memory: use a smaller load or a larger device."
     slower = found.decode_slowdown
     if slower < 1.05:
-        return f"Its transfer, {si(found.capacity.spill_s, 's')} a step, can hide behind the rest of a decode step."
-    return f"Decoding gets {slower:.1f} times slower, because each step reads it over the link."
+        return f"The transfer takes {si(found.capacity.spill_s, 's')} per step and can overlap with the rest of a decode step."
+    return f"Decoding gets {slower:.1f} times slower, because each step reads them over the link."
 
 
 def facts(found: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _show(console: Console, found: Roofline, told: Sequence[str]) -> None:
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for phase in found.phases:
-        title = f"{phase.name}: {phase.tokens} tokens, {phase.bound}-bound, {si(phase.intensity, 'FLOP/B')}"
+        title = f"{phase.name}: {counted(phase.tokens, 'token')}, {phase.bound}-bound, {si(phase.intensity, 'FLOP/B')}"
         table = Table(*HEAD, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in table.columns[1:]:
             column.justify = "right"

@@ -1,6 +1,6 @@
-"""Start the server: the OpenAI API over one model. Without MODEL it serves the one that comes with Ridgeline.
+"""Start the server: the OpenAI API for one model. Without MODEL it serves the model shipped with Ridgeline.
 
-This process is the service; it starts the engine's process and never loads torch itself.
+This process is the service; it starts the process of the engine and never loads torch itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Announcer:
         self._started = started
 
     def listening(self, url: str) -> None:
-        self._console.print(f"[dim]listening on {url}; /health says 503 until the model is loaded[/dim]")
+        self._console.print(f"[dim]listening on {url}; /health answers 503 until the model is loaded[/dim]")
 
     def loading(self, stage: str, done: int, total: int) -> None:
         self._stages(stage, done, total)

@@ -14,6 +14,7 @@ import ridgeline
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.recipes import EXAMPLES, Recipe
 from ridgeline.core.errors import RidgelineError
+from ridgeline.core.plural import counted
 from ridgeline.models.config import read_model
 from ridgeline.quality.drift import Drift
 from ridgeline.quality.tasks import Tally
@@ -124,7 +125,7 @@ def _rows(found: Mapping[str, Any]) -> Sequence[str]:
         return f"| {name} | {before} | {after} |"
 
     def size(count: int | None) -> str:
-        return "not served yet" if count is None else f"{count / 1e6:,.2f} MB"
+        return "not measured" if count is None else f"{count / 1e6:,.2f} MB"
 
     sizes, memory, count = found["size_bytes"], found["memory_bytes"], found["parameters"]
     rows = [row("weight files", size(sizes["before"]), size(sizes["after"]))]
@@ -140,7 +141,7 @@ def _rows(found: Mapping[str, Any]) -> Sequence[str]:
         rows.append(row(name, *(f"{speed['tok_s'][when]:,.1f}" for when in ("before", "after"))))
     if (tasks := found["tasks"]) is not None:
         shares = (_interval(tasks[name]) for name in ("task_accuracy_reference", "task_accuracy"))
-        rows.append(row(f"right answers to {tasks['questions']} questions", *shares))
+        rows.append(row(f"correct answers to {counted(tasks['questions'], 'question')}", *shares))
     return rows
 
 
@@ -155,15 +156,15 @@ def _answered(tasks: Mapping[str, Any]) -> str:
         for name, one in tasks["by_task"].items()
     )
     return (
-        f"Questions were asked greedily over the API, before and after: {'; '.join(each)}. The original answers "
-        f"{drop['value']:.1%} more of them rightly ({drop['low']:.1%} to {drop['high']:.1%}). Intervals are of 95 %."
+        f"Both models answered the questions with greedy decoding. Correct answers before and after: {'; '.join(each)}. The "
+        f"share of correct answers falls by {drop['value']:.1%} ({drop['low']:.1%} to {drop['high']:.1%}). All intervals are 95 %."
     )
 
 
 def _judged(quality: Mapping[str, Any]) -> str:
     return (
-        f"Judged token by token over the same past, on {quality['tokens']:,} tokens of {quality['documents']} documents that "
-        "calibration did not see; activations in float32."
+        f"Perplexity and KL are measured on {quality['tokens']:,} tokens of {counted(quality['documents'], 'document')} that the "
+        "calibration did not use, with activations in float32."
     )
 
 
@@ -175,6 +176,6 @@ def _calibrated(said: Mapping[str, Any]) -> str:
 
 def _trained(said: Mapping[str, Any]) -> str:
     return (
-        f"Then trained on the original's distributions, {said['steps']:,} steps and {said['tokens']:,} tokens, drawn from the "
-        f"{said['unique_tokens']:,} of {said['texts']}; at the end {said['loss']:.4f} nats per token from it."
+        f"Trained afterwards to match the original: {counted(said['steps'], 'step')}, {said['tokens']:,} tokens drawn from the "
+        f"{said['unique_tokens']:,} tokens of {said['texts']}. The last loss is {said['loss']:.4f} nats per token."
     )

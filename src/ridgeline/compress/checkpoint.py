@@ -30,7 +30,9 @@ class Checkpoint:
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}.") from None
+            raise ConfigError(
+                f"Cannot read {folder / 'config.json'}: {getattr(error, 'strerror', None) or error}."
+            ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
         self.storage: Storage = read_storage(self.config)
         self.files = checkpoint_files(folder)
@@ -59,7 +61,7 @@ class Checkpoint:
     def full_name(self, short: str) -> str:
         """A tensor's name in the files."""
         if short not in self._where:
-            raise UnsupportedModel(f"{self.folder}: the checkpoint lacks {short}.")
+            raise UnsupportedModel(f"The checkpoint {self.folder} lacks the tensor {short}.")
         return self._where[short][1]
 
     def tensor(self, short: str) -> torch.Tensor:
@@ -94,7 +96,9 @@ class Checkpoint:
             try:
                 dense[f"{linear}.weight"] = self.storage.weight(mine)
             except KeyError as error:
-                raise UnsupportedModel(f"{self.folder}: layer {index} lacks {linear}.{error.args[0]}.") from None
+                raise UnsupportedModel(
+                    f"The checkpoint {self.folder} lacks the tensor {linear}.{error.args[0]} of layer {index}."
+                ) from None
             if bias is not None:
                 dense[f"{linear}.bias"] = bias.float()
         return dense | {name: tensor.float() for name, tensor in found.items()}

@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
         if layer.share_from is not None:
-            raise UnsupportedModel(f"{spec.architecture}: layers that share keys and values cannot be trained here.")
+            raise UnsupportedModel(f"{spec.architecture} cannot be trained: its layers share keys and values.")
         self.layer, self.scale = layer, spec.scale_of(layer)
         queries, kept = layer.n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
         self.q_proj = nn.Linear(spec.d_model, queries, bias=spec.qkv_bias)
@@ -211,7 +211,7 @@ class TrainableDecoder(nn.Module):
         start = cache[0].filled if cache else 0
         end = start + ids.shape[1]
         if end > self.context:
-            raise ValueError(f"rows of {end} tokens do not fit a context of {self.context}: cut them.")
+            raise ValueError(f"Rows of {end} tokens exceed the context of {self.context} tokens: shorten them.")
         found = [self.embed_tokens(ids)]
         if self.spec.embed_scale != 1.0:  # Gemma's, rounded to the type of the weights
             found[0] = found[0] * torch.tensor(self.spec.embed_scale, dtype=self.embed_tokens.weight.dtype)
@@ -241,7 +241,7 @@ def load_decoder(folder: Path, context: int = 4096) -> TrainableDecoder:
     spec, _ = read_model(folder)
     if spec.quantization:
         raise UnsupportedModel(
-            f"{folder}: {spec.quantization} weights cannot be trained; give the original checkpoint."
+            f"The checkpoint {folder} is quantized ({spec.quantization}) and cannot be trained: give the unquantized checkpoint."
         )
     decoder = TrainableDecoder(spec, context)
     wanted, unknown = dict(decoder.state_dict()), []
@@ -259,7 +259,10 @@ def load_decoder(folder: Path, context: int = 4096) -> TrainableDecoder:
                 elif not UNUSED.search(name) and not (key == HEAD and spec.tied):
                     unknown.append(name)
     if wanted or unknown:
-        raise UnsupportedModel(f"{folder}: the checkpoint lacks {sorted(wanted)} and has, unknown, {sorted(unknown)}.")
+        raise UnsupportedModel(
+            f"The checkpoint {folder} does not match its config.json. Missing tensors: {sorted(wanted)}. Unknown tensors: "
+            f"{sorted(unknown)}."
+        )
     return decoder
 
 

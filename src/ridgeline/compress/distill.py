@@ -53,12 +53,12 @@ class Distillation:
     def __init__(self, student: TrainableDecoder, teacher: TrainableDecoder, recipe: Recipe = Recipe()) -> None:
         if student.spec.vocab_size != teacher.spec.vocab_size:
             raise ConfigError(
-                f"the student's vocabulary has {student.spec.vocab_size} tokens and the teacher's {teacher.spec.vocab_size}: "
-                "distillation compares them token by token."
+                f"The vocabulary of the student has {student.spec.vocab_size} tokens and that of the teacher "
+                f"{teacher.spec.vocab_size}: distillation needs models with the same tokenizer."
             )
         if recipe.states and student.spec.d_model != teacher.spec.d_model:
             raise ConfigError(
-                f"hidden states of width {student.spec.d_model} and {teacher.spec.d_model} cannot be compared: leave `states` 0."
+                f"Hidden states of widths {student.spec.d_model} and {teacher.spec.d_model} cannot be compared: set `states` to 0."
             )
         self.student, self.teacher, self.recipe = student, teacher.requires_grad_(False).eval(), recipe
 

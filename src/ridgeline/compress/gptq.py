@@ -35,7 +35,9 @@ def inverse_factor(moment: torch.Tensor, dampening: float = DAMPENING) -> torch.
     diagonal += dampening * diagonal.mean()
     lower, failed = torch.linalg.cholesky_ex(wide)
     if int(failed):
-        raise UnsupportedModel("its inputs' second moments are not positive definite: raise the dampening.")
+        raise UnsupportedModel(
+            "the second moments of its inputs are not positive definite: give more calibration texts (--calibration-tokens)."
+        )
     upper: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return upper
 

@@ -50,12 +50,14 @@ class Job:
         device: torch.device = CPU,
     ) -> None:
         if not isinstance(source.storage, Floats):
-            raise UnsupportedModel(f"{source.folder} is compressed already: give the original checkpoint.")
+            raise UnsupportedModel(
+                f"The checkpoint {source.folder} is already compressed: give the original checkpoint."
+            )
         if out.exists():
-            raise ConfigError(f"{out} exists: name a folder that does not.", param="out")
+            raise ConfigError(f"--out {out} exists: give a folder that does not exist yet.", param="out")
         if recipe.needs_texts and not texts:
             raise ConfigError(
-                f"recipe {recipe.name} needs calibration texts: give --calibration FILE.", param="calibration"
+                f"The recipe {recipe.name} needs calibration texts: give --calibration FILE.", param="calibration"
             )
         self._source, self._recipe, self._out = source, recipe, out
         self._part = out.with_name(f".{out.name}.part")
@@ -163,7 +165,7 @@ class Job:
             try:
                 packed = recipe.storage.pack(settled.to(CPU), source.dtype)
             except UnsupportedModel as error:
-                raise UnsupportedModel(f"tensor layers.{index}.{linear}.weight {error.message}") from None
+                raise UnsupportedModel(f"The tensor layers.{index}.{linear}.weight {error.message}") from None
             stored.update({f"{linear}.{name}": tensor for name, tensor in packed.items()})
         return stored
 

@@ -75,7 +75,7 @@ def compress_layer(
             settled[name] = _settle(recipe, folded.weights[f"{name}.weight"], seen.get(name), folded.divided.get(name))
         except UnsupportedModel as error:
             raise UnsupportedModel(
-                f"tensor layers.{index}.{name}.weight cannot be compressed: {error.message}"
+                f"The tensor layers.{index}.{name}.weight cannot be compressed: {error.message}"
             ) from None
     rest = {name: tensor for name, tensor in folded.weights.items() if name.removesuffix(".weight") not in LINEAR_NAMES}
     return rest, settled

@@ -31,7 +31,9 @@ def add_outliers(
     """
     spec = source.spec
     if spec.norm_offset:
-        raise ConfigError(f"{source.folder}: norms that scale by one plus their weight cannot take a factor exactly.")
+        raise ConfigError(
+            f"{source.folder} cannot get outlier channels: its norms scale by 1 + weight, so a factor would be rounded."
+        )
     chosen = torch.randperm(spec.d_model, generator=torch.Generator().manual_seed(seed))[:channels]
     tensors = dict(source.outside())
     for index in range(len(spec.layers)):

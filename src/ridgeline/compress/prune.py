@@ -29,7 +29,7 @@ class Pattern:
         if self.of and weight.shape[1] % self.of:
             kept = f"{self.of - self.zeros}:{self.of}"
             raise UnsupportedModel(
-                f"tensor {name} cannot be pruned {kept}: its {weight.shape[1]} inputs are no multiple of {self.of}."
+                f"tensor {name} cannot be pruned {kept}: its {weight.shape[1]} inputs are not a multiple of {self.of}."
             )
 
 

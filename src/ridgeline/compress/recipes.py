@@ -21,20 +21,20 @@ NO_GRID = Grid(8)
 
 EXAMPLES = {
     "rtn-int4-g128": "round to nearest, 4 bits, a scale for each 128 inputs",
-    "gptq-int4-g128": "GPTQ: inputs one by one, later ones making up for earlier ones' rounding",
-    "gptq-int4-g128-actorder": "the same, inputs of large activations first",
-    "gptq-int3-g128": "3 bits",
-    "awq-int4-g128": "AWQ: inputs of large activations on a finer grid, with zero points",
-    "rtn-w8a8": "8-bit weights and inputs, nothing smoothed",
-    "smoothquant-w8a8": "SmoothQuant: outliers of inputs moved into weights, then 8-bit weights and inputs",
-    "magnitude-50": "half of the weights zero, the smallest",
-    "wanda-50": "Wanda: the smallest by weight times activation",
-    "wanda-2:4": "two of every four weights",
-    "sparsegpt-50": "SparseGPT: the others make up for those taken",
-    "sparsegpt-2:4": "two of every four weights",
-    "neurons-25": "a quarter of the feed-forward neurons less: a smaller dense model",
-    "heads-25": "a quarter of the attention heads less",
-    "layers-2": "two layers less",
+    "gptq-int4-g128": "GPTQ: rounds input by input, later inputs compensate the error of earlier ones",
+    "gptq-int4-g128-actorder": "GPTQ, inputs with large activations first",
+    "gptq-int3-g128": "GPTQ with 3 bits",
+    "awq-int4-g128": "AWQ: a finer grid for inputs with large activations, with zero points",
+    "rtn-w8a8": "8-bit weights and activations, without smoothing",
+    "smoothquant-w8a8": "SmoothQuant: 8-bit weights and activations, outliers of activations moved into weights",
+    "magnitude-50": "the smallest half of the weights set to zero",
+    "wanda-50": "Wanda: half of the weights set to zero, chosen by weight times activation",
+    "wanda-2:4": "Wanda: two of every four weights set to zero",
+    "sparsegpt-50": "SparseGPT: half of the weights set to zero, the others compensate the error",
+    "sparsegpt-2:4": "SparseGPT: two of every four weights set to zero",
+    "neurons-25": "a quarter of the feed-forward neurons removed: a smaller dense model",
+    "heads-25": "a quarter of the attention heads removed",
+    "layers-2": "two layers removed",
 }
 """Recipes that help shows; every other number of bits, group, share or pattern is named in the same way."""
 
@@ -78,28 +78,29 @@ def read_recipe(name: str) -> Recipe:
     if found := _SMALLER.fullmatch(name):
         method, count = found[1], int(found[2])
         if method != "layers" and not 0 < count < 100:
-            raise ConfigError(f"recipe {name!r}: {count} is no share in per cent between 1 and 99.", param="recipe")
+            raise ConfigError(f"The recipe {name!r} has a percentage of {count}: give 1 to 99.", param="recipe")
         amount = float(count) if method == "layers" else count / 100
         return Recipe(name, method, Floats(), amount=amount)  # type: ignore[arg-type]
     if name in ("rtn-w8a8", "smoothquant-w8a8"):
         method = name.partition("-")[0]
         return Recipe(name, method, Integers(INT8), Grid(8))  # type: ignore[arg-type]
     near = difflib.get_close_matches(name, EXAMPLES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"recipes are {', '.join(EXAMPLES)}."
-    raise ConfigError(f"there is no recipe {name!r}: {hint}", param="recipe")
+    hint = f"did you mean {near[0]}?" if near else f"examples are {', '.join(EXAMPLES)}."
+    raise ConfigError(f"Unknown recipe {name!r}: {hint}", param="recipe")
 
 
 def _quantized(name: str, found: re.Match[str]) -> Recipe:
     method, bits, group = found[1], int(found[2]), int(found[3] or 0)
     if group not in (0, *GROUPS):
         raise ConfigError(
-            f"recipe {name!r}: no group of {group} inputs can be served: give {', '.join(map(str, GROUPS))}, or channel.",
+            f"The recipe {name!r} is not possible: groups of {group} inputs cannot be served. Give "
+            f"{', '.join(f'g{size}' for size in GROUPS)} or channel.",
             param="recipe",
         )
     zeros = found[4] == "-zp" or (found[4] is None and method == "awq")
     ordered = found[5] == "-ordered"
     if found[5] and method != "gptq":
-        raise ConfigError(f"recipe {name!r}: only gptq takes inputs in an order.", param="recipe")
+        raise ConfigError(f"The recipe {name!r} is not possible: only gptq supports {found[5]}.", param="recipe")
     layout: Layout = {"rtn": "pack-quantized", "gptq": "gptq", "awq": "awq"}[method]  # type: ignore[assignment]
     if bits == 3 or (method == "gptq" and zeros):
         # Only this layout holds 3 bits, and a zero point of 0.
@@ -116,11 +117,14 @@ def _sparse(name: str, found: re.Match[str]) -> Recipe:
     if found[2]:
         kept, of = int(found[2]), int(found[3])
         if not 0 < kept < of:
-            raise ConfigError(f"recipe {name!r}: {kept} of {of} weights is no pattern.", param="recipe")
+            raise ConfigError(
+                f"The recipe {name!r} has the pattern {kept}:{of}: the first number must be above 0 and below the second.",
+                param="recipe",
+            )
         pattern, structure = Pattern((of - kept) / of, of), f"{kept}:{of}"
     else:
         share = int(found[4])
         if not 0 < share < 100:
-            raise ConfigError(f"recipe {name!r}: {share} is no share in per cent between 1 and 99.", param="recipe")
+            raise ConfigError(f"The recipe {name!r} has a percentage of {share}: give 1 to 99.", param="recipe")
         pattern, structure = Pattern(share / 100), "unstructured"
     return Recipe(name, method, Bitmask(structure), pattern=pattern)  # type: ignore[arg-type]

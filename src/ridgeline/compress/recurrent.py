@@ -167,7 +167,9 @@ def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temp
     """What the teacher teaches about rows [rows, tokens] int64."""
     layer = teacher.spec.layers[draft.attended]
     if layer.window is not None or layer.softcap is not None:
-        raise UnsupportedModel(f"layer {draft.attended} has a window or caps its scores: attend to another one.")
+        raise UnsupportedModel(
+            f"The draft cannot attend to layer {draft.attended}, which has a window or a softcap: choose another layer."
+        )
     tokens, cache = rows.shape[1] - DEPTH, teacher.cache(*rows.shape)
     hidden = teacher.hidden(rows, cache)
     total = (teacher.logits(hidden).float() / temperature).logsumexp(-1, keepdim=True)

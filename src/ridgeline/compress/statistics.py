@@ -43,7 +43,9 @@ class Statistics:
     def check(self, name: str) -> None:
         """Raise UnsupportedModel naming the linear if it never saw a token, or saw numbers that are not finite."""
         if not self.tokens:
-            raise UnsupportedModel(f"{name} cannot be calibrated: no calibration token reached it.")
+            raise UnsupportedModel(
+                f"{name} cannot be calibrated: it saw no calibration token. Give more calibration texts."
+            )
         if not bool(torch.isfinite(self.moment).all()):
             raise UnsupportedModel(f"{name} cannot be calibrated: its inputs are NaN, infinite or beyond float32.")
 

@@ -168,6 +168,7 @@ def read_storage(config: Mapping[str, Any]) -> Storage:
     stored = read_stored(config)
     if stored.integers is None:
         raise UnsupportedModel(
-            f"config.json: {KEY} of {stored.quantization} weights cannot be read back as floats here."
+            f"config.json: the {stored.quantization} weights of {KEY} cannot be converted to floats: "
+            "give the unquantized checkpoint."
         )
     return Integers(stored.integers)

@@ -55,9 +55,7 @@ def narrower(recipe: Recipe, spec: ModelSpec) -> LayerSpec:
     if any(
         (one.d_ff, one.n_heads, one.n_kv_heads) != (layer.d_ff, layer.n_heads, layer.n_kv_heads) for one in spec.layers
     ):
-        raise ConfigError(
-            f"recipe {recipe.name}: the model's layers differ in width; they cannot be made narrower alike."
-        )
+        raise ConfigError(f"The recipe {recipe.name} is not possible: the layers of the model differ in width.")
     if recipe.method == "neurons":
         unit = UNIT if layer.d_ff % UNIT == 0 else 1
         width = max(unit, round(layer.d_ff * (1 - recipe.amount) / unit) * unit)
@@ -66,7 +64,9 @@ def narrower(recipe: Recipe, spec: ModelSpec) -> LayerSpec:
         kept = max(1, round(layer.n_kv_heads * (1 - recipe.amount)))
         found = replace(layer, n_kv_heads=kept, n_heads=kept * (layer.n_heads // layer.n_kv_heads))
     if found == layer:
-        raise ConfigError(f"recipe {recipe.name} takes nothing away: the share is below one unit of this model.")
+        raise ConfigError(
+            f"The recipe {recipe.name} removes nothing, because its share is less than one unit of this model: raise the share."
+        )
     return found
 
 
@@ -107,7 +107,9 @@ def influence(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> 
 def check_layers(count: int, of: int) -> None:
     """Raise ConfigError unless `count` of so many layers can go."""
     if not 0 < count < of:
-        raise ConfigError(f"{count} of {of} layers cannot go: give 1 to {of - 1}.", param="recipe")
+        raise ConfigError(
+            f"{count} of {of} layers cannot be removed: give layers-1 to layers-{of - 1}.", param="recipe"
+        )
 
 
 def kept_layers(influences: Sequence[float], count: int) -> list[int]:

@@ -61,7 +61,9 @@ def find_tickets(start: Start, shares: Sequence[float], rewind: int, folder: Pat
     student, trainer = start({}, folder / "dense")
     trainer.run(until=rewind)
     if trainer.step != rewind:
-        raise ConfigError(f"a training of {trainer.step} steps has no step {rewind} to go back to.")
+        raise ConfigError(
+            f"The training ended at step {trainer.step} and cannot rewind to step {rewind}: rewind to an earlier step."
+        )
     shutil.copyfile(trainer.out / "state.pt", folder / EARLY)
     trainer.run()
     masks: Masks = {}

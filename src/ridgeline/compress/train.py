@@ -77,7 +77,7 @@ class Trainer:
         self.student, self.loss, self.batches, self.training, self.out = student, loss, batches, training, out
         named = [(name, one) for name, one in student.named_parameters() if one.requires_grad]
         if not named:
-            raise ConfigError("nothing to train: no parameter of the student needs a gradient.")
+            raise ConfigError("The student has no parameter to train: set requires_grad on some.")
         self.device = named[0][1].device
         matrices = [one for name, one in named if is_matrix(name, one)]
         others = [one for name, one in named if not is_matrix(name, one)]
@@ -162,7 +162,7 @@ class Trainer:
             running.zero_()
             self.log(row)
             if not -float("inf") < row["loss"] < float("inf"):
-                raise FloatingPointError(f"the loss is {row['loss']} at step {self.step}: lower the step sizes.")
+                raise FloatingPointError(f"the loss is {row['loss']} at step {self.step}: lower the learning rate.")
         return row
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -185,7 +185,9 @@ class Trainer:
         state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
         shapes = [one.shape for one in self.parameters]
         if [one.shape for one in state["parameters"]] != shapes:
-            raise ConfigError(f"{self.out / 'state.pt'} belongs to another student: give another folder.")
+            raise ConfigError(
+                f"The saved training {self.out / 'state.pt'} belongs to another model: give another folder, or delete the file."
+            )
         with torch.no_grad():
             for one, stored in zip(self.parameters, state["parameters"], strict=True):
                 one.copy_(stored)
@@ -218,7 +220,7 @@ class TokenRows:
         last = len(self.stream) - self.tokens
         if last < 0:
             raise ConfigError(
-                f"a text of {len(self.stream)} tokens gives no row of {self.tokens}: more text is needed."
+                f"The texts have {len(self.stream)} tokens, fewer than the {self.tokens} of a row: give more text."
             )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         # Without waiting: a device then works on one step while the next is being launched.

@@ -65,7 +65,7 @@ def keep_zeros(decoder: TrainableDecoder) -> None:
     """From here on weights of the layers that are zero stay zero. Raises ConfigError if none is."""
     masks = {name: linear.weight.detach() != 0 for name, linear in linears(decoder).items()}
     if all(bool(kept.all()) for kept in masks.values()):
-        raise ConfigError("the model has no zero weights: prune it first.")
+        raise ConfigError("The model has no zero weights: prune it first.")
     keep_masks(decoder, masks)
 
 

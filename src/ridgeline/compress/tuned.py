@@ -91,10 +91,11 @@ class TunedJob:
         self._packs = _packing(recipe)
         Job(source, recipe, calibration, out, device)  # refuses what cannot begin
         if tuning.steps < 1 or tuning.rows < 1 or not tuning.rate > 0:
-            raise ConfigError("training takes at least one step of one row, and a rate above 0.", param="tune")
+            raise ConfigError("--tune-steps and --tune-rows must be at least 1, --tune-rate above 0.", param="tune")
         if len(tuning.ids) < tuning.length:
             raise ConfigError(
-                f"the texts to train on have {len(tuning.ids)} tokens and a row {tuning.length}: give more text.",
+                f"The texts of --tune have {len(tuning.ids)} tokens, fewer than the {tuning.length} of a row: give more text, or "
+                "lower --length.",
                 param="tune",
             )
         self._last: Job | None = None
@@ -174,7 +175,7 @@ class TunedJob:
             trainer.run()
         except FloatingPointError as error:
             raise ConfigError(
-                f"training does not converge ({error}): give a smaller --tune-rate.", param="tune_rate"
+                f"The training does not converge ({error}): give a smaller --tune-rate.", param="tune_rate"
             ) from None
         progress("training", tuning.steps, tuning.steps)
         rows_of_log = map(json.loads, (trainer.out / "log.jsonl").read_text(encoding="utf-8").splitlines())
@@ -204,8 +205,8 @@ def _packing(recipe: Recipe) -> Recipe | None:
         return read_recipe(f"magnitude-{recipe.name.partition('-')[2]}")
     if recipe.method != "rtn" or recipe.name.endswith("w8a8"):
         raise ConfigError(
-            f"recipe {recipe.name} cannot be trained: what is, are grids that round to nearest (rtn-int3-g128 and the like), "
-            f"{', '.join(SPARSE)}, {', '.join(SMALLER)}.",
+            f"The recipe {recipe.name} cannot be trained: leave --tune out, or use a recipe that rounds to nearest (such as "
+            f"rtn-int3-g128), {', '.join(SPARSE)}, {', '.join(SMALLER)}.",
             param="recipe",
         )
     return recipe

@@ -78,7 +78,9 @@ class Walk:
     def __init__(self, spec: ModelSpec, longest: int, device: torch.device = CPU) -> None:
         """longest: tokens of the longest text. device: where layers run. Raises UnsupportedModel beyond the model's context."""
         if longest > spec.max_len:
-            raise UnsupportedModel(f"texts of {longest} tokens exceed the model's context of {spec.max_len}: cut them.")
+            raise UnsupportedModel(
+                f"Texts of {longest} tokens exceed the context of the model ({spec.max_len} tokens): lower --length."
+            )
         self.spec, self.device = spec, device
         ropes = {layer.rope for layer in spec.layers}
         self._turns = {rope: rope_table(rope, longest, device) for rope in ropes}
@@ -96,7 +98,7 @@ class Walk:
         found = layer.load_state_dict(placed, strict=False, assign=True)
         if found.missing_keys or found.unexpected_keys:
             odd = ", ".join(sorted((*found.missing_keys, *found.unexpected_keys))[:6])
-            raise UnsupportedModel(f"layer {index}: tensors are missing or unknown: {odd}.")
+            raise UnsupportedModel(f"Layer {index} of the checkpoint has missing or unknown tensors: {odd}.")
         for name in LINEAR_NAMES:
             linear = layer.get_submodule(name)
             assert isinstance(linear, nn.Linear)

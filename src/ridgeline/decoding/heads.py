@@ -131,27 +131,28 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}. A folder of Medusa heads is needed, with its config.json.") from None
+        raise ConfigError(f"Cannot read {path} ({error}): give a folder with Medusa heads.") from None
     tensors = {name.removeprefix("medusa_head."): one for name, one in _read(folder).items()}
     heads, layers = _counts(tensors)
     for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
         if config.get(key, count) != count:
-            raise ConfigError(f"{path}: {key} is {config[key]} and the weights hold {count}: one of them is wrong.")
+            raise ConfigError(f"{path}: {key} is {config[key]}, but the weights have {count}: correct the value.")
     for key, size in (("hidden_size", spec.d_model), ("vocab_size", spec.vocab_size)):
         if config.get(key, size) != size:
             raise ConfigError(
-                f"{path}: {key} is {config[key]} and the target's is {size}: the heads belong to another model."
+                f"{path}: {key} is {config[key]}, but {size} in the served model: use heads that were trained for this model."
             )
     for name, shape in _expected(heads, layers, spec, f"0.{layers}.weight" in tensors).items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}; {list(shape)} is needed for this target: the heads belong to another model."
+                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use heads that were "
+                "trained for this model."
             )
     moved = {name: one.to(device, dtype) for name, one in tensors.items()}
     accuracies = read_accuracies(folder, config)
     if len(accuracies) not in (0, heads):
-        raise ConfigError(f"{path}: accuracies must hold a row for each of the {heads} heads.")
+        raise ConfigError(f"{path}: accuracies must have one row for each of the {heads} heads.")
     return MedusaHeads(moved, ops, accuracies)
 
 
@@ -168,9 +169,9 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
             return found
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ConfigError(
-            f"{folder}: the weights of the heads cannot be read ({error}): download them again."
+            f"Cannot read the weights of the Medusa heads in {folder} ({error}): download them again."
         ) from None
-    raise ConfigError(f"{folder} has neither model.safetensors nor {PUBLISHED}: the weights of the heads are missing.")
+    raise ConfigError(f"{folder} has neither model.safetensors nor {PUBLISHED}: give a folder with Medusa heads.")
 
 
 def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
@@ -179,7 +180,7 @@ def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     blocks = [(int(one[0]), int(one[1])) for one in parts if one[2:] == ["linear", "weight"] and one[0].isdigit()]
     if not blocks or any(len(one) not in (3, 4) or not one[0].isdigit() for one in parts):
         odd = sorted(tensors)[:4]
-        raise UnsupportedModel(f"tensors named {odd} are no Medusa heads: names like 0.0.linear.weight are needed.")
+        raise UnsupportedModel(f"The tensors {odd} are not Medusa heads, which have names such as 0.0.linear.weight.")
     return 1 + max(head for head, _ in blocks), 1 + max(layer for _, layer in blocks)
 
 
@@ -201,7 +202,5 @@ def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[floa
     rows = config.get("accuracies", [])
     fine = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
     if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
-        raise ConfigError(
-            f"{folder / 'config.json'}: accuracies must hold, for each depth, chances between 0 and 1 by rank."
-        )
+        raise ConfigError(f"{folder / 'config.json'}: accuracies must be a list of lists of numbers from 0 to 1.")
     return tuple(tuple(row) for row in rows)

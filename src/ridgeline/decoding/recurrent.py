@@ -75,7 +75,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"{folder} holds no recurrent draft ({error}): config.json and model.safetensors are needed.",
+            f"Cannot read the recurrent draft in {folder} ({error}): it needs config.json and model.safetensors.",
             param="speculate",
         ) from None
     shapes = _shapes(config, spec)
@@ -89,12 +89,15 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         if name not in tensors or tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}; {list(shape)} is needed for this target: the draft belongs to another "
-                "model.",
+                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use a draft that was trained for "
+                "this model.",
                 param="speculate",
             )
     if int(tensors["ids"].min()) < 0 or int(tensors["ids"].max()) >= spec.vocab_size:
-        raise ConfigError(f"{folder}: ids name tokens beyond the vocabulary of {spec.vocab_size}.", param="speculate")
+        raise ConfigError(
+            f"{folder}: the tensor ids has token ids outside 0..{spec.vocab_size - 1}: use a draft for this model.",
+            param="speculate",
+        )
     return RecurrentWeights(
         {name: _held(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
         {name: tensors[name].float() for name in NORMS},

@@ -119,7 +119,7 @@ def _device(config: EngineConfig) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU here: use --device cpu.", param="device")
+        raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     if kind == "cpu":
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         return torch.device("cpu")
@@ -135,8 +135,8 @@ def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
     if spec.quantization and quantized_ops(spec.quantization, ops) is None:
         others = [f"--quantization {name}" for name in ("fp8", "int8") if quantized_ops(name, ops) is not None]
         raise ConfigError(
-            f"deterministic has no {spec.quantization} products on {device.type}: "
-            f"{', '.join([*others, 'or serve without quantization'] if others else ['serve without quantization'])}.",
+            f"--deterministic does not support --quantization {spec.quantization} on {device.type}: use "
+            f"{' or '.join([*others, 'no quantization'])}.",
             param="deterministic",
         )
     return ops

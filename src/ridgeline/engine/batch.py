@@ -286,18 +286,18 @@ class BatchBuilder:
         plan, drafted = self._plan, sum(self._plan.n_draft)
         most = max(plan.n_draft) if drafted else 0
         if most > MAX_DRAFT:
-            raise EngineFailed(f"A row has {most} drafts; at most {MAX_DRAFT} can be verified at once.")
+            raise EngineFailed(f"A row has {most} draft tokens, but at most {MAX_DRAFT} can be verified in a step.")
         if drafted != len(plan.drafts):
-            raise EngineFailed(f"The plan brings {len(plan.drafts)} draft tokens for {drafted} drafts.")
+            raise EngineFailed(f"The plan has {len(plan.drafts)} draft tokens, but its rows have {drafted}.")
         if len(plan.tree) not in (0, len(plan.drafts)):
-            raise EngineFailed(f"The plan brings {len(plan.tree)} parents for {len(plan.drafts)} drafts.")
+            raise EngineFailed(f"The plan has {len(plan.tree)} parents for {len(plan.drafts)} draft tokens.")
         if plan.tree and bool(((self._n_draft > 0) & (self._n_query != self._n_draft + 1)).any()):
-            raise EngineFailed("A draft tree stands behind several query tokens; it hangs on the last known one alone.")
+            raise EngineFailed("A draft tree must follow exactly one query token, but its row has several.")
         if plan.masks and drafted:
             size = 4 * mask_words(self._vocab)
             for row, n_draft in zip(plan.rows, plan.n_draft, strict=True):
                 if row in plan.masks and n_draft and len(plan.masks[row]) != (1 + n_draft) * size:
-                    raise EngineFailed(f"Row {row} has masks of {len(plan.masks[row])} bytes for {n_draft} drafts.")
+                    raise EngineFailed(f"Row {row} has {len(plan.masks[row])} bytes of masks for {n_draft} drafts.")
         return most
 
     def _shape(self, residents: Residents, most: int) -> Shape:

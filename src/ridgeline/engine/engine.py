@@ -156,7 +156,8 @@ class Engine:
         stop_ids = tuple(dict.fromkeys(ends + sampling.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
-                f"{len(stop_ids)} stop token ids with the model's own: at most {MAX_STOP_IDS}.", param="stop_token_ids"
+                f"stop_token_ids and the end tokens of the model are {len(stop_ids)} ids: at most {MAX_STOP_IDS} are possible.",
+                param="stop_token_ids",
             )
         limit = min(setup.max_len, length + (sampling.max_tokens or setup.max_len))
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
@@ -184,7 +185,7 @@ class Engine:
             )
         if not self._scheduler.fits(requests[0]):
             raise RequestError(
-                f"{length} prompt tokens and up to {limit - length} more need more KV cache than this server has: "
+                f"{length} prompt tokens and up to {limit - length} answer tokens do not fit into the KV cache of this server: "
                 f"shorten the prompt or lower max_tokens.",
                 param="max_tokens",
             )
@@ -212,7 +213,7 @@ class Engine:
         if message.order == "stop":
             self.stopped = True
             return {}
-        return {"error": f"unknown order {message.order!r}"}
+        return {"error": f"The order {message.order!r} is unknown."}
 
     # --- work -------------------------------------------------------------------------------------------------------
 

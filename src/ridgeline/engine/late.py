@@ -67,8 +67,8 @@ class Late:
     def _note(self, kind: str, name: str, seconds: float) -> None:
         self._found.append(LateWork(kind, name, seconds))
         log.warning(
-            "%s of %s after Ready took %.3f s, and every request waited: start-up should have rehearsed it. Please report "
-            "the model, the options and this line.",
+            "The %s of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, the "
+            "options and this line.",
             kind,
             name,
             seconds,

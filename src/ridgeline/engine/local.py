@@ -43,7 +43,7 @@ class LocalEngine:
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise EngineFailed("This engine is closed: start another.")
+            raise EngineFailed("This engine is closed: start a new one.")
         return self._engine
 
     def submit(self, request: Submit) -> None:

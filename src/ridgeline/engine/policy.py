@@ -99,6 +99,6 @@ def admission(batching: str) -> Admission:
     except ValueError:
         pass
     raise ConfigError(
-        f"batching is {batching!r}: give continuous, static:N or dynamic:N,WINDOW_MS, as in dynamic:4,100.",
+        f"--batching is {batching!r}: give continuous, static:N or dynamic:N,WINDOW_MS, as in dynamic:4,100.",
         param="batching",
     )

@@ -40,7 +40,7 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
         inbox.close(linger_s=2.0)
         return 2
     except Exception as error:
-        log.exception("the engine ends")
+        log.exception("the engine ends because of an unexpected error")
         inbox.send(Failed(f"{type(error).__name__}: {error}"))
         inbox.close(linger_s=2.0)
         return 1

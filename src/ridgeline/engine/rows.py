@@ -126,9 +126,9 @@ class Rows:
 
     def _checked(self, join: Join) -> np.ndarray:
         if not 0 < join.row < len(self.ints) or len(join.stop_ids) > MAX_STOP_IDS:
-            raise EngineFailed(f"A join asks for row {join.row} and {len(join.stop_ids)} stop ids.")
+            raise EngineFailed(f"A new request has row {join.row} and {len(join.stop_ids)} stop ids: out of range.")
         if not join.computed < len(join.tokens) <= self.width - MARGIN:
-            raise EngineFailed(f"A join brings {len(join.tokens)} tokens, {join.computed} of them computed.")
+            raise EngineFailed(f"A new request has {len(join.tokens)} tokens, {join.computed} computed: out of range.")
         return np.array(join.tokens, dtype=np.int32)
 
     def _entries(self, quads: Sequence[int]) -> dict[int, int]:

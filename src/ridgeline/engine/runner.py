@@ -108,7 +108,7 @@ class Runner:
         self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
         if self.rows.tokens.numel() >= 1 << 31 or self.rows.tables.numel() >= 1 << 31:
             raise ConfigError(
-                f"{sizes.rows} rows of {sizes.max_len} tokens are more than 2^31: lower max_num_seqs or max_model_len.",
+                f"{sizes.rows} requests of {sizes.max_len} tokens exceed 2^31 tokens: lower --max-num-seqs or --max-model-len.",
                 param="max_num_seqs",
             )
         self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device)

@@ -420,7 +420,7 @@ class Scheduler:
             elif result.error is not None:
                 self.finish(request, "error", f"The step failed: {result.error}")
             elif place in result.lost:
-                self.finish(request, "error", "An upload to the device failed: the request's place there is lost.")
+                self.finish(request, "error", "The device lost an upload of the request: send it again.")
             else:
                 request.pay(before, self._price, n_query)
                 self._commit_share(step, place, tokens[offset : offset + count], result, now, news)

@@ -30,7 +30,7 @@ def branches(parents: tuple[int, ...]) -> Branches:
     depth, ancestors = [0], [1]
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise EngineFailed(f"Node {node} of a draft tree hangs on node {parent}: parents come before children.")
+            raise EngineFailed(f"Node {node} of a draft tree precedes its parent {parent}.")
         depth.append(depth[parent + 1] + 1)
         ancestors.append(ancestors[parent + 1] | 1 << (node + 1))
     signed = np.array(ancestors, dtype=np.uint64).view(np.int64)

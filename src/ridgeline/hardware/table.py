@@ -162,7 +162,8 @@ def lookup(name: str) -> Accelerator:
         row = next((one for one in ACCELERATORS if wanted and wanted <= _words(one.name)), None)
     if row is None:
         raise ConfigError(
-            f"there is no {name!r} in the table: {'; '.join(one.name for one in ACCELERATORS)}.", param="on"
+            f"Unknown accelerator {name!r}. The hardware table has {'; '.join(one.name for one in ACCELERATORS)}.",
+            param="on",
         )
     return row
 

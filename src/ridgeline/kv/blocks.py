@@ -60,7 +60,7 @@ class BlockPool:
         """One holder less. The last one leaves the block cached (`keep`) or blank."""
         refs = self._refs[block] - 1
         if refs < 0:
-            raise AssertionError(f"block {block} released more often than taken")
+            raise AssertionError(f"block {block} was released more often than taken")
         self._refs[block] = refs
         if refs == 0:
             if keep:

@@ -24,9 +24,9 @@ class Alias:
 
 DERIVED: Mapping[str, str] = {
     "used_tokens": "Slots of the KV cache held by running requests.",
-    "preempted": "Requests that gave up their blocks so far.",
-    "swapped": "Requests whose blocks lie elsewhere: none do.",
-    "mean_accepted_length": "Tokens gained per verified draft, the drawn one among them.",
+    "preempted": "Requests preempted so far.",
+    "swapped": "Requests swapped to host memory: always 0.",
+    "mean_accepted_length": "Tokens per verified draft, the sampled token included.",
 }
 """Gauges that only other engines' dashboards ask for."""
 

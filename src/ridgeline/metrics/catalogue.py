@@ -40,55 +40,61 @@ GAUGES: Mapping[str, Entry] = {
     "num_requests_running": Entry("Requests on the device."),
     "num_requests_waiting": Entry("Requests that wait to be admitted."),
     "kv_cache_usage_perc": Entry("Share of KV blocks held by running requests, 0 to 1."),
-    "kv_cache_cached_perc": Entry("Share of KV blocks kept for prefixes that may come again, 0 to 1.", ours=True),
+    "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Leased slots that hold no token, as a share of leased slots.", ours=True),
     "kv_waste_between_perc": Entry("Bytes of the cache lost to unequal groups of layers, as a share.", ours=True),
-    "shadow_kl": Entry("Divergence from the reference over the last shadowed answers, nats per token.", ours=True),
+    "shadow_kl": Entry(
+        "KL divergence from the reference model over the last shadowed answers, in nats per token.", ours=True
+    ),
 }
 COUNTERS: Mapping[str, Entry] = {
-    "shadow_answers": Entry("Answers that the reference scored too.", ours=True),
+    "shadow_answers": Entry("Answers that the reference model scored again.", ours=True),
     "shadow_tokens": Entry("Tokens of these answers.", ours=True),
-    "shadow_same_tokens": Entry("Of these, tokens where both think the same one most probable.", ours=True),
-    "shadow_kl_nats": Entry("Divergence from the reference, summed over these tokens, in nats.", ours=True),
-    "shadow_failures": Entry("Answers that the reference or the engine could not score.", ours=True),
+    "shadow_same_tokens": Entry(
+        "Tokens of these answers for which both models have the same most probable token.", ours=True
+    ),
+    "shadow_kl_nats": Entry("KL divergence from the reference model, summed over these tokens, in nats.", ours=True),
+    "shadow_failures": Entry("Answers that the reference model or the engine could not score.", ours=True),
     "prompt_tokens": Entry("Prompt tokens computed."),
     "generation_tokens": Entry("Tokens generated."),
     "prompt_tokens_cached": Entry("Prompt tokens taken from the prefix cache."),
     "prefix_cache_queries": Entry("Tokens looked up in the prefix cache."),
     "prefix_cache_hits": Entry("Tokens found in the prefix cache."),
-    "num_preemptions": Entry("Requests that gave up their blocks and were computed again."),
+    "num_preemptions": Entry("Requests that were preempted and recomputed."),
     "spec_decode_num_drafts": Entry("Drafts verified."),
     "spec_decode_num_draft_tokens": Entry("Draft tokens verified."),
     "spec_decode_num_accepted_tokens": Entry("Draft tokens accepted."),
     "spec_decode_num_accepted_tokens_per_pos": Entry(
-        "Draft tokens accepted, by their place in the draft, from 0 on.", label="position"
+        "Draft tokens accepted, by position in the draft, starting at 0.", label="position"
     ),
     "spec_decode_saved_seconds": Entry(
-        "Seconds that drafts saved, by what steps without any take (tries that failed taken off).", ours=True
+        "Seconds saved by drafts compared with steps without drafts, minus the cost of rejected drafts.", ours=True
     ),
     "engine_restarts": Entry("Engine processes started in place of one that had ended or was stuck.", ours=True),
     "request_success": Entry("Finished choices.", label="finished_reason"),
-    "aborted_requests": Entry("Requests that ended before their answer did, or were refused.", "reason", ours=True),
+    "aborted_requests": Entry(
+        "Requests that were refused or ended before their answer was complete.", "reason", ours=True
+    ),
     "steps": Entry("Steps run.", ours=True),
     "failed_steps": Entry("Steps that failed.", ours=True),
     "generation_tokens_dropped": Entry(
-        "Tokens drawn for choices that had ended: behind a stop string, or after a cancel.", ours=True
+        "Tokens sampled for choices that had already ended, by a stop string or a cancellation.", ours=True
     ),
     "scheduler_host_part_seconds": Entry("Seconds the scheduler spent on steps, by part.", label="part", ours=True),
-    "estimated_flops_per_gpu": Entry("Operations of all steps, by the model's formula."),
+    "estimated_flops_per_gpu": Entry("FLOPs of all steps, by the formula of the model."),
     "estimated_moved_bytes_per_gpu": Entry(
         "Bytes that all steps had to move: weights as they are stored, keys and values read and written.", ours=True
     ),
-    "energy_joules": Entry("Energy the device took, as it is known here (measured or estimated).", ours=True),
+    "energy_joules": Entry("Energy used by the device in joules, measured or estimated.", ours=True),
     "late_compiles": Entry("Kernels compiled after Ready, while requests waited.", ours=True),
     "late_captures": Entry("CUDA graphs captured after Ready, while requests waited.", ours=True),
-    "late_seconds": Entry("Seconds that both took, by what was done.", label="kind", ours=True),
+    "late_seconds": Entry("Seconds spent on kernels and graphs after Ready, by kind.", label="kind", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }
 HISTOGRAMS: Mapping[str, Entry] = {
     "time_to_first_token_seconds": Entry("Seconds from arrival to the first token.", edges=FIRST_TOKEN_SECONDS),
     "time_to_first_visible_token_seconds": Entry(
-        "Seconds from arrival to the first text that is no hidden thought.", ours=True, edges=FIRST_TOKEN_SECONDS
+        "Seconds from arrival to the first text that is not hidden reasoning.", ours=True, edges=FIRST_TOKEN_SECONDS
     ),
     "inter_token_latency_seconds": Entry("Seconds between tokens, weighted by token.", edges=TOKEN_SECONDS),
     "request_time_per_output_token_seconds": Entry("Mean seconds per token after the first.", edges=TOKEN_SECONDS),
@@ -99,8 +105,8 @@ HISTOGRAMS: Mapping[str, Entry] = {
     "request_inference_time_seconds": Entry("Seconds from admission to the last token.", edges=REQUEST_SECONDS),
     "request_prompt_tokens": Entry("Tokens of a prompt."),
     "request_generation_tokens": Entry("Tokens generated for a request."),
-    "request_params_max_tokens": Entry("max_tokens as asked for."),
-    "request_params_n": Entry("n as asked for.", edges=CHOICES),
+    "request_params_max_tokens": Entry("max_tokens of a request."),
+    "request_params_n": Entry("n of a request.", edges=CHOICES),
     "iteration_tokens_total": Entry("Tokens of a step.", edges=STEP_TOKENS),
     "scheduler_host_seconds": Entry("Seconds the scheduler spent on a step.", ours=True, edges=HOST_SECONDS),
 }
@@ -116,27 +122,27 @@ LIVE: Mapping[str, Entry] = {
         "those whose client disconnected before any limit was missed.",
         ours=True,
     ),
-    "slo_met": Entry("1 if the last minutes meet what the SLO says of percentiles and shares, else 0.", ours=True),
+    "slo_met": Entry("1 if the last minutes meet the percentiles and shares of the SLO, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
-    "mfu": Entry("FLOPs done while busy over the specified peak.", ours=True),
-    "mbu": Entry("Bytes that had to move while busy over the specified bandwidth.", ours=True),
-    "mfu_measured": Entry("As mfu, over what plain kernels reached on this machine.", ours=True),
-    "mbu_measured": Entry("As mbu, over what plain kernels reached on this machine.", ours=True),
+    "mfu": Entry("FLOP/s while busy, as a share of the specified peak.", ours=True),
+    "mbu": Entry("Bytes per second that had to move while busy, as a share of the specified bandwidth.", ours=True),
+    "mfu_measured": Entry("MFU relative to the measured peak of plain kernels on this machine.", ours=True),
+    "mbu_measured": Entry("MBU relative to the measured bandwidth of plain kernels on this machine.", ours=True),
     "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
     "host_seconds_per_step": Entry("Scheduler's seconds per step.", ours=True),
-    "mean_running": Entry("Requests on the device, over its busy time.", ours=True),
+    "mean_running": Entry("Mean number of requests on the device while it was busy.", ours=True),
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),
-    "decode_step_predicted_seconds": Entry("What the cost model expected of such a step.", ours=True),
+    "decode_step_predicted_seconds": Entry("Predicted device seconds of a step without prompt tokens.", ours=True),
     "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),
     "input_tokens_per_output_token": Entry(
         "Prompt tokens that cost as much latency as one output token (medians).", ours=True
     ),
-    "watts": Entry("Power the device took.", ours=True),
-    "joules_per_token": Entry("Energy per token, prompt and output.", ours=True),
-    "cost_per_million_tokens": Entry("Money per million tokens, prompt and output, idle time included.", ours=True),
-    "cost_per_million_output_tokens": Entry("Money per million output tokens, idle time included.", ours=True),
+    "watts": Entry("Power of the device in watts.", ours=True),
+    "joules_per_token": Entry("Joules per token, prompt and output.", ours=True),
+    "cost_per_million_tokens": Entry("Dollars per million tokens, prompt and output, idle time included.", ours=True),
+    "cost_per_million_output_tokens": Entry("Dollars per million output tokens, idle time included.", ours=True),
 }
 """Gauges over the last minutes (metrics.live); one that cannot be known is not shown."""
 

@@ -88,7 +88,7 @@ def _regressions(now: Sequence[Minute], before: Sequence[Minute]) -> Iterator[Al
                 continue
             value, base = statistics.median(recent), statistics.median(usual)
             if value > WORSE * base:
-                text = f"{share} of {what} is {value * 1e3:.4g} ms, usually {base * 1e3:.4g} ms"
+                text = f"{share} of {what} is {value * 1e3:.4g} ms; the usual value is {base * 1e3:.4g} ms"
                 yield Alert(f"{name}_regression", f"{text} ({value / base:.1f} times).")
 
 

@@ -20,9 +20,9 @@ PREFIX = "ridgeline"
 DEFAULT_CONTEXT = 131_072
 FAMILIES: Mapping[str, str] = {
     "latency_window_seconds": "Latencies of the last minutes by quantile.",
-    "slo_missed_requests": "Requests of the last minutes that missed the SLO, by what is to blame.",
-    "alert": "1 for every rule that is broken now.",
-    "step_prediction_info": "What predicted step times rest on: a calibration (date, steps, its error), or a guess.",
+    "slo_missed_requests": "Requests of the last minutes that missed the SLO, by cause.",
+    "alert": "1 for every alert rule that is violated now.",
+    "step_prediction_info": "Basis of predicted step times: a calibration (date, steps, error), or uncalibrated.",
 }
 """Gauges with a label of their own, over the last minutes."""
 UNCALIBRATED = "uncalibrated"

@@ -43,12 +43,12 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     """The spec with the dtype and context length that `model` asks for. Raises ConfigError naming the option."""
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} cannot be served; use one of {', '.join(DTYPES)}.", param="dtype")
+        raise ConfigError(f"--dtype {dtype!r} cannot be served: use one of {', '.join(DTYPES)}.", param="dtype")
     quantization = settled_format(spec.quantization, model.quantization)
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
         raise ConfigError(
-            f"max_model_len {longest} is outside the model's context of {spec.max_len} tokens: lower it.",
+            f"--max-model-len is {longest}: give 1 to {spec.max_len}, the context of the model.",
             param="max_model_len",
         )
     layers = drop_idle_windows(spec.layers, longest)
@@ -77,7 +77,7 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
         return IntFormat(ops.integer or INT_REFERENCE, numbers, dtype, device, stored.integers, inputs)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(
-            "fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): serve without quantization.",
+            "--quantization fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): use another format.",
             param="quantization",
         )
     return Fp8Format(ops.fp8 or FP8_REFERENCE, dtype, device, stored.scales)
@@ -108,6 +108,6 @@ def build(
     elif model.load_format == "auto":
         load_checkpoint(decoder, model_dir, progress)
     else:
-        raise ConfigError(f"load_format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
+        raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
     decoder.settle()
     return LoadedModel(spec, decoder, defaults, ops)

@@ -85,7 +85,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
     defaults = {name: generation[name] for name in GenerationDefaults.__slots__ if generation.get(name) is not None}
     for name, value in defaults.items():
         if not isinstance(value, int | float):
-            raise ConfigError(f"generation_config.json: {name} is {value!r}; a number is needed.")
+            raise ConfigError(f"generation_config.json: {name} is {value!r}: it must be a number.")
     try:  # else every request that says nothing would be refused for it; 0 as top_p is the service's to read
         SamplingParams(**{**defaults, "top_k": int(defaults.get("top_k", 0)), "top_p": defaults.get("top_p") or 1.0})
     except (RequestError, ValueError, OverflowError) as error:
@@ -103,7 +103,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     try:
         return _read_spec(config, generation or {})
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"config.json holds a value of the wrong kind: {error}.") from None
+        raise ConfigError(f"config.json has a value of the wrong type: {error}.") from None
 
 
 def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
@@ -179,7 +179,7 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
         value = values[key]
         optional = key in ("num_key_value_heads", "head_dim")
         if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"config.json: {key} is {value!r}; a positive integer is needed.")
+            raise ConfigError(f"config.json: {key} is {value!r}: it must be a positive integer.")
     for key, kind in _KINDS.items():
         value = values.get(key)
         if value is None and family.fields.get(key) is None:
@@ -188,7 +188,7 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
         least = 0 if key == "max_window_layers" else sys.float_info.min
         if kind is not _SWITCH and isinstance(value, int | float) and not least <= value < math.inf:
-            raise ConfigError(f"config.json: {key} is {value!r}; a number above 0 is needed.")
+            raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
     return values
 
 
@@ -204,8 +204,8 @@ def _refuse_unknown(given: Mapping[str, Any], fields: Mapping[str, Any], fixed: 
             raise UnsupportedModel(f"config.json: {key} = {_short(value)} is not supported.")
     if unknown:
         raise UnsupportedModel(
-            f"config.json has keys we do not know: {', '.join(sorted(unknown))}. They may change what the model "
-            "computes; delete those that do not."
+            f"config.json has unknown keys: {', '.join(sorted(unknown))}. Delete the keys that do not change what the model "
+            "computes; with the others the model is not supported."
         )
 
 
@@ -228,17 +228,17 @@ def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
     odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if odd or len(kinds) != count:
         raise UnsupportedModel(
-            f"config.json: layer_types must name {count} full or sliding layers, not {odd or kinds}."
+            f"config.json: layer_types must list full_attention or sliding_attention {count} times, not {odd or kinds}."
         )
     if window is None and "sliding_attention" in kinds:
-        raise ConfigError("config.json: layer_types names sliding_attention, but no sliding_window is in use.")
+        raise ConfigError("config.json: layer_types has sliding_attention, but there is no sliding_window.")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _activation(values: Mapping[str, Any]) -> Any:
     name = values.get("hidden_activation", values["hidden_act"])
     if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"config.json: activation {name!r} is not supported; supported are {list(ACTIVATIONS)}.")
+        raise UnsupportedModel(f"config.json: activation {name!r} is not supported. Supported: {list(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
 
 
@@ -247,7 +247,7 @@ def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
     stated = [text.get("dtype"), text.get("torch_dtype"), outer.get("dtype"), outer.get("torch_dtype"), "bfloat16"]
     name = str(next(one for one in stated if one is not None)).removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise UnsupportedModel(f"config.json: dtype {name!r} is not supported.")
+        raise UnsupportedModel(f"config.json: dtype {name!r} is not supported. Supported: {', '.join(DTYPE_BYTES)}.")
     return name
 
 
@@ -270,7 +270,7 @@ def _first(*ids: Any) -> int | None:
 
 def _id(key: str, value: Any) -> int:
     if not isinstance(value, int):
-        raise ConfigError(f"{key} is {value!r}; a token id is needed.")
+        raise ConfigError(f"{key} is {value!r}: it must be a token id.")
     return value
 
 
@@ -281,7 +281,7 @@ def _short(value: Any) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"{path.parent} has no {path.name}: a model folder in Hugging Face's layout is needed.")
+        raise ConfigError(f"{path.parent} has no {path.name}: give a model folder in the layout of Hugging Face.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

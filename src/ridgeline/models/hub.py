@@ -30,16 +30,18 @@ def resolve_model(model: ModelConfig) -> Path:
     folder = Path(name).expanduser() if name else shipped_model()
     if (folder / "config.json").is_file():
         if model.revision:
-            raise ConfigError(f"revision chooses on the hub, and {folder} is a folder: leave it out.", param="revision")
+            raise ConfigError(
+                f"--revision is for hub models, and {folder} is a folder: leave it out.", param="revision"
+            )
         return folder
     if not name:
-        raise ConfigError("the shipped model is missing from this installation: name a folder or a hub model.")
+        raise ConfigError("The shipped model is missing from this installation: give a model folder or a hub name.")
     if folder.is_dir():
-        raise ConfigError(f"folder {folder} has no config.json: a model folder in Hugging Face's layout is needed.")
+        raise ConfigError(f"The folder {folder} has no config.json: give a model folder in the layout of Hugging Face.")
     if folder.is_file():
-        raise ConfigError(f"{folder} is a file: name the folder that holds config.json and *.safetensors.")
+        raise ConfigError(f"{folder} is a file: give the folder that contains config.json and *.safetensors.")
     if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(f"folder {name} does not exist.")
+        raise ConfigError(f"The model folder {name} does not exist.")
     return _download(model)
 
 
@@ -55,16 +57,16 @@ def _download(model: ModelConfig) -> Path:
         )
     except errors.GatedRepoError:
         raise ConfigError(
-            f"{name} asks for its licence to be accepted: do so on huggingface.co/{name}, then set HF_TOKEN."
+            f"The licence of {name} must be accepted first: accept it on huggingface.co/{name}, then set HF_TOKEN."
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name} has no revision {model.revision!r}.", param="revision") from None
+        raise ConfigError(f"{name} has no --revision {model.revision!r}: give another.", param="revision") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ConfigError(
-            f"{name} is neither a folder here nor a public model on the hub: check the name (private: set HF_TOKEN)."
+            f"{name} is neither a local folder nor a public model on the hub: check the name. For a private model set HF_TOKEN."
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise ConfigError(
-            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}). Where there is a "
-            f"network run `hf download {name} --local-dir DIR`, then serve DIR."
+            f"{name} is not on this machine, and the hub cannot be reached ({type(error).__name__}). Run `hf download {name} "
+            "--local-dir DIR` on a machine with network access, then serve DIR."
         ) from None

@@ -40,9 +40,9 @@ def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int
         whole = {"rope_theta": theta, **(given.get("full_attention") or {})}
         windowed = {"rope_theta": local, **(given.get("sliding_attention") or {})}
         if local is None:
-            raise UnsupportedModel("config.json: rope_parameters by kind of layer are read for Gemma 3 only.")
+            raise UnsupportedModel("config.json: rope_parameters per layer type are supported only for Gemma 3.")
     elif local is not None:
-        raise UnsupportedModel("config.json: Gemma 3's rope_parameters must name full_attention and sliding_attention.")
+        raise UnsupportedModel("config.json: Gemma 3 needs full_attention and sliding_attention in rope_parameters.")
     else:
         whole = windowed = {"rope_theta": theta, **given}
     original = values["original_max_position_embeddings"] or longest
@@ -51,7 +51,7 @@ def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int
         turns = inverse_frequencies(one) * one.attention_factor
         if not bool(((turns > 0) & (turns < math.inf)).all()):
             raise ConfigError(
-                "config.json: the numbers of its rotary embedding (rope_theta, rope_scaling) turn nothing."
+                "config.json: rope_theta and rope_scaling give rotary frequencies that are not positive finite numbers."
             )
     if rope.scaling == "yarn":
         longest = max(longest, int(rope.original_max_len * rope.factor))
@@ -64,7 +64,7 @@ def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rop
         raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported.")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _KEYS:
-        raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(_KEYS)}.")
+        raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(_KEYS)}.")
     unknown = sorted(set(given) - _KEYS[kind] - {"original_max_position_embeddings"})
     if unknown or given.get("truncate", True) is not True:
         raise UnsupportedModel(f"config.json: rope type {kind!r} with {', '.join(unknown) or 'truncate'} is unknown.")
@@ -80,7 +80,7 @@ def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rop
             low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
             return Rope(theta, dim, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
     except KeyError as error:
-        raise ConfigError(f"config.json: rope type {kind!r} needs {error.args[0]!r}.") from None
+        raise ConfigError(f"config.json: rope type {kind!r} needs the key {error.args[0]!r}.") from None
     return Rope(
         theta,
         dim,

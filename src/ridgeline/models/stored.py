@@ -49,11 +49,11 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
     if said is None:
         return StoredAs()
     if not isinstance(said, dict):
-        raise UnsupportedModel(f"config.json: {KEY} is {said!r}; an object is needed.")
+        raise UnsupportedModel(f"config.json: {KEY} is {said!r}: it must be an object.")
     method = said.get("quant_method")
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if method not in readers:
-        raise _refused("quant_method", method, f"; supported are {', '.join(readers)}")
+        raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
     for key, value in said.items():
         # kv_cache_scheme, sparsity_config, transform_config and what comes after them change what is computed.
         plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(said)))
@@ -68,13 +68,13 @@ def _compressed_tensors(said: Mapping[str, Any]) -> StoredAs:
     form = said.get("format")
     readers = {"float-quantized": _floats, "pack-quantized": _packed, "int-quantized": _w8a8}
     if form not in readers:
-        raise _refused("format", form, f"; supported are {', '.join(readers)}")
+        raise _refused("format", form, f". Supported: {', '.join(readers)}")
     groups = said.get("config_groups") or {}
     if len(groups) != 1:
         raise _refused("config_groups", sorted(groups), "; one group for all linears is")
     group = next(iter(groups.values()))
     if group.get("targets") != ["Linear"]:
-        raise _refused("targets", group.get("targets"), '; supported is ["Linear"]')
+        raise _refused("targets", group.get("targets"), '. Supported: ["Linear"]')
     if group.get("output_activations") not in _EMPTY:
         raise _refused("output_activations", group["output_activations"])
     _layers(said.get("ignore"), "ignore", head_is_plain=False)
@@ -87,15 +87,15 @@ def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ki
     for side, values in (("weights", weights), ("input_activations", inputs)):
         for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
             if values is not None and values.get(key) != wanted:
-                raise _refused(f"{side}.{key}", values.get(key), f"; supported is {wanted}")
+                raise _refused(f"{side}.{key}", values.get(key), f". Supported: {wanted}")
     if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
-        raise _refused("input_activations", inputs, "; supported are dynamic ones per token")
+        raise _refused("input_activations", inputs, ". Supported: dynamic per token")
 
 
 def _w8a8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
     _eight_bits(weights, inputs, "int")
     if weights.get("strategy") != "channel":
-        raise _refused("weights.strategy", weights.get("strategy"), "; supported is channel")
+        raise _refused("weights.strategy", weights.get("strategy"), ". Supported: channel")
     return StoredAs("w8a8", integers=Published("int-quantized", 8, 0))
 
 
@@ -106,17 +106,17 @@ def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
         return StoredAs(name, "channel")
     if strategy == "tensor":
         return StoredAs(name, "tensor")
-    raise _refused("weights.strategy", strategy, "; supported are channel and tensor")
+    raise _refused("weights.strategy", strategy, ". Supported: channel and tensor")
 
 
 def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
     if inputs:
-        raise _refused("input_activations", inputs, "; supported are none beside packed weights")
+        raise _refused("input_activations", inputs, ". Supported: null")
     if weights.get("type") != "int":
-        raise _refused("weights.type", weights.get("type"), "; supported is int")
+        raise _refused("weights.type", weights.get("type"), ". Supported: int")
     strategy = weights.get("strategy")
     if strategy not in ("channel", "group"):
-        raise _refused("weights.strategy", strategy, "; supported are channel and group")
+        raise _refused("weights.strategy", strategy, ". Supported: channel and group")
     group = 0 if strategy == "channel" else _group(weights)
     if strategy == "group" and not group:
         raise _refused("weights.group_size", weights.get("group_size"))
@@ -130,11 +130,11 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
 
 def _fp8(said: Mapping[str, Any]) -> StoredAs:
     if said.get("weight_block_size") is not None:
-        raise _refused("weight_block_size", said["weight_block_size"], "; supported are scales per tensor")
+        raise _refused("weight_block_size", said["weight_block_size"], ". Supported: null (one scale per tensor)")
     if said.get("activation_scheme") != "dynamic":
-        raise _refused("activation_scheme", said.get("activation_scheme"), "; supported is dynamic")
+        raise _refused("activation_scheme", said.get("activation_scheme"), ". Supported: dynamic")
     if said.get("fmt", "e4m3") != "e4m3":
-        raise _refused("fmt", said["fmt"], "; supported is e4m3")
+        raise _refused("fmt", said["fmt"], ". Supported: e4m3")
     for key in ("ignored_layers", "modules_to_not_convert"):
         _layers(said.get(key), key, head_is_plain=True)
     return StoredAs("fp8", "tensor")
@@ -145,18 +145,18 @@ def _gptq(said: Mapping[str, Any]) -> StoredAs:
     form = said.get("checkpoint_format") or said.get("format") or "gptq"
     layouts: dict[str, Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
     if form not in layouts:
-        raise _refused("checkpoint_format", form, f"; supported are {' and '.join(layouts)}")
+        raise _refused("checkpoint_format", form, f". Supported: {', '.join(layouts)}")
     if said.get("lm_head"):
-        raise _refused("lm_head", said["lm_head"], f"; {HEAD} must be left in floats")
+        raise _refused("lm_head", said["lm_head"], f": {HEAD} must not be quantized")
     zeros, ordered = not said.get("sym", False), bool(said.get("desc_act"))
     return _integers(Published(layouts[form], said.get("bits", 0), _group(said), zeros, ordered), "bits")
 
 
 def _awq(said: Mapping[str, Any]) -> StoredAs:
     if str(said.get("version", "gemm")).lower() != "gemm":
-        raise _refused("version", said["version"], "; supported is gemm")
+        raise _refused("version", said["version"], ". Supported: gemm")
     if said.get("lm_head"):
-        raise _refused("lm_head", said["lm_head"], f"; {HEAD} must be left in floats")
+        raise _refused("lm_head", said["lm_head"], f": {HEAD} must not be quantized")
     _layers(said.get("modules_to_not_convert"), "modules_to_not_convert", head_is_plain=True)
     return _integers(Published("awq", said.get("bits", 0), _group(said), bool(said.get("zero_point", True))), "bits")
 
@@ -170,11 +170,11 @@ def _group(said: Mapping[str, Any]) -> int:
 
 def _integers(form: Published, key: str) -> StoredAs:
     if form.bits not in BITS[form.layout]:
-        raise _refused(key, form.bits, f"; supported are {' and '.join(map(str, BITS[form.layout]))}")
+        raise _refused(key, form.bits, f". Supported: {', '.join(map(str, BITS[form.layout]))}")
     ends = ("-zp" if form.zeros else "") + ("-ordered" if form.order else "")
     name = f"int{form.bits}-g{form.group}{ends}" if form.group else f"int{form.bits}-channel{ends}"
     if name not in NUMBER_FORMATS:
-        raise _refused("group_size", form.group, f"; supported are {', '.join(map(str, GROUPS))} and one per channel")
+        raise _refused("group_size", form.group, f". Supported: {', '.join(map(str, GROUPS))} and -1 (per channel)")
     return StoredAs(name, integers=form)
 
 
@@ -182,9 +182,9 @@ def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
     """Linears left in floats: the head must be, and nothing else may be."""
     left = [name for name in names or () if name != HEAD]
     if left:
-        raise _refused(key, left, f"; only {HEAD} may be left in floats")
+        raise _refused(key, left, f". Supported: only {HEAD}, all other linears must be quantized")
     if not head_is_plain and HEAD not in (names or ()):
-        raise _refused(key, names, f"; {HEAD} must be left in floats")
+        raise _refused(key, names, f": {HEAD} must be in the list, because a quantized {HEAD} is not supported")
 
 
 def _sparse(said: Mapping[str, Any]) -> bool:

@@ -127,18 +127,18 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = tuple(folder / name for name in sorted(set(named.values())))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index} is not an index of safetensors: {error!r}") from None
+            raise ConfigError(f"{index} is not a safetensors index ({error!r}): download the model again.") from None
     elif (folder / "model.safetensors").is_file():
         files = (folder / "model.safetensors",)
     else:
         files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
         others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth") for path in folder.glob(pattern))
-        remedy = f"; {', '.join(others[:4])} cannot be read, convert to safetensors first" if others else ""
-        raise ConfigError(f"{folder} has no *.safetensors{remedy}. For random weights use --load-format dummy.")
+        remedy = f" Convert {', '.join(others[:4])} to safetensors first." if others else ""
+        raise ConfigError(f"{folder} has no *.safetensors.{remedy} For random weights use --load-format dummy.")
     lost = [path.name for path in files if not path.is_file()]
     if lost:
-        raise ConfigError(f"{folder} lacks {', '.join(lost)}, which its index names: download the model again.")
+        raise ConfigError(f"{folder} lacks {', '.join(lost)}, which its index lists: download the model again.")
     return files
 
 
@@ -149,7 +149,7 @@ def opened(path: Path) -> Iterator[safe_open]:
         with safe_open(path, framework="pt") as shard:
             yield shard
     except SafetensorError as error:
-        raise ConfigError(f"{path} is not a whole safetensors file ({error}): download it again.") from None
+        raise ConfigError(f"{path} is not a complete safetensors file ({error}): download it again.") from None
     except (FileNotFoundError, PermissionError) as error:  # safetensors says the former of missing rights, too
         remedy = "give this user the right to read it" if path.is_file() else "download it again"
         raise ConfigError(f"{path} cannot be opened ({error}): {remedy}.") from None
@@ -183,9 +183,9 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 if progress is not None:
                     progress("weights", min(done, total), total)
     if wanted or unknown:
-        parts = [("lacks", sorted(wanted)), ("has, beyond what the decoder knows,", sorted(unknown))]
+        parts = [("lacks the tensors", sorted(wanted)), ("has the unknown tensors", sorted(unknown))]
         said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
-        raise UnsupportedModel(f"{folder}: the checkpoint {said}.")
+        raise UnsupportedModel(f"The checkpoint {folder} {said}. Check that config.json belongs to these weights.")
     _refuse_odd(sizes, decoder.embedding.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
@@ -207,10 +207,12 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
     shape, dtypes = expected.shape, expected.dtypes
     alone = tensor.numel() == math.prod(shape) == 1
     if tuple(tensor.shape) != shape and not alone:
-        raise UnsupportedModel(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}.")
+        raise UnsupportedModel(
+            f"The tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}."
+        )
     if tensor.dtype not in dtypes:
         raise UnsupportedModel(
-            f"tensor {name} holds {tensor.dtype}; config.json asks for {' or '.join(map(str, dtypes))}."
+            f"The tensor {name} has dtype {tensor.dtype}, but config.json requires {' or '.join(map(str, dtypes))}."
         )
 
 
@@ -220,8 +222,8 @@ def _refuse_odd(sizes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     odd = [name for name, size in zip(sizes, found, strict=True) if not size <= torch.finfo(dtype).max]
     if odd:
         raise UnsupportedModel(
-            f"the checkpoint holds values that are NaN, infinite or beyond {str(dtype).removeprefix('torch.')} in "
-            f"{_listed(odd)}: download it again, or, if they were saved so, take another (beyond float16: --dtype bfloat16)."
+            f"The checkpoint has values that are NaN, infinite or beyond {str(dtype).removeprefix('torch.')} in {_listed(odd)}: "
+            "download it again, use another checkpoint, or use --dtype bfloat16 if they are beyond float16."
         )
 
 
@@ -230,7 +232,7 @@ def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
     try:
         target.load(tensor)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"tensor {name} {error.message}") from None
+        raise UnsupportedModel(f"The tensor {name} {error.message}") from None
 
 
 def _listed(names: list[str]) -> str:

@@ -27,14 +27,14 @@ def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops
     eager: on a CPU PyTorch's own, compiled ones or not."""
     missing = _missing(device, dtype)
     if missing:
-        log.warning("ops: reference on %s in %s (slow): %s", device, dtype, missing)
+        log.warning("operations: slow PyTorch reference on %s in %s, because %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        native, what = (None, "eager was asked for") if eager else native_cpu.load()
+        native, what = (None, "disabled by --enforce-eager") if eager else native_cpu.load()
         if native is not None:
-            log.info("ops: native in %s, %s", dtype, what)
+            log.info("operations: native in %s, %s", dtype, what)
             return native
-        log.info("ops: cpu in %s (native operations: %s)", dtype, what)
+        log.info("operations: PyTorch in %s (native operations: %s)", dtype, what)
         return CPU
     # Only here: Triton is an extra that a machine without a GPU need not have.
     from ridgeline.ops.triton.ahead import hashing
@@ -42,7 +42,7 @@ def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops
 
     hashing()
 
-    log.info("ops: triton on %s in %s, large products by cuBLAS", torch.cuda.get_device_name(device), dtype)
+    log.info("operations: Triton on %s in %s, large products by cuBLAS", torch.cuda.get_device_name(device), dtype)
     return TRITON
 
 
@@ -51,15 +51,15 @@ def choose_invariant(device: torch.device, dtype: torch.dtype) -> Ops:
     for `device` and `dtype`."""
     missing = _missing(device, dtype)
     if missing:
-        raise ConfigError(f"deterministic cannot be had here: {missing}.", param="deterministic")
+        raise ConfigError(f"--deterministic is not possible on this device: {missing}.", param="deterministic")
     if device.type == "cpu":
-        native, what = native_cpu.load(fixed=True) if dtype in TYPES else (None, f"they do not know {dtype}")
+        native, what = native_cpu.load(fixed=True) if dtype in TYPES else (None, f"they do not support {dtype}")
         if native is None:
-            log.warning("ops: each token alone, which is slow (native operations: %s)", what)
+            log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", what)
         return native or CPU_ALONE
     from ridgeline.ops.triton.invariant import INVARIANT
 
-    log.info("ops: batch-invariant triton on %s in %s", torch.cuda.get_device_name(device), dtype)
+    log.info("operations: batch-invariant Triton on %s in %s", torch.cuda.get_device_name(device), dtype)
     return INVARIANT
 
 
@@ -70,7 +70,7 @@ def _missing(device: torch.device, dtype: torch.dtype) -> str:
     if dtype not in KERNEL_DTYPES:
         return f"there are no kernels for {dtype}"
     if device.type == "cuda" and find_spec("triton") is None:
-        return "triton is not installed; pip install triton"
+        return "triton is not installed (run `pip install triton`)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return "the GPU is older than compute capability 8.0"
     return ""

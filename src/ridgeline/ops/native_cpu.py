@@ -332,7 +332,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
     try:
         library = open_library(path)
     except OSError as error:
-        return None, f"{path} cannot be opened: {error}"
+        return None, f"cannot open {path}: {error}; run `python -m ridgeline.ops.native.build` again"
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
     table = Ops(

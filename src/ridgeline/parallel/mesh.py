@@ -18,7 +18,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank {self.rank} is not one of {self.size} ranks.")
+            raise ConfigError(f"Rank {self.rank} does not exist in a mesh of {self.size} ranks.")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of every rank's x, same shape on each."""
@@ -29,7 +29,7 @@ class Mesh:
         return x if self.size == 1 else self._refuse()
 
     def _refuse(self) -> torch.Tensor:
-        raise ConfigError(f"a mesh of {self.size} ranks has no collectives in this version: run with one device.")
+        raise ConfigError(f"A mesh of {self.size} ranks is not supported yet: run with one device.")
 
 
 ONE_DEVICE = Mesh()

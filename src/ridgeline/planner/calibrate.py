@@ -16,6 +16,7 @@ import numpy as np
 from ridgeline.core.calibration import Calibration, Errors
 from ridgeline.core.cost import CostModel, StepWork, joined, step_work
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.planner.nnls import Array, nnls
 
@@ -58,7 +59,9 @@ def calibrate(guess: CostModel, steps: Sequence[Measured], device: str, date: st
     Raises ConfigError for fewer than FEWEST steps.
     """
     if len(steps) < FEWEST:
-        raise ConfigError(f"{len(steps)} measured steps are too few for a fit of {FEWEST}: raise --most-tokens.")
+        raise ConfigError(
+            f"Only {counted(len(steps), 'step')} could be measured, and a fit needs {FEWEST}: raise --most-tokens."
+        )
     problem = _Problem(guess, steps)
     cost = problem.fit(_ROUNDS)
     fitted = Errors.of(errors(cost, steps))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from ridgeline.core.plural import counted
 from ridgeline.planner.roofline import Phase, Roofline, matrix_dtype
 from ridgeline.planner.svg import Axis, Chart, Guide, Line, Points, figure, page, si, table
 
@@ -63,7 +64,7 @@ def roofline_page(found: Roofline, steps: Mapping[str, float], notes: tuple[str,
     parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
     for one in found.phases:
         parts.append(
-            f"<h2>{escape(one.name)}: {one.tokens} tokens, {one.bound}-bound, at least {si(one.floor_s, 's')}</h2>"
+            f"<h2>{escape(one.name)}: {counted(one.tokens, 'token')}, {one.bound}-bound, at least {si(one.floor_s, 's')}</h2>"
         )
         parts.append(table(HEAD, rows(one)))
     return page(f"Roofline: {found.spec.architecture} on {found.accelerator.name}", "\n".join(parts))

@@ -211,17 +211,17 @@ CURES: tuple[Cure, ...] = (
     Cure("8-bit weights leave room for KV", ("KV capacity",), _fp8_cache_room, "a restart", "small, as above",
          "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
     Cure("more requests at once", ("queue",), _more_rows, "a restart", "none",
-         "ridgeline serve MODEL --max-num-seqs N (twice what it is)", "each request's tokens come a little slower"),
+         "ridgeline serve MODEL --max-num-seqs N (twice the present value)", "tokens of each request come a little slower"),
     Cure("prefix cache", ("prefill compute", "queue", "KV capacity"), _prefix, "a restart", "none",
-         "ridgeline serve MODEL --enable-prefix-caching true", "only where prompts share their beginnings"),
+         "ridgeline serve MODEL --enable-prefix-caching true", "helps only if prompts share prefixes"),
     Cure("smaller prompt chunks", ("prefill compute",), _smaller_chunks, "a restart", "none",
          "ridgeline serve MODEL --max-num-batched-tokens 2048", "steadier streams, later first tokens"),
     Cure("larger prompt chunks", ("prefill compute", "queue"), _longer_chunks, "a restart", "none",
          "ridgeline serve MODEL --max-num-batched-tokens 16384", "earlier first tokens, less steady streams"),
     Cure("more memory for the cache", ("KV capacity",), _more_cache, "a restart", "none",
-         "ridgeline serve MODEL --gpu-memory-utilization 0.95", "less room for others on the device"),
+         "ridgeline serve MODEL --gpu-memory-utilization 0.95", "less memory for other programs on the device"),
     Cure("plan while the device runs", ("host",), _overlap, "a restart", "none",
-         "ridgeline serve MODEL --steps-in-flight 1", "a stop costs one wasted step"),
+         "ridgeline serve MODEL --steps-in-flight 1", "one step is wasted when a request ends"),
     Cure("CUDA graphs", ("host",), _graphs, "a restart", "none",
          "ridgeline serve MODEL (without --enforce-eager)", "some seconds of start-up"),
     Cure("a second replica", ("queue", "KV capacity", "prefill compute", "decode bandwidth"), _replica, "another device",
@@ -270,19 +270,21 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 def _bottleneck(seen: Observation) -> tuple[Bottleneck, list[str]]:
     busy = f"the device was busy {seen.busy:.0%} of the time"
-    waits = f"{seen.waiting:.0f} requests wait while {seen.running:.0f} run"
+    waits = f"{seen.waiting:.0f} waiting and {seen.running:.0f} running requests"
     if seen.client:
         return "client", [seen.client]
     if seen.waiting >= 1 and seen.kv_used >= FULL_ABOVE:
-        return "KV capacity", [f"{waits}, and {seen.kv_used:.0%} of the KV cache is held"]
+        return "KV capacity", [f"{waits}, and {seen.kv_used:.0%} of the KV cache is used"]
     if seen.waiting >= 1 and seen.running >= 0.95 * seen.most_running:
-        return "queue", [f"{waits}: all {seen.most_running:.0f} places are taken, KV cache {seen.kv_used:.0%} held"]
+        return "queue", [
+            f"{waits}: --max-num-seqs {seen.most_running:.0f} is reached, and {seen.kv_used:.0%} of the KV cache is used"
+        ]
     if seen.bubble >= HOST_ABOVE:
-        return "host", [f"the device waited for the host {seen.bubble:.0%} of the time that there was work"]
+        return "host", [f"the device waited for the host {seen.bubble:.0%} of the time in which there was work"]
     if seen.outside_s > max(CLIENT_ABOVE * seen.e2e_s, NOTICED_S):
-        return "client", [f"of {seen.e2e_s:.2f} s a request took, {seen.outside_s:.2f} s passed outside of the engine"]
+        return "client", [f"a request took {seen.e2e_s:.2f} s, {seen.outside_s:.2f} s of it outside of the engine"]
     if seen.busy < IDLE_BELOW and seen.waiting < 1:
-        return "none", [f"{busy} and nothing waits: more load would be served as fast"]
+        return "none", [f"{busy} and no request waits: the server can take more load at the same speed"]
     if seen.prompt_share > 0.5:
         return "prefill compute", [f"{busy}, {seen.prompt_share:.0%} of that in steps that computed prompts"]
     return "decode bandwidth", [f"{busy}, {1 - seen.prompt_share:.0%} of that in steps that only decode"]
@@ -293,17 +295,20 @@ def _distance(seen: Observation) -> list[str]:
     if seen.reached == seen.reached:
         floor = seen.step_bytes / seen.bandwidth
         found.append(
-            f"A decode step takes {seen.step_s * 1e3:.2f} ms and has {seen.step_bytes / 1e9:.2f} GB to move, which alone take "
-            f"{floor * 1e3:.2f} ms: {seen.reached:.0%} of the bandwidth."
+            f"A decode step takes {seen.step_s * 1e3:.2f} ms and has {seen.step_bytes / 1e9:.2f} GB to move, which takes at least "
+            f"{floor * 1e3:.2f} ms: it reaches {seen.reached:.0%} of the bandwidth."
         )
     if seen.weight_share == seen.weight_share:
         found.append(
-            f"{seen.weight_share:.0%} of these bytes are weights, shared by all running requests; the rest is KV."
+            f"{seen.weight_share:.0%} of these bytes are weights, shared by all running requests; the rest is KV cache."
         )
     if seen.mfu == seen.mfu:
-        found.append(f"While busy it reaches {seen.mfu:.0%} of its arithmetic and {seen.mbu:.0%} of its bandwidth.")
+        found.append(
+            f"While busy, the device reaches {seen.mfu:.0%} of its peak FLOP/s (MFU) and {seen.mbu:.0%} of its bandwidth (MBU)."
+        )
     if seen.late_s:
         found.append(
-            f"Since its start {seen.late_s:.2f} s went to kernels and graphs that start-up should have made; the log names them."
+            f"Since the start, {seen.late_s:.2f} s were spent on kernels and graphs that start-up should have prepared. The "
+            "log of the server names them."
         )
     return found

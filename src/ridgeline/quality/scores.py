@@ -56,7 +56,9 @@ def gather(records: Sequence[TokenLogprobs], window: Window, top: int) -> Scores
     """Scores of a window from the records of its tokens 1.. ."""
     wanted = records[window.first - 1 :]
     if len(records) != len(window.ids) - 1 or tuple(one.token for one in wanted) != window.ids[window.first :]:
-        raise EngineFailed("the scores that came back are not those of the tokens sent.")
+        raise EngineFailed(
+            "The returned scores do not match the tokens that were sent: check that both sides use the same tokenizer."
+        )
     ids = np.full((len(wanted), top), NOBODY, np.int32)
     values = np.full((len(wanted), top), -np.inf, np.float32)
     for place, one in enumerate(wanted):
@@ -89,7 +91,7 @@ class EngineScorer:
                 progress(self.name, done, total)
         missing = [place for place, one in enumerate(found) if one is None]
         if missing:
-            raise EngineFailed(f"{self.name}: {len(missing)} of {len(windows)} windows came back without scores.")
+            raise EngineFailed(f"{self.name}: no scores were returned for {len(missing)} of {len(windows)} windows.")
         return [one for one in found if one is not None]
 
 
@@ -113,7 +115,7 @@ class StoredScorer:
             whole = False
         if not whole:
             raise ConfigError(
-                f"{path} holds no whole scores: write them with `ridgeline compare ... --save-reference`."
+                f"{path} does not contain complete scores: write them with `ridgeline compare ... --save-reference FILE`."
             )
 
     def windows(self) -> list[Window]:
@@ -122,9 +124,11 @@ class StoredScorer:
 
     def score(self, windows: Sequence[Window], top: int, progress: Progress) -> list[Scores]:
         if list(windows) != self.windows():
-            raise ConfigError(f"{self._path} has scores of other texts or windows: leave out --text to use its own.")
+            raise ConfigError(
+                f"{self._path} contains scores of other texts or windows: leave --text out to use its texts."
+            )
         if top > self.top:
-            raise ConfigError(f"{self._path} has {self.top} alternatives per token: lower --top {top}.", param="top")
+            raise ConfigError(f"--top is {top}: give at most {self.top}, the number in {self._path}.", param="top")
         return [self._scores(window, row, top) for window, row in zip(windows, self._rows, strict=True)]
 
     def _scores(self, window: Window, row: Mapping[str, Any], top: int) -> Scores:
@@ -165,4 +169,4 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             for line in file:
                 yield json.loads(line)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as scores: {error}.") from None
+        raise ConfigError(f"Cannot read the scores {path}: {getattr(error, 'strerror', None) or error}.") from None

@@ -47,7 +47,11 @@ class Endpoint:
             with urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=self.timeout_s) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            raise EngineFailed(f"{url} answers {error.code}: {error.read(600).decode('utf-8', 'replace')}") from None
+            raise EngineFailed(
+                f"{url} answered with status {error.code}: {error.read(600).decode('utf-8', 'replace')}"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise EngineFailed(f"The answer of {url} is not JSON: {error}.") from None
         except (OSError, ValueError) as error:
             raise EngineFailed(f"Cannot reach {url}: {reason(error)}.") from None
 
@@ -56,7 +60,9 @@ class Endpoint:
         try:
             return str(found["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise ConfigError(f"{self.url} names no model: say which one.", param="model") from None
+            raise ConfigError(
+                f"{self.url} lists no model: give --reference-model or --candidate-model.", param="model"
+            ) from None
 
 
 def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int, repeats: int = 3) -> float:
@@ -126,7 +132,7 @@ class ServerScorer:
                 records = list(self._echoed(window, choice["logprobs"]))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise EngineFailed(
-                f"{self._endpoint.url} does not score prompts: /v1/completions must honour prompt_logprobs, or echo with "
+                f"{self._endpoint.url} does not score prompts: its /v1/completions must support prompt_logprobs, or echo with "
                 "logprobs."
             ) from None
         return gather(records, window, top)

@@ -80,7 +80,9 @@ def read_tasks(path: Path) -> list[Question]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the tasks {path} cannot be read: {error}.", param="tasks") from None
+        raise ConfigError(
+            f"Cannot read the questions of --tasks {path}: {getattr(error, 'strerror', None) or error}.", param="tasks"
+        ) from None
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -90,28 +92,28 @@ def read_tasks(path: Path) -> list[Question]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}, line {number}: {error}", param="tasks") from None
     if not found:
-        raise ConfigError(f"{path} holds no questions.", param="tasks")
+        raise ConfigError(f"{path} contains no questions.", param="tasks")
     return found
 
 
 def _question(said: Any) -> Question:
     """Raises ValueError with what is wrong."""
     if not isinstance(said, dict):
-        raise ValueError("a JSON object is needed.")
+        raise ValueError("the line must be a JSON object.")
     if unknown := sorted(set(said) - _MEMBERS):
-        raise ValueError(f"{unknown[0]!r} is no member of a question: {', '.join(sorted(_MEMBERS))}.")
+        raise ValueError(f"the key {unknown[0]!r} is unknown; known keys are {', '.join(sorted(_MEMBERS))}.")
     if ("prompt" in said) == ("messages" in said):
-        raise ValueError('either "prompt" or "messages" is needed.')
+        raise ValueError('give either "prompt" or "messages".')
     rules = [one for one in RULES if one in said]
     if len(rules) != 1:
-        raise ValueError(f"one of {', '.join(RULES)} is needed to say what is right.")
+        raise ValueError(f"give one of {', '.join(RULES)}, which defines the correct answer.")
     rule: Rule = rules[0]  # type: ignore[assignment]
     most = said.get("max_tokens", MAX_TOKENS)
     if not isinstance(most, int) or most < 1:
-        raise ValueError(f"max_tokens is {most!r}: a whole number above 0 is needed.")
+        raise ValueError(f"max_tokens is {most!r}: give a whole number above 0.")
     asked = {name: said[name] for name in ("prompt", "messages", "tools") if name in said}
     if "prompt" in asked and not (isinstance(asked["prompt"], str) and asked["prompt"]):
-        raise ValueError("prompt must be a text.")
+        raise ValueError("prompt must be a text that is not empty.")
     _check_rule(rule, said)
     return Question(str(said.get("task", "all")), asked, rule, said[rule], said.get("answer", 0), most)
 
@@ -119,24 +121,26 @@ def _question(said: Any) -> Question:
 def _check_rule(rule: Rule, said: Mapping[str, Any]) -> None:
     right = said[rule]
     if rule in ("exact", "choices") and not (isinstance(right, list) and right and all(map(_is_text, right))):
-        raise ValueError(f"{rule} must be a list of texts.")
+        raise ValueError(f"{rule} must be a list of texts that are not empty.")
     if rule == "pattern":
         try:
             re.compile(right)
         except (re.error, TypeError) as error:
-            raise ValueError(f"pattern is no regular expression: {error}.") from None
+            raise ValueError(f"pattern is not a regular expression: {error}.") from None
     if rule == "call":
         shape = (
             isinstance(right, dict) and isinstance(right.get("name"), str) and isinstance(right.get("arguments"), dict)
         )
         if not shape or "tools" not in said or "messages" not in said:
-            raise ValueError('call needs {"name", "arguments"}, beside "messages" and "tools".')
+            raise ValueError(
+                'call must be {"name": ..., "arguments": {...}}, and the line needs "messages" and "tools".'
+            )
     if rule == "choices":
         answer = said.get("answer")
         if "prompt" not in said:
-            raise ValueError("choices continue a prompt, and cannot be weighed behind messages.")
+            raise ValueError('choices need "prompt" instead of "messages".')
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(right):
-            raise ValueError(f"answer is {answer!r}: the place of the right choice is needed, from 0.")
+            raise ValueError(f"answer is {answer!r}: give the index of the correct choice, starting at 0.")
 
 
 def _is_text(one: Any) -> bool:
@@ -176,7 +180,9 @@ def _is_right(endpoint: Endpoint, model: str, question: Question) -> bool:
         ended = choice["finish_reason"] != "length"
         return ended and _accepts(question, message.get("content") or "", message.get("tool_calls") or [])
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineFailed(f"{endpoint.url} answers in no form of the API ({type(error).__name__}: {error}).") from None
+        raise EngineFailed(
+            f"The answer of {endpoint.url} is not an answer of the OpenAI API ({type(error).__name__}: {error})."
+        ) from None
 
 
 def _accepts(question: Question, text: str, calls: Sequence[Mapping[str, Any]]) -> bool:
@@ -204,7 +210,9 @@ def _likelihood(endpoint: Endpoint, model: str, prompt: str, choice: str) -> flo
     said = endpoint.call("/v1/completions", body)["choices"][0]
     scores, begun = said.get("logprobs") or {}, said["text"].find(whole)
     if begun < 0 or not scores.get("text_offset"):
-        raise EngineFailed(f"{endpoint.url} does not score choices: /v1/completions must honour echo with logprobs.")
+        raise EngineFailed(
+            f"{endpoint.url} does not score choices: its /v1/completions must support echo with logprobs."
+        )
     starts = [one - begun for one in scores["text_offset"]]
     values = zip(starts, [*starts[1:], len(whole) + 1], scores["token_logprobs"], strict=True)
     return float(sum(value for start, end, value in values if end > len(prompt) and start < len(whole)))

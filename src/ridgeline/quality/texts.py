@@ -36,13 +36,15 @@ def read_texts(path: Path) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the text {path} cannot be read: {error}.", param="text") from None
+        raise ConfigError(
+            f"Cannot read the text {path}: {getattr(error, 'strerror', None) or error}.", param="text"
+        ) from None
     if path.suffix != ".jsonl":
         texts = [content]
     else:
         texts = [_text(path, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not any(text.strip() for text in texts):
-        raise ConfigError(f"{path} holds no text.", param="text")
+        raise ConfigError(f"{path} contains no text.", param="text")
     return texts
 
 
@@ -52,7 +54,7 @@ def _text(path: Path, number: int, line: str) -> str:
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise ConfigError(f'{path}, line {number}: an object with a member "text" is needed.', param="text")
+        raise ConfigError(f'{path}, line {number}: the line must be a JSON object with the key "text".', param="text")
     return text
 
 
@@ -63,7 +65,9 @@ def windows(texts: Iterable[str], encode: Callable[[str], Sequence[int]], longes
     overlap gives tokens more past and costs more computation; 0 is the disjoint windows of most published tables.
     """
     if not 0 <= overlap < longest - 1:
-        raise ConfigError(f"an overlap of {overlap} tokens needs longer windows than {longest}.", param="overlap")
+        raise ConfigError(
+            f"--overlap is {overlap}: give 0 to {longest - 2}, or raise --window (now {longest}).", param="overlap"
+        )
     return [one for place, text in enumerate(texts) for one in _cut(tuple(encode(text)), longest, overlap, place)]
 
 

@@ -48,16 +48,16 @@ def check_limits(limits: Mapping[str, float], *, texts: bool, tasks: bool, drop:
         figure, flag = LIMITS[name][0], f"--{name.replace('_', '-')}"
         low, high = _SHARES.get(name, (0, float("inf")))
         if not low <= bound <= high:
-            raise ConfigError(
-                f"{flag} {bound:g} bounds what lies between {low:g} and {high:g} (a share is no per cent).", param=name
-            )
+            allowed = f"of {low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
+            unit = " (a share, not a percentage)" if name in _SHARES else ""
+            raise ConfigError(f"{flag} is {bound:g}: give a value {allowed}{unit}.", param=name)
         if not figure.startswith("task") and not texts:
             raise ConfigError(f"{flag} needs texts: give --text FILE.", param=name)
         if figure.startswith("task") and not tasks:
             raise ConfigError(f"{flag} needs questions: give --tasks FILE.", param=name)
         if figure == "task_drop" and not drop:
             raise ConfigError(
-                f"{flag} needs a reference that answers: name a model or a server, not a file.", param=name
+                f"{flag} needs a reference that answers questions: give a model or a server, not a file.", param=name
             )
 
 
@@ -65,7 +65,7 @@ def judge(figures: Mapping[str, Estimate], limits: Mapping[str, float]) -> list[
     """A check per limit, in the order of LIMITS. Raises ConfigError for a limit that does not exist."""
     unknown = sorted(set(limits) - set(LIMITS))
     if unknown:
-        raise ConfigError(f"there is no limit {unknown[0]!r}: {', '.join(LIMITS)}.")
+        raise ConfigError(f"Unknown limit {unknown[0]!r}. Limits are {', '.join(LIMITS)}.")
     checks = []
     for name, (figure, side) in LIMITS.items():
         if name not in limits:

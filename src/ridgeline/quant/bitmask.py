@@ -36,10 +36,12 @@ def unpack(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = parts["shape"].tolist()
     mask, values = parts["bitmask"], parts["compressed"]
     if tuple(mask.shape) != (rows, -(-columns // 8)):
-        raise UnsupportedModel(f"has a bitmask of {list(mask.shape)} for a shape of {[rows, columns]}.")
+        raise UnsupportedModel(
+            f"has a bitmask of shape {list(mask.shape)}, which does not fit a matrix of shape {[rows, columns]}."
+        )
     kept = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, :columns].bool()
     if int(kept.sum()) != len(values):
-        raise UnsupportedModel(f"has {len(values)} values for {int(kept.sum())} bits of its mask.")
+        raise UnsupportedModel(f"has {len(values)} values, but {int(kept.sum())} bits are set in its mask.")
     return torch.zeros(rows, columns, dtype=values.dtype).masked_scatter_(kept, values)
 
 
@@ -57,4 +59,4 @@ def _read(linear: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
     try:
         return unpack({part: get(f"{linear}.{part}") for part in PARTS})
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"tensor {linear}.weight {error.message}") from None
+        raise UnsupportedModel(f"The tensor {linear}.weight {error.message}") from None

@@ -53,11 +53,15 @@ class Share:
         """The rank's part of `length` features in `units` units; neighbours hold the same if there are fewer units."""
         if units >= self.size:
             if units % self.size:
-                raise ConfigError(f"{units} heads or blocks cannot be shared by {self.size} devices: pick a divisor.")
+                raise ConfigError(
+                    f"{units} heads or blocks cannot be split over {self.size} devices: use a divisor of {units}."
+                )
             step = length // self.size
             return slice(self.rank * step, (self.rank + 1) * step)
         if self.size % units:
-            raise ConfigError(f"{units} heads cannot be repeated on {self.size} devices: pick a multiple.")
+            raise ConfigError(
+                f"{units} heads cannot be replicated on {self.size} devices: use a multiple of {units} devices."
+            )
         step = length // units
         first = self.rank * units // self.size * step
         return slice(first, first + step)

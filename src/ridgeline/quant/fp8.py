@@ -117,4 +117,4 @@ def _expected(shape: LinearShape, stored: Stored) -> dict[tuple[int, str], Expec
 def _refuse_odd(scales: torch.Tensor) -> None:
     """A scale must be finite and positive."""
     if not scales.is_meta and not bool(((scales > 0) & (scales < float("inf"))).all()):
-        raise UnsupportedModel("cannot be held in fp8: it has values or scales that are NaN, infinite or negative.")
+        raise UnsupportedModel("cannot be stored in fp8: it has values or scales that are NaN, infinite or negative.")

@@ -58,7 +58,9 @@ def round_to_nearest(
 def _held(scales: torch.Tensor) -> torch.Tensor:
     """Scales as float16 holds them; none is 0, because weights are divided by them."""
     if not scales.is_meta and not bool((scales.abs() <= LARGEST_SCALE).all()):
-        raise UnsupportedModel("cannot be held in integers: it has values that are NaN, infinite or beyond any scale.")
+        raise UnsupportedModel(
+            "cannot be quantized to integers: it has values that are NaN, infinite or too large for a float16 scale."
+        )
     return torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).half().float()
 
 
@@ -152,7 +154,7 @@ class IntWeight(Weight):
         codes, scales, zeros, order = decode(published, self._waiting.pop(part))
         if codes.shape != (self._shape.parts[part].rows, self._shape.d_in):
             raise UnsupportedModel(
-                f"belongs to a matrix of {tuple(codes.shape)}, which is not what config.json asks for."
+                f"belongs to a matrix of shape {list(codes.shape)}, but config.json requires another shape."
             )
         if not bool((scales.abs() <= LARGEST_SCALE).all()):
             raise UnsupportedModel("has scales that are NaN, infinite or beyond float16.")
@@ -172,7 +174,9 @@ class IntWeight(Weight):
             )
             self._order = self._permutation(order)
         elif self._order is not None and not torch.equal(self._order, self._permutation(order)):  # type: ignore[arg-type]
-            raise UnsupportedModel("orders its inputs otherwise than the projections it is merged with (act-order).")
+            raise UnsupportedModel(
+                "has another order of inputs (act-order) than the projections it is merged with, which is not supported."
+            )
         place, columns = self._cut.places[part], self._cut.columns
         own = columns if self._order is None else self._order
         self._codes[place].copy_(codes[:, own])
@@ -186,16 +190,18 @@ class IntWeight(Weight):
         """The inputs, int32, in the order in which groups lie one behind the other (act-order); None: they do already."""
         if not self._form.numbers.ordered:
             if order is not None:
-                raise UnsupportedModel("orders its inputs (act-order), though quantization_config says nothing of it.")
+                raise UnsupportedModel(
+                    "has an order of inputs (act-order) that quantization_config does not declare: set desc_act or actorder there."
+                )
             return None
         inputs = self._shape.d_in
         if self._cut.size[1] != inputs:
-            raise UnsupportedModel("orders its inputs over all devices (act-order): serve it on one device.")
+            raise UnsupportedModel("has an order of inputs (act-order) across devices: serve it on one device.")
         group = self._form.numbers.group or inputs
         if order is None:
             return torch.arange(inputs, dtype=torch.int32, device=self._form.device)
         if not bool((torch.bincount(order, minlength=-(-inputs // group))[:-1] == group).all()):
-            raise UnsupportedModel("has groups of unequal size.")
+            raise UnsupportedModel("has groups of different sizes, which is not supported.")
         return order.argsort(stable=True).int().to(self._form.device)
 
     def _pack(self) -> None:
@@ -259,7 +265,7 @@ def _own_group(group: int, shape: LinearShape, share: Share) -> int:
     own = math.gcd(group, step)
     if own % ROW_CODES:
         raise ConfigError(
-            f"groups of {group} inputs cannot be shared by {share.size} devices, which take {step} of {shape.d_in} "
-            f"inputs each: use fewer devices, or a group that divides {step}."
+            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {step} of {shape.d_in} "
+            f"inputs each: use fewer devices, or a group size that divides {step}."
         )
     return own

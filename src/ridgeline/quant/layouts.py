@@ -116,7 +116,7 @@ def encode(
         return found
     if form.layout == "gptq":
         if not bool((zeros > 0).all()):
-            raise UnsupportedModel("has zero points of 0, which the first version of GPTQ's layout cannot hold.")
+            raise UnsupportedModel("has zero points of 0, which the layout gptq cannot store: use gptq_v2.")
         zeros = zeros - 1
     found["qweight"] = _words(codes, form.bits).t().contiguous()
     found["qzeros"] = _words(zeros.t(), form.bits)
@@ -152,24 +152,26 @@ def decode(form: Published, tensors: Mapping[str, torch.Tensor]) -> Decoded:
         g_idx = _order(tensors["g_idx"], inputs, form)
     if not form.zeros:
         if not bool((zeros == 1 << bits - 1).all()):
-            raise UnsupportedModel("has zero points, though quantization_config calls it symmetric.")
+            raise UnsupportedModel("has zero points, but quantization_config declares it as symmetric.")
         zeros = None
     return codes, tensors["scales"].float().t().contiguous(), zeros, g_idx
 
 
 def _refuse_misfit(form: Published, outputs: int, inputs: int, g_idx: torch.Tensor | None) -> None:
     if form.bits not in BITS[form.layout]:
-        raise UnsupportedModel(f"has {form.bits} bits; {form.layout} holds {BITS[form.layout]}.")
+        raise UnsupportedModel(
+            f"has {form.bits} bits, but the layout {form.layout} supports {', '.join(map(str, BITS[form.layout]))}."
+        )
     if form.layout == "int-quantized" and (form.group or form.zeros or g_idx is not None):
         raise UnsupportedModel(
-            "has groups, zero points or an order of inputs; int-quantized has a scale per output alone."
+            "has groups, zero points or an order of inputs, but int-quantized supports only one scale per output."
         )
     if g_idx is not None and form.layout == "awq":
-        raise UnsupportedModel("has inputs in an order of their own, which AWQ's layout cannot say.")
+        raise UnsupportedModel("has an order of inputs (act-order), which the layout awq cannot store.")
     divisors = {"pack-quantized": (1, 1), "int-quantized": (1, 1), "awq": (8, 1)}.get(form.layout, (WORD, WORD))
     for size, divisor, what in ((outputs, divisors[0], "outputs"), (inputs, divisors[1], "inputs")):
         if size % divisor:
-            raise UnsupportedModel(f"has {size} {what}; {form.layout} needs a multiple of {divisor}.")
+            raise UnsupportedModel(f"has {size} {what}, but the layout {form.layout} needs a multiple of {divisor}.")
 
 
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class MixedWeight(Weight):
             self._integers.load(part, name, tensor)
             return
         if not tensor.is_meta and not bool(largest(tensor) < torch.inf):
-            raise UnsupportedModel("cannot be held in integers: it has values that are NaN or infinite.")
+            raise UnsupportedModel("cannot be quantized to integers: it has values that are NaN or infinite.")
         self._waiting[part] = tensor
         self._missing.discard(part)
         if not self._missing:

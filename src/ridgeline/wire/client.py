@@ -117,7 +117,7 @@ class Subscription:
         if delta.finish:
             self._end(delta.id, delta.choice)
         elif self._unread > self._limit:
-            self.fail("the client reads too slowly: too many tokens wait for it.", "slow_reader")
+            self.fail("The client reads too slowly: too many tokens are waiting for it.", "slow_reader")
         self._wake()
 
     def fail(self, message: str, reason: str = "failed") -> None:
@@ -232,7 +232,7 @@ class EngineClient:
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
-            raise EngineFailed(f"the engine did not answer {order!r} within {timeout:g} s.") from None
+            raise EngineFailed(f"The engine did not answer the order {order!r} within {timeout:g} s.") from None
         finally:
             self._replies.pop(name, None)
 
@@ -248,7 +248,7 @@ class EngineClient:
         if (stuck := self._stuck()) is not None:
             return stuck
         if self.failed_steps >= FAILURES:
-            return f"the last {self.failed_steps} steps have failed; the engine's log says why"
+            return f"the last {self.failed_steps} steps of the engine failed; its log contains the reason"
         return None
 
     async def wait_lost(self) -> str:
@@ -274,7 +274,7 @@ class EngineClient:
         if now - self.last_heard > SILENCE_S:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
-            return f"requests wait, and the engine has been at one step for {now - self.last_progress:.0f} s"
+            return f"requests wait, and the engine has not finished a step for {now - self.last_progress:.0f} s"
         return None
 
     def _patience(self) -> float:
@@ -319,7 +319,7 @@ class EngineClient:
             self._writer.close()  # an engine that has said its last word waits for this
             self._fail(await self._ask_why())
         except Exception as error:  # whatever it is, nobody may go on waiting for answers that no one reads
-            self._fail(f"what the engine sent could not be read: {error}")
+            self._fail(f"a message from the engine cannot be read: {error}")
             self._writer.close()
 
     async def _ask_why(self) -> str:
@@ -349,7 +349,7 @@ class EngineClient:
 
     def _take_deltas(self, frame: Deltas) -> None:
         if self._sequence is not None and frame.sequence != self._sequence + 1:
-            raise EngineFailed(f"frame {frame.sequence} came after frame {self._sequence}: answers are missing.")
+            raise EngineFailed(f"frame {frame.sequence} followed frame {self._sequence}, so answers are missing")
         self._sequence = frame.sequence
         for delta in frame.each():
             subscription = self._open.get(delta.id)

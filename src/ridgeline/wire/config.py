@@ -30,7 +30,7 @@ def receive_config(sock: socket.socket) -> EngineOrder:
     try:
         return msgspec.json.decode(_exactly(sock, length), type=EngineOrder)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"the configuration sent to the engine cannot be read: {error}") from error
+        raise ConfigError(f"The engine cannot read its configuration: {error}") from error
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
@@ -38,6 +38,6 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:
-            raise ConfigError("the service closed the pipe before it had sent the configuration.")
+            raise ConfigError("The service closed the connection before it had sent the configuration.")
         data += part
     return bytes(data)

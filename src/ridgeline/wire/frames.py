@@ -35,7 +35,7 @@ def body_length(word: bytes | bytearray | memoryview) -> int:
     """Length of the frame's body from its first four bytes. Raises EngineFailed when it cannot be one."""
     (length,) = LENGTH.unpack_from(word)
     if length > MAX_FRAME:
-        raise EngineFailed(f"a frame of {length} bytes was announced, above {MAX_FRAME}: the stream is out of step.")
+        raise EngineFailed(f"a frame has {length} bytes, more than the limit of {MAX_FRAME}: the stream is corrupt")
     return int(length)
 
 

@@ -124,7 +124,7 @@ class Inbox:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, RidgelineError) as error:
-            self.send(Reply(_named(body), {"error": f"the engine could not read a message: {error}"}))
+            self.send(Reply(_named(body), {"error": f"The engine could not read a message of the service: {error}"}))
             return None
 
 

@@ -68,7 +68,7 @@ def main() -> int:
         path = build()
         library = open_library(path)
     except (RidgelineError, OSError) as error:
-        print(f"{error} Ridgeline runs without them, slower.", file=sys.stderr)
+        print(f"{error} Ridgeline runs without them, but slower.", file=sys.stderr)
         return 1
     print(f"native operations: {path} ({library.instructions}, compiled by {library.compiler})")
     return 0

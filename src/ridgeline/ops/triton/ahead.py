@@ -81,7 +81,7 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
         with _unlaunched(lambda *job: jobs.append(job)), _Zeroed():
             dry()
     except Exception:
-        log.warning("not every kernel could be found ahead; the rest compiles when it is launched", exc_info=True)
+        log.warning("start-up did not find all kernels; the others are compiled at their first launch", exc_info=True)
     # The longest first: one that starts last is waited for alone.
     jobs.sort(key=lambda job: -_length(job[0], set()))
     workers = max(1, min(cores, len(jobs)))
@@ -91,12 +91,15 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
         while left:
             done, left = wait(left, LONGEST_S, FIRST_COMPLETED)
             if not done:  # its futures are done by that
-                log.warning("no kernel was compiled ahead for %g s; the rest compiles when it is launched", LONGEST_S)
+                log.warning(
+                    "start-up compiled no kernel for %g s and stops; the others are compiled at their first launch",
+                    LONGEST_S,
+                )
                 for child in active_children():
                     child.kill()
             for number, one in enumerate(done, len(compiling) - len(left) - len(done) + 1):
                 if error := one.exception() or one.result():
-                    log.warning("a kernel could not be compiled ahead: %s", error)
+                    log.warning("start-up could not compile a kernel: %s", error)
                 progress(STAGE, number, len(compiling))
 
 
@@ -159,7 +162,7 @@ def _stopped_by_compiling() -> Iterator[None]:
 
     def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
-            log.info("compiling: %s is not on disk, and others may not be", src.name)
+            log.info("compiling kernels: %s is not in the cache on disk", src.name)
             raise _Cold
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen

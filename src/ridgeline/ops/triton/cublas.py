@@ -161,7 +161,13 @@ class Product:
         if status := self._library.cublasLtMatmul(handle, self._product.value, *given):
             if status not in REFUSALS:
                 raise RuntimeError(f"cublasLtMatmul: {status}")
-            log.warning("cuBLASLt does not multiply %d tokens by %d x %d: %d", tokens, self._n, self._k, status)
+            log.warning(
+                "cuBLASLt refuses a product of %d tokens with a matrix of %d x %d (status %d); torch computes it",
+                tokens,
+                self._n,
+                self._k,
+                status,
+            )
             self._uses[tokens] = None
         return not status
 
@@ -190,7 +196,7 @@ def _names(dtype: torch.dtype) -> bool:
         listed = {bytes(one) for one in product.listed(handle, tokens)}
         return len(listed & {bytes(product.named(handle, one)) for one in KERNELS}) >= FEWEST_ALIKE
     except RuntimeError:
-        log.warning("kernels of cuBLASLt are chosen by torch", exc_info=True)
+        log.warning("torch chooses the kernels of cuBLASLt, because they cannot be listed", exc_info=True)
         return False
 
 

@@ -208,8 +208,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """The weight as it is, where the copy engine can address its rows. Raises ConfigError for widths that it cannot."""
     if weight.shape[1] * weight.element_size() % 16:
         raise ConfigError(
-            f"a matrix with {weight.shape[1]} inputs has no batch-invariant product: its rows must be multiples of "
-            "16 bytes. Serve without --deterministic.",
+            f"--deterministic does not support a matrix with {weight.shape[1]} inputs, because its rows must be multiples of "
+            "16 bytes: leave --deterministic out.",
             param="deterministic",
         )
     return weight.contiguous()

@@ -83,5 +83,5 @@ def kernel(device: torch.device, source: str, name: str, shared: int) -> cuda.Ke
     try:
         return cuda.Kernel(source, name, shared)
     except RuntimeError:
-        log.warning("%s is done by several kernels", name, exc_info=True)
+        log.warning("%s runs as several kernels, because its fused kernel cannot be loaded", name, exc_info=True)
         return None
