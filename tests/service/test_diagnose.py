@@ -44,7 +44,7 @@ def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.Captur
     held["ridgeline"]["facts"]["server"] = None
     file.write_text(json.dumps(held))
     assert main(["diagnose", folder]) == 2
-    assert "holds no figures of its server" in capsys.readouterr().err
+    assert "has no figures of its server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["nothing here", "ftp://x", "/no/such/folder"])

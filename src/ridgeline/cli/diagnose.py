@@ -60,7 +60,7 @@ def _of_run(folder: Path) -> Observation:
     state = run.facts.get("server")
     if not isinstance(state, dict):
         raise ConfigError(
-            f"The run {folder} holds no figures of its server: only runs against a Ridgeline server can be diagnosed. Give "
+            f"The run {folder} has no figures of its server: only runs against a Ridgeline server can be diagnosed. Give "
             "such a run, or the address of a Ridgeline server.",
             param="url",
         )

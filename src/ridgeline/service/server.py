@@ -223,10 +223,10 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
             given = Path(given).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"the chat template {given} cannot be read ({error.strerror}): give a Jinja file."
+                f"Cannot read the chat template {given} ({error.strerror}): give a Jinja file."
             ) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"the chat template {given} is no text in UTF-8 ({error}): give a Jinja file.") from error
+            raise ConfigError(f"The chat template {given} is not UTF-8 text ({error}): give a Jinja file.") from error
     sources = None if given is None else {"default": given}
     return ChatTemplates(tokenizer, sources, allow_special_in_content=config.allow_special_in_content)
 

@@ -117,8 +117,8 @@ class ChatEncoder:
             lost = next((index for index in wanted if wanted.count(index) > ids.count(index)), None)
             text = "a control token" if lost is None else repr(tokenizer.decode([lost], skip_special_tokens=False))
             raise ConfigError(
-                f"The chat template does not write {text} as one string, so it cannot be told from the text of a request: change "
-                "the template (--chat-template FILE), or start with --allow-special-in-content."
+                f"The chat template does not write {text} as one string, so it cannot be distinguished from the text of a request: "
+                "change the template (--chat-template FILE), or start with --allow-special-in-content."
             )
 
 
