@@ -94,7 +94,7 @@ def test_a_late_client_makes_a_run_invalid_and_says_why() -> None:
     on_time = [row(at, at=float(at)) for at in range(50)]
     assert trouble(make_run(on_time)) == ""
     late = make_run([replace(one, issued_s=one.scheduled_s + 0.05) for one in on_time])
-    assert "requests left 50.0 ms late" in trouble(late) and "10.0 ms" in trouble(late)
+    assert "requests were sent 50.0 ms late" in trouble(late) and "10.0 ms" in trouble(late)
     slow = make_run([replace(one, issued_s=one.issued_s + 0.05, first_s=one.scheduled_s + 2.0) for one in on_time])
     assert trouble(slow) == ""  # 50 ms are nothing beside a TTFT of 2 s
     assert "event loop" in trouble(replace(make_run(on_time), loop_lag_s=(0.0, 0.2)))
@@ -137,7 +137,7 @@ def test_a_run_survives_its_files(tmp_path: Path) -> None:
     lines = [msgspec.json.decode(line) for line in (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines()]
     assert [line["missed"] for line in lines] == ["", "error: HTTP 500: no", ""]
     assert lines[0]["ttft_s"] == pytest.approx(0.1)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="Cannot read the run"):
         read_run(tmp_path)
 
 

@@ -179,7 +179,7 @@ def test_what_cannot_be_measured_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (TargetConfig(extra_body="[1]"), "extra_body"),
+        (TargetConfig(extra_body="[1]"), "--extra-body is not a JSON object"),
         (TargetConfig(endpoint="x"), "endpoint is 'x': give completions or chat"),
         (TargetConfig(endpoint="chat", prompts="ids"), "--endpoint chat does not accept token ids"),
     ],
@@ -197,7 +197,7 @@ def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
         (("--burstiness", "2"), "give --rate too"),
         (("--time-scale", "2"), "--time-scale applies to the times of a trace"),
         (("--input-len", "64-99", "--prefix-len", "65"), "--prefix-len is 65, which exceeds --input-len 64-99"),
-        (("--url", "http://other"), "leave it out"),
+        (("--url", "http://other"), "leave --url out"),
         (("--max-requests", "0"), "give 1 to 16,777,216"),
         (("--trace", "{trace}", "--output-len", "5"), "--output-len applies to random requests"),
     ],
@@ -220,11 +220,11 @@ def test_options_that_nobody_would_read_are_refused(
         (("mock", "--ttft-ms", "-1"), "must be finite and not below 0"),
         (("mock", "--itl-ms", "inf"), "must be finite and not below 0"),
         (("policies", "--policies", ""), "policies is empty"),
-        (("sweep", "http://127.0.0.1:1", "--rates", "1,2", "--rate", "5"), "leave one out"),
+        (("sweep", "http://127.0.0.1:1", "--rates", "1,2", "--rate", "5"), "leave one of them out"),
         (("curve", "http://127.0.0.1:1", "--concurrency", "5"), "leave --concurrency out"),
         (("curve", "http://127.0.0.1:1", "--rate", "5"), "leave --rate out"),
-        (("policies", "--url", "http://a"), "leave it out"),
-        (("trace", "x", "--slo", "ttft=1s"), "slo is of runs"),
+        (("policies", "--url", "http://a"), "leave --url out"),
+        (("trace", "x", "--slo", "ttft=1s"), "--slo belongs to a run"),
     ],
 )
 def test_what_an_action_cannot_follow_is_refused(
@@ -269,7 +269,7 @@ def test_run_writes_its_files_and_a_page_that_needs_nothing_else(
         main(["bench", "run", *words])
     assert "12 offered, 12 completed" in " ".join(capsys.readouterr().out.split())
     assert main(["bench", "run", "http://127.0.0.1:1", "--out", str(out)]) == 2
-    assert f"--out {out} holds files already" in capsys.readouterr().err and len(read_run(out).rows) == 12
+    assert f"--out {out} is not empty" in capsys.readouterr().err and len(read_run(out).rows) == 12
     page = (out / "report.html").read_text()
     assert page.count("<svg") >= 4 and "limit 10 s" in page
     assert not any(word in page for word in ("src=", "href=", "@import", "url("))
@@ -318,7 +318,7 @@ def test_trace_and_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     run = asyncio.run(against_mock(Asked(workload=SMALL)))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="Cannot write the results to --out"):
         save(Outcome("x", [run]), str(tmp_path / "file"))
 
 

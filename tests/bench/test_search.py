@@ -106,7 +106,7 @@ def test_search_stops_at_a_client_that_is_too_slow_twice() -> None:
 
     found = run(search(late, 1.0, 0.9))
     assert calls == 5 and found.rate == 2.0
-    assert "at 4 requests/s requests left 1000.0 ms late" in found.stopped
+    assert "at 4 requests/s requests were sent 1000.0 ms late" in found.stopped
 
 
 def test_compare_finds_what_differs_and_only_that() -> None:

@@ -129,8 +129,8 @@ def test_calls_of_tools_are_hidden_characters() -> None:
         ([b'HTTP/1.1 429 -\r\ncontent-length: 28\r\n\r\n{"error":{"message":"later"}}'[:-1]], "HTTP 429: "),
         ([b"HTTP/1.1 502 -\r\ncontent-length: 4\r\n\r\n", b"oops"], "HTTP 502: oops"),
         ([b"HTTP/1.1 200 -\r\ncontent-length: 2\r\n\r\n{}"], "HTTP 200 instead of a stream"),
-        ([HEAD + chunk(b"data: {nonsense\n\n")], "not understood"),
-        ([b"nonsense\r\n\r\n"], "not understood"),
+        ([HEAD + chunk(b"data: {nonsense\n\n")], "the answer cannot be read"),
+        ([b"nonsense\r\n\r\n"], "the answer cannot be read"),
     ],
 )
 def test_errors_are_results(parts: list[bytes], words: str) -> None:

@@ -111,10 +111,10 @@ def test_plain_lengths(tmp_path: Path, name: str, text: str) -> None:
     [
         ("a,b\n1,2\n", "unknown columns in its first line"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2"),
-        ('{"timestamp": 1, "input_length": 5}\n', "line 1: 'output_length' is missing"),
+        ('{"timestamp": 1, "input_length": 5}\n', "line 1: the key 'output_length' is missing"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 5}\nnonsense\n', "line 2"),
         ("[]", "contains no request"),
-        ("", "none of the known"),
+        ("", "unknown columns in its first line"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -122,5 +122,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, words: str) -> 
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_trace(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="Cannot read the trace"):
         read_trace(tmp_path / "absent")

@@ -70,7 +70,7 @@ def test_a_bitmask_holds_one_bit_a_weight_and_the_rest(columns: int) -> None:
 
 def test_a_bitmask_that_contradicts_its_values_is_refused() -> None:
     packed = bitmask.pack(by_magnitude(WEIGHT, Pattern(0.5)))
-    with pytest.raises(UnsupportedModel, match="3071 values for 3072 bits"):
+    with pytest.raises(UnsupportedModel, match="3071 values, but 3072 bits are set"):
         bitmask.unpack({**packed, "compressed": packed["compressed"][1:]})
     with pytest.raises(
         UnsupportedModel, match=r"bitmask of shape \[64, 12\], which does not fit a matrix of shape \[64, 200\]"

@@ -117,7 +117,7 @@ def test_no_heads_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="neither model.safetensors nor medusa_lm_head.pt"):
         load(tmp_path)
-    with pytest.raises(UnsupportedModel, match="no Medusa heads"):
+    with pytest.raises(UnsupportedModel, match="are not Medusa heads"):
         load(save(tmp_path, {"model.norm.weight": torch.ones(4)}))
 
 

@@ -390,7 +390,7 @@ def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot read the recurrent draft in"):
         load_recurrent(tmp_path / "nowhere", SPEC)
-    with pytest.raises(ConfigError, match=r"embedding.codes is \[60, 96\]; \[61, 96\] is needed"):
+    with pytest.raises(ConfigError, match=r"embedding.codes is \[60, 96\], but the served model needs \[61, 96\]"):
         load_recurrent(folder, replace(SPEC, vocab_size=61))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))

@@ -95,7 +95,7 @@ def test_max_tokens_is_cut_at_the_context() -> None:
         ([1] * 256, {}, "255"),
         ([VOCAB], {}, "token id"),
         ([-1], {}, "token id"),
-        ([1], {"stop_token_ids": tuple(range(20, 40))}, "stop token"),
+        ([1], {"stop_token_ids": tuple(range(20, 40))}, "stop_token_ids"),
         ([1] * 90, {"max_tokens": 100}, "KV cache"),
     ],
 )

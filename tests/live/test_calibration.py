@@ -54,7 +54,7 @@ def test_without_one_they_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (("--dtype", "bfloat16"), "dtype 'float32', not 'bfloat16'"),
+        (("--dtype", "bfloat16"), "its dtype is 'float32', not 'bfloat16'"),
         (("--threads", "2"), "1 threads', not '"),
     ],
 )

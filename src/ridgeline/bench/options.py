@@ -183,9 +183,9 @@ def timed(given: Workload, context: int | None, config: WorkloadConfig, load: Lo
         else:
             dropped += 1
     if not kept:
-        requests = f"The {counted(dropped, 'request')} of the workload"
+        dropped_words = f"{counted(dropped, 'request')} dropped"
         raise ConfigError(
-            f"{requests} cannot be sent: longer than the context of {context} tokens. Lower --input-len or --output-len, or "
+            f"No request fits into the context of {context} tokens ({dropped_words}): lower --input-len or --output-len, or "
             "give another --trace.",
             param="context",
         )
