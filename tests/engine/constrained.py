@@ -73,6 +73,9 @@ class Grammars:
     def finish(self, grammar: Grammar) -> None:
         self.compiling[grammar].set_result(Compiled(lambda: self._start(grammar)))
 
+    def shrink(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

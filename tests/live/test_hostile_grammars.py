@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -54,3 +55,24 @@ def test_grammars_cannot_be_reached_for_files_or_addresses(server: Served):
             refused(server.complete(guided_json={"$ref": reference}), 400, "guided_json")
         with pytest.raises(TimeoutError):
             trap.accept()
+
+
+def test_schemas_of_tools_are_read_beside_the_event_loop(server: Served):
+    """References of thousands of parts, and thousands of subschemas in many tools: refused or taken, and soon."""
+    deep = {"$ref": "#" + "/" * 5000}
+    members = {f"p{i}": {"$ref": "#/$defs/a"} for i in range(100)}
+    unions = {f"u{i}": {"oneOf": [{"$ref": "#/$defs/o"}]} for i in range(10)}
+    slashes = {
+        "type": "object",
+        "$defs": {"a": deep, "o": {"type": "object", "properties": members}},
+        "properties": unions,
+    }
+    wide = {"type": "object", "properties": {f"a{i}": {} for i in range(300)}}
+    for schemas in ([slashes], [wide] * 64):
+        tools = [
+            {"type": "function", "function": {"name": f"f{i}", "parameters": schema}}
+            for i, schema in enumerate(schemas)
+        ]
+        started = time.monotonic()
+        refused(server.chat(tools=tools, max_tokens=1), 400)
+        assert time.monotonic() - started < 20

@@ -67,7 +67,7 @@ def follow(state: GrammarState, tokens: int) -> int:
         (
             "json_schema",
             json.dumps(WIDE),
-            "This schema is too large: shorten its patterns, enums and length limits.",
+            "This schema is too large: shorten its patterns, enums and limits, and combine fewer of them.",
         ),
         ("lark", DOUBLING, "This grammar is too large: reduce its nested repetitions and ambiguous rules."),
     ],

@@ -124,10 +124,12 @@ class Engine:
         for request in waiting:
             if request.compiled.done():
                 self._add(request.message, request.compiled)
+                self.setup.grammars.shrink()  # type: ignore[union-attr]  # it has compiled this one
             elif now < request.deadline:
                 self._waiting.append(request)
             else:
-                self._refuse(request.message, f"The grammar was not compiled within {COMPILE_S:g} s: simplify it.")
+                waited = f"The grammar was not compiled within {COMPILE_S:g} s, those in front of it included"
+                self._refuse(request.message, f"{waited}: send it again later.")
 
     def _add(self, message: Submit, compiled: Future[CompiledGrammar] | None) -> None:
         try:

@@ -46,7 +46,7 @@ async def read_chat(
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     if logprobs is None and fields.get("top_logprobs"):
         raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
-    tools = _read_tools(fields)
+    tools = await asyncio.to_thread(_read_tools, fields)  # the work grows with their schemas
     encoder = service.templates.choose(tools=tools is not None)
     template = encoder.template
     prompt, ignored = await _read_prompt(service, encoder, fields, tools is not None)

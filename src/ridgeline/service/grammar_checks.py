@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from hashlib import sha256
+from typing import Protocol
 
 from ridgeline.core.errors import BadGrammar, Overloaded, UnsupportedField
-from ridgeline.core.memory import return_free_memory
 from ridgeline.core.sampling import Grammar
-from ridgeline.text.grammar import COMPILE_S, GrammarCompiler
+from ridgeline.text.grammar import COMPILE_S, MAX_SOURCE
 from ridgeline.text.grammar_cache import compile_thread
 
 REMEMBERED = 4096
 """Grammars whose verdict is kept; a verdict takes a few hundred bytes."""
 
 
+class Judge(Protocol):
+    """text.grammar_worker.GrammarWorker is one."""
+
+    def judge(self, grammar: Grammar) -> str:
+        """Why the grammar is refused, "" for one that can be followed. Called from one thread."""
+
+    def close(self) -> None: ...
+
+
 class GrammarChecks:
-    """Compiles each grammar once, in a thread of low priority, and keeps the verdict alone: what was compiled is dropped.
+    """Has each grammar compiled once, one after the other, and keeps the verdict alone.
 
     Key: the digest of kind and source. Owner: the service. A verdict leaves when 4,096 others were used since.
     """
 
-    def __init__(self, compiler: GrammarCompiler, *, deadline_s: float = COMPILE_S) -> None:
-        self._compiler = compiler
+    def __init__(self, judge: Judge, *, deadline_s: float = COMPILE_S) -> None:
+        self._judge = judge
         self._deadline_s = deadline_s
         self._thread = compile_thread()
         self._verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
@@ -32,10 +41,12 @@ class GrammarChecks:
         """Raises BadGrammar with the reason for a grammar that the engine could not follow, UnsupportedField when the
         server was installed without llguidance, Overloaded when too many grammars wait to be compiled. `param`: the
         request's field."""
+        if len(grammar.source) > MAX_SOURCE:  # not worth a digest
+            raise BadGrammar(f"{param} has more than {MAX_SOURCE} characters: shorten it.", param=param)
         key = sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         verdict = self._verdicts.pop(key, None)
         if verdict is None or (verdict.done() and (verdict.cancelled() or verdict.exception())):
-            verdict = asyncio.get_running_loop().run_in_executor(self._thread, self._judge, grammar)
+            verdict = asyncio.get_running_loop().run_in_executor(self._thread, self._judge.judge, grammar)
         self._verdicts[key] = verdict
         if len(self._verdicts) > REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -54,13 +65,4 @@ class GrammarChecks:
     def close(self) -> None:
         """Compile nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _judge(self, grammar: Grammar) -> str:
-        """Why the grammar is refused, "" for one that can be followed."""
-        try:
-            self._compiler.compile(grammar)
-        except BadGrammar as error:
-            return error.message
-        finally:
-            return_free_memory()
-        return ""
+        self._judge.close()

@@ -117,7 +117,7 @@ async def _tokenize_messages(request: web.Request, service: Service, body: dict[
     """The prompt that a chat completion would have; what a chat would refuse is refused here too."""
     messages = body["messages"]
     if tools := body.get("tools"):
-        read_tools(tools)
+        await asyncio.to_thread(read_tools, tools)
     encoder = service.templates.choose(tools=bool(tools))
     options = RenderOptions(
         body.get("add_generation_prompt", True),

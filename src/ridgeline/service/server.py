@@ -33,7 +33,7 @@ from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.text.grammar import GrammarCompiler
+from ridgeline.text.grammar_worker import GrammarWorker
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
@@ -121,7 +121,7 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, tokenizer, templates))
+        self._answer(_make_service(self.front, card, folder, tokenizer, templates))
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -183,7 +183,9 @@ def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
     return found if config.price_per_hour is None else replace(found, price=config.price_per_hour)
 
 
-def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates: ChatTemplates) -> Service:
+def _make_service(
+    front: Front, card: ModelCard, folder: Path, tokenizer: Tokenizer, templates: ChatTemplates
+) -> Service:
     """The service of an engine that is ready."""
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
@@ -195,7 +197,7 @@ def _make_service(front: Front, card: ModelCard, tokenizer: Tokenizer, templates
         card=card,
         tokenizer=tokenizer,
         templates=templates,
-        grammars=GrammarChecks(GrammarCompiler(tokenizer, vocab_size=limits.vocab, end_ids=ends)),
+        grammars=GrammarChecks(GrammarWorker(folder, vocab_size=limits.vocab, end_ids=ends)),
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",

@@ -1,7 +1,8 @@
 """Structured output: a grammar compiled once to masks over the vocabulary, by llguidance (extra `structured`).
 
-The service compiles a grammar to check it before the request goes to the engine (service/grammar_checks.py). The engine keeps
-compiled grammars in a GrammarCache (text/grammar_cache.py) and starts a state for every choice.
+A process of its own compiles a grammar first, to check it before the request goes to the engine (text/grammar_worker.py,
+service/grammar_checks.py). The engine keeps compiled grammars in a GrammarCache (text/grammar_cache.py) and starts a state for
+every choice.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class GrammarCache:
     def __init__(self, compiler: GrammarCompiler, max_bytes: int = MAX_BYTES) -> None:
         self._compiler = compiler
         self._max_bytes = max_bytes
-        self._thread = compile_thread()
+        self._thread, self._masks = compile_thread(), compile_thread()
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
     @property
@@ -57,22 +57,26 @@ class GrammarCache:
         if compiled is None or _failed(compiled) or _size(compiled) > self._max_bytes // 4:
             compiled = self._thread.submit(self._compile, grammar)
         self._compiled[grammar] = compiled
-        self._shrink()
+        self.shrink()
         return compiled
 
     def close(self) -> None:
         """Compile nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._masks):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         compiled = self._compiler.compile(grammar)
-        compiled.thread = self._thread
+        compiled.thread = self._masks
         if compiled.size > _TRIM:
             return_free_memory()
         return compiled
 
-    def _shrink(self) -> None:
-        """Drop what failed, and then what was used the longest ago; the last one stays, as somebody has just asked for it."""
+    def shrink(self) -> None:
+        """Drop what failed, and then what was used the longest ago; the last one stays, as somebody has just asked for it.
+
+        To be called when a grammar has been compiled too, by the thread that calls `compile`.
+        """
         for grammar in [grammar for grammar, compiled in self._compiled.items() if _failed(compiled)]:
             del self._compiled[grammar]
         size = self.size

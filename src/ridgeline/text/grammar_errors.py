@@ -60,12 +60,17 @@ def explain(grammar: Grammar, message: str) -> str:
             return "The grammar matches nothing: a rule refers only to itself."
         return f"The {noun} matches nothing: change it so that at least one output fits."
     if _LIMIT.search(_within(message)[0]):
-        remedy = _SMALLER.get(grammar.kind, "shorten its patterns, enums and length limits")
-        return f"This {noun} is too large: {remedy}."
+        return too_large(grammar)
     cause = reason(message)
     if grammar.kind == "regex":  # which is the only one there is
         cause = re.sub(r'^the regex ".*" is not valid: ', "", cause)
     return f"The {noun} does not compile: {cause}."
+
+
+def too_large(grammar: Grammar) -> str:
+    """The refusal of a grammar that takes too much time or memory."""
+    remedy = _SMALLER.get(grammar.kind, "shorten its patterns, enums and limits, and combine fewer of them")
+    return f"This {NOUNS[grammar.kind]} is too large: {remedy}."
 
 
 def reason(message: str) -> str:

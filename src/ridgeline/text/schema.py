@@ -13,6 +13,8 @@ from typing import Any
 from ridgeline.core.errors import BadGrammar
 
 MAX_DEPTH = 64
+MAX_REFERENCE = 1000
+"""Characters of a $ref."""
 MAX_SCHEMAS = 4096
 
 _ONE = ("items", "additionalProperties", "additionalItems")
@@ -56,6 +58,8 @@ def check_schema(schema: Any, *, strict: bool = True, param: str | None = None) 
             continue
         if not isinstance(node, dict):
             raise BadGrammar(f"{where} must be an object, true or false.", param=param)
+        if len(str(node.get("$ref", ""))) > MAX_REFERENCE:
+            raise BadGrammar(f"{where} has a $ref of more than {MAX_REFERENCE} characters: shorten it.", param=param)
         for key in node if strict else ():
             if key not in KEYWORDS and (not key.startswith("x-") or key == "x-guidance"):
                 hint = ' (write {"type": [..., "null"]})' if key == "nullable" else ""

@@ -12,6 +12,8 @@ from typing import Any
 
 from ridgeline.text.schema import mapped
 
+_MOST_PARTS = 64
+"""Parts of a reference that are followed; deeper schemas are refused."""
 _MOST_TAGS = 8
 """Properties tried as a tag where no discriminator names it."""
 _PLAIN = (str, int, float, bool, type(None))
@@ -118,7 +120,9 @@ class _Settling:
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         node = self._root
-        for part in reference[2:].split("/"):
+        for part in reference[2:].split("/", _MOST_PARTS):
+            if node is None:
+                break
             node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
             if isinstance(node, Mapping) and "$id" in node:
                 return None

@@ -1,0 +1,128 @@
+"""Tells whether a grammar can be followed, by compiling it in a process of its own.
+
+The library's limits do not bound what it does with some schemas (patterns that `allOf` intersects, large `multipleOf`): 24
+patterns in 1.5 kB took 4 GB and did not end. A thread cannot be stopped; a process is killed, and the next grammar gets another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ridgeline.core.errors import BadGrammar, EngineFailed, UnsupportedField
+from ridgeline.core.memory import return_free_memory
+from ridgeline.core.sampling import Grammar
+from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
+from ridgeline.text.grammar_errors import NOUNS, too_large
+from ridgeline.text.tokenizer import Tokenizer
+
+CPU_S = 2.0
+"""Processor seconds that one grammar may take; large honest ones take 0.2."""
+MEMORY = 256 << 20
+"""Bytes that one grammar may take."""
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when the one it was started by ends."""
+_NICENESS = 10
+
+
+class GrammarWorker:
+    """The process, started with the first grammar. `judge` is called by one thread at a time."""
+
+    def __init__(self, folder: Path, *, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """folder: the model's, with its tokenizer. vocab_size, end_ids: as in GrammarCompiler."""
+        self._command = [sys.executable, "-m", __name__, str(folder), str(vocab_size), *map(str, end_ids)]
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+
+    def judge(self, grammar: Grammar) -> str:
+        """Why the grammar is refused, "" for one that can be followed.
+
+        Raises UnsupportedField without llguidance, EngineFailed when the process cannot start or was closed.
+        """
+        if len(grammar.source) > MAX_SOURCE:
+            noun = NOUNS[grammar.kind]
+            return f"The {noun} has {len(grammar.source)} characters, more than {MAX_SOURCE}: shorten it."
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([grammar.kind, grammar.source]) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        if not answer:  # it was killed
+            self._end()
+            if self._closed:
+                raise EngineFailed("The server is shutting down: send the request to another replica.")
+            return too_large(grammar)
+        kind, message = json.loads(answer)
+        if kind == "unsupported":
+            raise UnsupportedField(message)
+        return str(message)
+
+    def close(self) -> None:
+        """End the process; whoever waits for a verdict gets an error. May be called from another thread."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._closed:
+            raise EngineFailed("The server is shutting down: send the request to another replica.")
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen(self._command, text=True, **pipes)  # type: ignore[call-overload]
+            assert self._process is not None and self._process.stdout is not None
+            if not self._process.stdout.readline():
+                self._end()
+                raise EngineFailed("The process that compiles grammars cannot start.")
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def main(folder: str, vocab_size: str, *end_ids: str) -> None:
+    """Answer grammars on standard input, a line each, until it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
+    os.nice(_NICENESS)
+    compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size=int(vocab_size), end_ids=list(map(int, end_ids)))
+    print("ready", flush=True)
+    _answer(compiler, Grammar("regex", "a"))  # which reads the vocabulary
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    for line in sys.stdin:
+        grammar = Grammar(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        answer = _answer(compiler, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return_free_memory()
+        print(json.dumps(answer), flush=True)
+
+
+def _answer(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, str]:
+    try:
+        compiler.compile(grammar)
+    except UnsupportedField as error:
+        return "unsupported", error.message
+    except BadGrammar as error:
+        return "verdict", error.message
+    except MemoryError:
+        return "verdict", too_large(grammar)
+    return "verdict", ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
