@@ -309,7 +309,7 @@ def test_what_cannot_begin_is_refused(model: Path, tmp_path: Path) -> None:
         made(out, "rtn-int4-g32", tmp_path / "twice")
     with pytest.raises(ConfigError, match="removes nothing"):
         made(model, "neurons-1", tmp_path / "none")
-    with pytest.raises(ConfigError, match="3 of 3 layers cannot go"):
+    with pytest.raises(ConfigError, match="3 of 3 layers cannot be removed"):
         made(model, "layers-3", tmp_path / "none")
     assert not (tmp_path / ".none.part").exists()
 

@@ -179,5 +179,8 @@ def test_a_format_without_invariant_products_is_refused_by_name(monkeypatch: pyt
     if found is None:
         pytest.skip("the native operations are not built")
     monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (replace(found, fp8_weight=None), "built"))
-    with pytest.raises(ConfigError, match="no fp8-weight products on cpu: --quantization fp8, --quantization int8, or"):
+    with pytest.raises(
+        ConfigError,
+        match="--deterministic does not support --quantization fp8-weight on cpu: use --quantization fp8 or",
+    ):
         LocalEngine.start(ModelConfig(quantization="fp8-weight"), replace(ROOM, device="cpu"))

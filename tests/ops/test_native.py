@@ -436,7 +436,7 @@ def test_load_says_how_to_build(tmp_path: Path) -> None:
 def test_a_broken_library_is_refused(folder: Path, tmp_path: Path) -> None:
     library_path(tmp_path).write_bytes(b"not a library")
     found, why = native_cpu.load(tmp_path)
-    assert found is None and "cannot be opened" in why
+    assert found is None and why.startswith("cannot open")
 
 
 def test_the_name_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
