@@ -94,9 +94,9 @@ def send_all(server: Served, requests: list[dict[str, Any]]) -> list[Reply]:
 
 
 def check(replies: list[Reply]) -> None:
-    """Followed as far as max_tokens, or refused in words of ours."""
+    """Followed as far as max_tokens, or refused in words of ours; on a busy machine some find too many before them."""
     for reply in replies:
-        if reply.status != 200:
+        if reply.status not in (200, 429):
             refused(reply)
             assert reply.error["code"] == "invalid_grammar" and " is too large: " in reply.error["message"]
 
@@ -115,7 +115,7 @@ def test_hostile_grammars_leave_memory_and_blocks_as_they_were(server: Served, c
     with beside(server):
         replies = send_all(server, [hostile(1000 * count + number) for number in range(count)])
     check(replies)
-    assert {200, 400} == {reply.status for reply in replies}
+    assert {200, 400} <= {reply.status for reply in replies} <= {200, 400, 429}
     stats = server.rest()
     assert stats["used"] == 0 and server.send("GET", "/health").status == 200
     for pid, bytes_before in zip(pids, before, strict=True):

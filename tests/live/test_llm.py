@@ -135,7 +135,7 @@ def test_text_goes_on_in_its_prompt_as_the_servers_does(llm: LLM, server: Served
 
 
 def test_a_stream_of_several_answers_is_refused(llm: LLM):
-    with pytest.raises(RequestError, match="n is 2: a stream has one answer"):
+    with pytest.raises(RequestError, match="n is 2, but a stream has one answer"):
         next(llm.stream(PROMPT, SamplingParams(n=2)))
 
 

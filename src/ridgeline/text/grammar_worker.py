@@ -23,7 +23,7 @@ from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
 from ridgeline.text.grammar_errors import NOUNS, too_large
 from ridgeline.text.tokenizer import Tokenizer
 
-CPU_S = 2.0
+CPU_S = 1.0
 """Processor seconds that one grammar may take; large honest ones take 0.2."""
 MEMORY = 256 << 20
 """Bytes that one grammar may take."""
