@@ -170,7 +170,7 @@ def reader_schema(reader: Reader) -> Schema:
             return {"type": "object", "properties": members, **({} if open_ else {"additionalProperties": False})}
         case Refused(why=why, neutral=neutral):
             accepted: Schema = {"enum": list(neutral)} if neutral else {"type": "null"}
-            return {**accepted, "description": f"Not supported: {why}.", "x-ridgeline-refused": why}
+            return {**accepted, "description": f"Not supported{f': {why}' if why else ''}.", "x-ridgeline-refused": why}
     return {"description": f"Expected {reader.expects}."}
 
 

@@ -58,8 +58,8 @@ function route({path, method, operation}) {
 // The fields of a body: those that are honoured, then those that are refused, with the reason.
 function members(body) {
   const all = Object.entries(body.properties), required = new Set(body.required ?? []);
-  const honoured = all.filter(([, schema]) => !schema["x-ridgeline-refused"]);
-  const refused = all.filter(([, schema]) => schema["x-ridgeline-refused"]);
+  const honoured = all.filter(([, schema]) => !("x-ridgeline-refused" in schema));
+  const refused = all.filter(([, schema]) => "x-ridgeline-refused" in schema);
   const made = [text("h3", "Fields"), fields(honoured.map(([name, schema]) =>
     [name, kind(schema) + (required.has(name) ? ", required" : ""), schema.description ?? "", schema.examples]))];
   if (refused.length) made.push(text("h3", "Fields that are refused"), fields(refused.map(([name, schema]) =>
