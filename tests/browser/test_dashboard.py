@@ -96,6 +96,8 @@ def test_the_dashboard_with_an_slo(page: Page) -> None:
         page.get_by_text("Missed the SLO in the last five minutes: 1 in ").wait_for()
         assert "Dotted: the limits of the SLO" in page.locator("#latencynote").inner_text()
         assert "TTFT limit 1 µs" in page.locator("#latency .legend").inner_text()
+        lines = "#latency svg.chart path[stroke-dasharray='5 3'], #latency svg.chart line.limit"
+        page.locator(lines).nth(2).wait_for(state="attached")  # the charts follow with the next reading
         dashes = page.locator("#latency svg.chart").evaluate(
             """chart => [...chart.querySelectorAll("path[stroke-dasharray='5 3'], line.limit")]
                  .map(line => getComputedStyle(line).strokeDasharray)"""
