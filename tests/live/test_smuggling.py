@@ -114,7 +114,7 @@ def test_targets(server: Served) -> None:
         answer = server.exchange(f"GET {target} HTTP/1.1\r\n{HOST}Connection: close\r\n\r\n".encode())
         assert statuses(answer) == [status], (target, answer[:300])
     with server.raw(f"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\n{HIDDEN}".encode()) as sock:
-        assert statuses(sock.recv(1 << 16)) == [403]
+        assert statuses(sock.recv(1 << 16))[:1] == [403]  # no tunnel: what follows is a request of its own
 
 
 def test_requests_in_one_packet_are_answered_in_turn(server: Served) -> None:

@@ -102,6 +102,21 @@ async def test_who_waits_too_long_is_told_to_come_back(compiler: Any) -> None:
         checks.close()
 
 
+async def test_what_nobody_waits_for_is_not_compiled(checks: GrammarChecks, compiler: Compiler) -> None:
+    compiler.may.clear()
+    waiting = {
+        source: [asyncio.create_task(checks.check(Grammar("regex", source), "guided_regex")) for _ in range(2)]
+        for source in "abc"
+    }
+    await asyncio.sleep(0.01)
+    for task in (*waiting["b"], waiting["c"][0]):
+        task.cancel()
+    await asyncio.sleep(0.01)
+    compiler.may.set()
+    await asyncio.gather(*waiting["a"], waiting["c"][1])
+    assert [grammar.source for grammar in compiler.asked] == ["a", "c"]
+
+
 async def test_verdicts_are_bounded(checks: GrammarChecks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "REMEMBERED", 3)
     for source in ("a", "b", "c", "a", "d", "a", "b"):

@@ -48,7 +48,18 @@ def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_judged(wor
     assert worker.judge(INTERSECTED) == (
         "This schema is too large: shorten its patterns, enums and limits, and combine fewer of them."
     )
-    assert worker.judge(Grammar("json_schema", '{"type": "integer"}')) == ""
+    process = worker._process
+    assert worker.judge(INTERSECTED) and worker.judge(Grammar("json_schema", '{"type": "integer"}')) == ""
+    assert worker._process is process, "what was read of the model is not read again"
+
+
+def test_a_process_that_was_killed_is_no_verdict_and_is_started_again(worker: GrammarWorker) -> None:
+    worker.judge(Grammar("regex", "a"))
+    assert worker._process is not None
+    worker._process.kill()
+    with pytest.raises(EngineFailed, match="killed: send the request again"):
+        worker.judge(Grammar("regex", "a"))
+    assert worker.judge(Grammar("regex", "a")) == ""
 
 
 def test_a_model_without_an_end_token_takes_no_grammar(folder: Path) -> None:

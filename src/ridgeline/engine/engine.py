@@ -32,6 +32,7 @@ class _Waiting(NamedTuple):
     """A request that waits for its grammar, until the monotonic second `deadline`."""
 
     message: Submit
+    grammars: GrammarCache
     compiled: Future[CompiledGrammar]
     deadline: float
 
@@ -107,14 +108,14 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         """Hand the request to the scheduler, at once or when its grammar has been compiled."""
-        grammar = message.sampling.grammar
+        grammar, grammars = message.sampling.grammar, self.setup.grammars
         if grammar is None:
             self._add(message, None)
-        elif self.setup.grammars is None:
+        elif grammars is None:
             self._refuse(message, "This server has no grammar support: install ridgeline[structured].")
         else:
-            compiled = self.setup.grammars.compile(grammar)
-            self._waiting.append(_Waiting(message, compiled, time.monotonic() + COMPILE_S))
+            deadline = time.monotonic() + COMPILE_S
+            self._waiting.append(_Waiting(message, grammars, grammars.compile(grammar), deadline))
             self._take_compiled()
 
     def _take_compiled(self) -> None:
@@ -124,7 +125,7 @@ class Engine:
         for request in waiting:
             if request.compiled.done():
                 self._add(request.message, request.compiled)
-                self.setup.grammars.shrink()  # type: ignore[union-attr]  # it has compiled this one
+                request.grammars.shrink()
             elif now < request.deadline:
                 self._waiting.append(request)
             else:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from typing import Protocol
 
 from ridgeline.core.errors import BadGrammar, Overloaded, UnsupportedField
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.grammar import COMPILE_S, MAX_SOURCE
-from ridgeline.text.grammar_cache import compile_thread
 
 REMEMBERED = 4096
 """Grammars whose verdict is kept; a verdict takes a few hundred bytes."""
@@ -34,8 +34,10 @@ class GrammarChecks:
     def __init__(self, judge: Judge, *, deadline_s: float = COMPILE_S) -> None:
         self._judge = judge
         self._deadline_s = deadline_s
-        self._thread = compile_thread()
-        self._verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._verdicts: OrderedDict[bytes, Future[str]] = OrderedDict()
+        self._waiting: Counter[bytes] = Counter()
+        """Requests that wait for a verdict."""
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Raises BadGrammar with the reason for a grammar that the engine could not follow, UnsupportedField when the
@@ -46,12 +48,13 @@ class GrammarChecks:
         key = sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         verdict = self._verdicts.pop(key, None)
         if verdict is None or (verdict.done() and (verdict.cancelled() or verdict.exception())):
-            verdict = asyncio.get_running_loop().run_in_executor(self._thread, self._judge.judge, grammar)
+            verdict = self._thread.submit(self._judge.judge, grammar)
         self._verdicts[key] = verdict
         if len(self._verdicts) > REMEMBERED:
             self._verdicts.popitem(last=False)
+        self._waiting[key] += 1
         try:
-            reason = await asyncio.wait_for(asyncio.shield(verdict), self._deadline_s)
+            reason = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(verdict)), self._deadline_s)
         except UnsupportedField as error:
             raise UnsupportedField(error.message, param=param) from error
         except TimeoutError:
@@ -59,6 +62,11 @@ class GrammarChecks:
                 f"The grammar was not compiled within {self._deadline_s:g} s, those in front of it included: come back later.",
                 retry_after_s=self._deadline_s,
             ) from None
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                verdict.cancel()  # nobody wants it any more; one that has begun, or is done, stays
         if reason:
             raise BadGrammar(reason, param=param)
 

@@ -19,17 +19,18 @@ _SMALLEST = 64 << 10
 """Bytes that every grammar counts for at least; its source may be as long."""
 _TRIM = 4 << 20
 """Bytes of a compiled grammar from which freed memory is given back to the system."""
-_NICENESS = 10
-"""The scheduler of the system prefers the step loop and the event loop to a thread that compiles."""
+NICENESS = 5
+"""The system prefers the step loop and the event loop to what compiles, which still gets a seventh of two cores that four
+others want; at 10 it was a twentieth, and a grammar of one second waited for 20."""
 
 
-def compile_thread() -> ThreadPoolExecutor:
+def _compile_thread() -> ThreadPoolExecutor:
     """One thread of low priority, so that hostile grammars wait for each other and not the streams for them."""
     return ThreadPoolExecutor(1, thread_name_prefix="grammar", initializer=_lower_priority)
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux it holds for this thread alone
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux it holds for this thread alone
 
 
 class GrammarCache:
@@ -40,7 +41,7 @@ class GrammarCache:
     def __init__(self, compiler: GrammarCompiler, max_bytes: int = MAX_BYTES) -> None:
         self._compiler = compiler
         self._max_bytes = max_bytes
-        self._thread, self._masks = compile_thread(), compile_thread()
+        self._thread, self._masks = _compile_thread(), _compile_thread()
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
     @property

@@ -1,7 +1,8 @@
 """Tells whether a grammar can be followed, by compiling it in a process of its own.
 
 The library's limits do not bound what it does with some schemas (patterns that `allOf` intersects, large `multipleOf`): 24
-patterns in 1.5 kB took 4 GB and did not end. A thread cannot be stopped; a process is killed, and the next grammar gets another.
+patterns in 1.5 kB took 4 GB and did not end. A thread cannot be stopped, a process can: each grammar gets a child of the
+process that has read the vocabulary, so that the system ends what takes too much, and the next one starts at once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, UnsupportedField
-from ridgeline.core.memory import return_free_memory
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
+from ridgeline.text.grammar_cache import NICENESS
 from ridgeline.text.grammar_errors import NOUNS, too_large
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -30,7 +31,8 @@ MEMORY = 256 << 20
 
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when the one it was started by ends."""
-_NICENESS = 10
+_WALL_S = 60
+"""Seconds after which a child ends even if it has not had its processor time."""
 
 
 class GrammarWorker:
@@ -45,7 +47,7 @@ class GrammarWorker:
     def judge(self, grammar: Grammar) -> str:
         """Why the grammar is refused, "" for one that can be followed.
 
-        Raises UnsupportedField without llguidance, EngineFailed when the process cannot start or was closed.
+        Raises UnsupportedField without llguidance, EngineFailed when the process cannot start, was killed or was closed.
         """
         if len(grammar.source) > MAX_SOURCE:
             noun = NOUNS[grammar.kind]
@@ -58,11 +60,11 @@ class GrammarWorker:
             answer = process.stdout.readline()
         except OSError:
             answer = ""
-        if not answer:  # it was killed
+        if not answer:
             self._end()
             if self._closed:
                 raise EngineFailed("The server is shutting down: send the request to another replica.")
-            return too_large(grammar)
+            raise EngineFailed("The process that compiles grammars was killed: send the request again.")
         kind, message = json.loads(answer)
         if kind == "unsupported":
             raise UnsupportedField(message)
@@ -95,21 +97,38 @@ class GrammarWorker:
 
 def main(folder: str, vocab_size: str, *end_ids: str) -> None:
     """Answer grammars on standard input, a line each, until it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size=int(vocab_size), end_ids=list(map(int, end_ids)))
-    print("ready", flush=True)
     _answer(compiler, Grammar("regex", "a"))  # which reads the vocabulary
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    print("ready", flush=True)
     for line in sys.stdin:
-        grammar = Grammar(*json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
-        answer = _answer(compiler, grammar)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return_free_memory()
-        print(json.dumps(answer), flush=True)
+        print(_answer_in_child(compiler, Grammar(*json.loads(line))), flush=True)
+
+
+def _answer_in_child(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _end_with_the_parent()
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+            signal.alarm(_WALL_S)
+            os.write(writer, json.dumps(_answer(compiler, grammar)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer or json.dumps(("verdict", too_large(grammar)))
+
+
+def _end_with_the_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, str]:
