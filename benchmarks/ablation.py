@@ -36,9 +36,10 @@ from measuring import interval
 from shapes import _launch_all, case_of, free, load
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine.graphs import CudaRecorder, Graphs
+from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.runner import Runner
 from ridgeline.models.decoder import Decoder
+from ridgeline.ops.capture import CudaCapture
 from ridgeline.ops.triton import ahead, cublas, cuda
 from ridgeline.ops.triton.chunk import chunk_kernel
 
@@ -136,7 +137,7 @@ class Sides:
         if runner._graphs is None:
             return None
         with torch.inference_mode():
-            return Graphs(runner._step, sizes.rows, sizes.step_tokens, CudaRecorder(), sizes.drafts, sizes.host_drafts)
+            return Graphs(runner._step, sizes.rows, sizes.step_tokens, CudaCapture(), sizes.drafts, sizes.host_drafts)
 
     @contextmanager
     def side(self, on: bool, graphs: bool = True) -> Iterator[None]:

@@ -32,13 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.operations import operations
-from ridgeline.engine.graphs import LONE_ROWS, Graphs
+from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.rehearsal import rehearse
-from ridgeline.engine.runner import _Uncaptured
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.choose import choose
-from ridgeline.ops.step import SHORT
 
 READ_TB_S, TFLOP_S, TFLOP_S_8BIT = 4.26, 800.0, 1500.0
 """Of an H200: a plain read, products of 16 and of 8 bits."""
@@ -142,19 +141,10 @@ def dry(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.
 def _launch_all(model: LoadedModel, cases: Sequence[Case]) -> None:
     runner = Whole(model, cases, 1).runner
     sizes, step = runner._sizes, runner._step.of_each_kind()
-    graphs = Graphs(runner._step, sizes.rows, sizes.step_tokens, _Uncaptured)
+    Graphs(runner._step, sizes.rows, sizes.step_tokens, Uncaptured).capture(lambda stage, done, total: None)
     for case in cases:
-        counts = [count for _, count in case.shares]
-        if case.decode:
-            rows = graphs.bucket(len(counts))
-            for longest in (None, SHORT) if rows <= LONE_ROWS else (None,):
-                graphs._decode(longest, rows)
-        else:
-            rehearse(step, counts)
-    tokens = {case.tokens for case in cases if not case.decode}
-    for room in graphs._mixes:
-        if room.tokens in tokens:
-            graphs._mix(room)
+        if not case.decode:
+            rehearse(step, [count for _, count in case.shares])
 
 
 def compile_all(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.device) -> None:

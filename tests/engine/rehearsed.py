@@ -23,6 +23,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import graphs, runner
 from ridgeline.models.build import build
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.triton import ahead, attention, hopper, integer, launch, table
 
 PROCESSORS = 132
@@ -101,7 +102,7 @@ def open_runner(
     sizes = runner.Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
     if captured:
-        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, runner._Uncaptured, drafts, quotes)
+        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, Uncaptured, drafts, quotes)
     return made
 
 
@@ -172,6 +173,8 @@ def missed(case: str) -> list[str]:
         with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
             made._rehearse_dry()
             assert len(found) > 10, "nothing was rehearsed"
+            if made._graphs is not None:
+                made._graphs.capture(lambda stage, done, total: None)
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]

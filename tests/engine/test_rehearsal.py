@@ -48,26 +48,13 @@ class Clock:
 def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     late = Late(clock)
-
-    class Graphs:
-        def _mixed_graph(self) -> object:
-            def work() -> None:
-                clock.now += 0.25
-
-            return record(work)
-
-    record = late.recorder(lambda work: work())
-    Graphs()._mixed_graph()
-    assert late.take() == [], "start-up is not late"
-    late._watching = True
     with caplog.at_level(logging.WARNING):
         assert late._compiling(key="k") is False
         clock.now += 1.5
         late._compiled(key="k", fn=SimpleNamespace(name="split_kernel"))
-        Graphs()._mixed_graph()
-    assert late.take() == [LateWork("compile", "split_kernel", 1.5), LateWork("capture", "mixed graph", 0.25)]
+    assert late.take() == [LateWork("compile", "split_kernel", 1.5)]
     assert late.take() == []
-    assert "compile of split_kernel took 1.500 s while requests waited" in caplog.text and len(caplog.records) == 2
+    assert "compile of split_kernel took 1.500 s while requests waited" in caplog.text and len(caplog.records) == 1
 
 
 def test_an_engine_that_starts_is_not_late_for_the_one_before_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from ridgeline.engine.graphs import Graphs, buckets, draft_rooms, mixed_rooms
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import SHORT
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
@@ -337,13 +337,6 @@ def test_unchanged_steps_upload_nothing(runner: Runner, monkeypatch: pytest.Monk
     assert list(result.tokens) == alone(max_tokens=3)[2:]
 
 
-class Again:
-    """Stands in for a CUDA graph: replay repeats the recorded work on the same buffers."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.replay = work
-
-
 @pytest.mark.parametrize("few", [32, 2])
 def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them. few: rows of
@@ -352,7 +345,7 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "CROWDED_TOKENS", (16, 40))
     bench = DeviceBench(rows=7)
     with torch.inference_mode():
-        graphs = Graphs(bench.runner._step, 7, 64, Again)
+        graphs = Graphs(bench.runner._step, 7, 64, Uncaptured)
         graphs.capture(lambda stage, done, total: None)
     bench.runner._graphs = graphs
     options: list[dict[str, object]] = [
@@ -388,7 +381,8 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(step, "longest", most)
     cases = ((1, SHORT, SHORT), (1, SHORT + 1, most), (2, SHORT, SHORT), (2, most, most), (6, 3, most))
     with torch.inference_mode():
-        graphs = Graphs(step, 6, 64, Again)
+        graphs = Graphs(step, 6, 64, Uncaptured)
+        graphs.capture(lambda stage, done, total: None)
         for rows, bound, longest in cases:
             graphs.decode(Room(rows, rows, rows), bound)
             assert seen[-1] == longest
@@ -401,14 +395,14 @@ def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: py
         totals: list[int] = []
         monkeypatch.setattr(step, "longest", longest)
         with torch.inference_mode():
-            Graphs(step, 6, 16, Again).capture(lambda stage, done, total: totals.append(total))
+            Graphs(step, 6, 16, Uncaptured).capture(lambda stage, done, total: totals.append(total))
         return totals[-1]
 
     assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
 
 
 def test_which_steps_have_a_graph() -> None:
-    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Again)
+    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Uncaptured)
 
     def shape(n_tokens: int, n_rows: int, decode: bool = False, wide: int = 1) -> Shape:
         return Shape(n_tokens, n_rows, n_rows, 1 if decode else n_tokens, wide, decode, True, True, None)
@@ -438,7 +432,7 @@ def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyP
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:
-    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 256, 64, Again, (0, 1, 3))
+    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 256, 64, Uncaptured, (0, 1, 3))
 
     def room(n_tokens: int, n_rows: int, wide: int, deep: int = 0) -> Room | None:
         return graphs.room(Shape(n_tokens, n_rows, n_rows, wide, wide, False, True, True, None, deep))

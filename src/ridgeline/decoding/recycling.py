@@ -19,7 +19,7 @@ TREE = (
 
 _QUIET, _SELDOM = 1, 256
 """On a CPU, after so many steps for which nothing was drafted only every so many-th is learned from: such a step is not recorded
-(Ops.again), and a small model's takes up to twice as long."""
+(ops.capture), and a small model's takes up to twice as long."""
 
 
 class Recycling(DeviceDrafter):

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, keyed by how many query tokens they hold and nothing else.
+"""CUDA graphs of steps, keyed by what they run and what their steps are padded to.
 
 A step in which each row has one query token and draws plainly is one graph, by its rows; one that verifies drafts is, by
 rows and nodes. There are forward graphs of the same steps where a row asks for more than a plain draw, which finish eagerly,
@@ -10,11 +10,11 @@ DeviceStep, the same code that runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, 
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.models.weights import Progress
+from ridgeline.ops.capture import Capture, Captured
 from ridgeline.ops.step import SHORT
 
 MIXED_ROWS = 32
@@ -92,41 +93,22 @@ def draft_rooms(rows: int, nodes: Sequence[int], trees: bool, host_nodes: int) -
     return {tree: sorted(own, key=lambda room: (room.tokens, room.rows)) for tree, own in forms.items()}
 
 
-class Replay(Protocol):
-    def replay(self) -> None: ...
+class GraphKey(NamedTuple):
+    """kind: what the graph runs, see Graphs. padded: its step, or as many rows. variant: of "decode" the slots that any row holds
+    at most; of "verify" whether drafts are trees; of "draft" how many nodes per row."""
 
-
-class CudaRecorder:
-    """Captures work as a CUDA graph. All graphs share one memory pool: they run one after the other on one stream."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], object]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        return graph
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A step to its draws. told: what its last run tells the host, held so that no other graph is given this memory."""
-
-    graph: Replay
-    told: list[torch.Tensor]
-
-    def replay(self) -> torch.Tensor:
-        """Outcome.packed, until the next time."""
-        self.graph.replay()
-        return self.told[0]
+    kind: str
+    padded: Room
+    variant: int = 0
 
 
 class Graphs:
-    """Graphs for up to `rows` rows and mixed steps of up to `tokens` query tokens, recorded by `capture` or when needed.
+    """Graphs for up to `rows` rows and mixed steps of up to `tokens` query tokens, all captured by `capture`.
 
-    `record` turns work into something that repeats it. What comes out lies in static buffers: it must be copied, on the
-    same stream, before the next replay.
+    decode: a step whose rows have one query token each and draw plainly. forward: its forward pass alone. mixed: the forward pass
+    of a mixed step. verify: a step that verifies drafts. finish: draw and advance of rows. draft: drafting ahead for rows. read:
+    what only the drafter reads. What comes out lies in static buffers: it must be copied, on the same stream, before the next
+    replay.
     """
 
     def __init__(
@@ -134,32 +116,29 @@ class Graphs:
         step: DeviceStep,
         rows: int,
         tokens: int,
-        record: Callable[[Callable[[], object]], Replay],
+        capture: Capture,
         drafts: tuple[int, ...] = (),
         host_drafts: int = 0,
     ) -> None:
-        self._step, self._first, self._record = step, step.of_each_kind(), record
+        """drafts: numbers of nodes per row that the device drafts; host_drafts: most nodes that the host does, 0 if it does not."""
+        self._step, self._one_of_each, self._capture = step, step.of_each_kind(), capture
+        self._captured: dict[GraphKey, Captured] = {}
         self._sizes = buckets(rows)
         self._mixes = mixed_rooms(rows, tokens, step.spec)
-        device, embedding = step.rows.ints.device, step.decoder.embedding
         self._ahead = [nodes for nodes in drafts if nodes]
         self._draft_rooms = draft_rooms(rows, self._ahead, bool(step.drafter.parents), host_drafts)
-        every = list(chain.from_iterable(self._draft_rooms.values()))
-        rooms = self._mixes + every
-        longest = max((packed_size(room, tree=True) for room in rooms), default=0)
-        self._input = torch.zeros(longest, dtype=torch.int32, device=device)
-        most = max([rows, *(room.rows for room in rooms)])
-        self._drawing = torch.zeros(most, dtype=torch.int32, device=device)
-        self._picked = embedding.new_zeros(len(self._drawing), step.spec.d_model)
-        self._decode, self._forward = cache(self._decode_graph), cache(self._forward_graph)
-        self._mix, self._finish = cache(self._mixed_graph), cache(self._finish_graph)
-        self._verify, self._draft = cache(self._verify_graph), cache(self._draft_graph)
-        self._read = cache(self._read_graph)
-        widest = max((room.wide for room in every), default=0)
-        self._verified = torch.zeros(most, 2 + 3 * widest, dtype=torch.int32, device=device)
         self.unread_room = Room(min(rows, MIXED_ROWS) + 1, 0, UNREAD_TOKENS) if step.drafter.layers else None
         """Of steps that only the drafter reads, None if it reads nothing."""
+        rooms = [*self._mixes, *chain.from_iterable(self._draft_rooms.values())]
+        longest, most = (
+            max((packed_size(room, tree=True) for room in rooms), default=0),
+            max(room.rows for room in rooms),
+        )
+        # Zeros are row 0, the scratch row: what captures run before anything is loaded moves nothing.
+        self._input = torch.zeros(longest, dtype=torch.int32, device=step.rows.ints.device)
         self._unread = self._input.new_zeros(packed_size(self.unread_room) if self.unread_room else 0)
+        self._drawing = self._input.new_zeros(max(rows, most))
+        self._picked = step.decoder.embedding.new_zeros(len(self._drawing), step.spec.d_model)
 
     # --- which graph --------------------------------------------------------------------------------------------------
 
@@ -167,7 +146,7 @@ class Graphs:
         """The padding of the smallest graph that holds such a step; None if none does."""
         if shape.decode:
             size = self.bucket(shape.n_rows)
-            return Room(size, size, size) if size else None
+            return _rows(size) if size else None
         if shape.wide > 1:
             return self._draft_room(shape)
         fitting = (room for room in self._mixes if room.tokens >= shape.n_tokens and room.rows > shape.n_rows)
@@ -190,44 +169,50 @@ class Graphs:
     # --- use ----------------------------------------------------------------------------------------------------------
 
     def capture(self, progress: Progress) -> None:
-        """Record every graph, the largest first so that the others fit into its memory."""
-        work: list[tuple[Callable[[Any], object], Any]] = [(self._mix, room) for room in reversed(self._mixes)]
-        for size in reversed(self._sizes):
-            work += [(partial(self._decode, None), size), (self._forward, size), (self._finish, size)]
-            if size <= LONE_ROWS and self._step.longest > SHORT:
-                work.append((partial(self._decode, SHORT), size))
+        """Capture every graph, the largest first so that the others fit into its memory."""
+        keys = list(self.keys())
+        for number, key in enumerate(keys, 1):
+            work = self._work(key)
+            # The first run loads kernels and makes workspaces; neither may happen inside a capture. It goes through one layer of
+            # each kind, but where all layers are one kernel.
+            work(self._step if key.kind == "decode" and key.padded.rows <= LONE_ROWS else self._one_of_each)
+            self._captured[key] = self._capture(partial(work, self._step))
+            progress("graphs", number, len(keys))
+
+    def keys(self) -> Iterator[GraphKey]:
+        """Of every graph, in the order of `capture`."""
+        longest, sizes = self._step.longest, [_rows(size) for size in reversed(self._sizes)]
+        yield from (GraphKey("mixed", room) for room in reversed(self._mixes))
+        for size in sizes:
+            yield from (GraphKey("decode", size, longest), GraphKey("forward", size), GraphKey("finish", size))
+            if size.rows <= LONE_ROWS and longest > SHORT:
+                yield GraphKey("decode", size, SHORT)
         for tree, rooms in self._draft_rooms.items():
-            work += [(partial(self._verify, tree), room) for room in reversed(rooms)]
-        for size in reversed(self._sizes):
-            work += [(partial(self._draft, nodes), size) for nodes in self._ahead if size <= DRAFT_ROWS[-1]]
-        work += [(self._read, self.unread_room)] * (self.unread_room is not None)
-        for number, (make, size) in enumerate(work, 1):
-            make(size)
-            progress("graphs", number, len(work))
+            yield from (GraphKey("verify", room, tree) for room in reversed(rooms))
+        for size in sizes:
+            yield from (GraphKey("draft", size, nodes) for nodes in self._ahead if size.rows <= DRAFT_ROWS[-1])
+        if self.unread_room is not None:
+            yield GraphKey("read", self.unread_room)
 
     def load(self, batch: Batch, room: Room) -> None:
-        """Set the step that `forward` will run. batch: as packed for `room`."""
+        """Set the step that the next replay will run. batch: as packed for `room`."""
         assert batch.packed is not None
         if batch.shape.decode:
             self._drawing[: room.rows].copy_(batch.packed)
-        else:
-            if room.wide > 1:
-                self._verify(batch.shape.deep > 0, room)
-                self._drawing[: room.rows].copy_(batch.sampled)
-            else:
-                self._mix(room)
-            self._input[: len(batch.packed)].copy_(batch.packed)
+            return
+        if room.wide > 1:
+            self._drawing[: room.rows].copy_(batch.sampled)
+        self._input[: len(batch.packed)].copy_(batch.packed)
 
     def verify(self, room: Room, shape: Shape) -> torch.Tensor:
         """Replay the loaded step with drafts to its end; Outcome.packed."""
-        self._verify(shape.deep > 0, room).replay()
-        return self._verified[: room.rows, : 2 + (3 if shape.deep else 1) * room.wide]
+        return self._replay("verify", room, shape.deep > 0)
 
     def read(self, batch: Batch, room: Room) -> None:
         """Have the drafter read a step packed for `unread_room`."""
         assert batch.packed is not None
         self._unread.copy_(batch.packed)
-        self._read(room).replay()
+        self._replay("read", room)
 
     def draft(self, rows: int, ahead: int) -> None:
         """Draft for the first `rows` rows of the step that was finished last."""
@@ -235,23 +220,20 @@ class Graphs:
         if ahead not in self._ahead or size > DRAFT_ROWS[-1]:
             self._step.draft(self._drawing[:rows], self._picked[:rows], ahead, False)
         else:
-            self._draft(ahead, size).replay()
+            self._replay("draft", _rows(size), ahead)
 
     def decode(self, room: Room, bound: int) -> torch.Tensor:
         """Replay the loaded step of rows with one query token and a plain draw to its end; Outcome.packed. bound: of slots any
         row holds."""
         short = room.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
-        return self._decode(SHORT if short else None, room.rows).replay()
+        return self._replay("decode", room, SHORT if short else self._step.longest)
 
     def forward(self, batch: Batch, room: Room) -> torch.Tensor:
         """Replay the forward pass of the loaded step; hidden [room.draws, d_model]."""
-        if batch.shape.decode:
-            self._forward(room.rows).replay()
-            return self._picked[: room.rows]
-        if batch.scores is not None:  # a graph knows nothing of what is scored
-            mixed = unpack(self._input[: packed_size(room)], mixed_step(room), room)
-            return self._step.forward(replace(mixed, scores=batch.scores), self._step.longest)
-        self._mix(room).replay()
+        if batch.scores is not None and not batch.shape.decode:  # a graph knows nothing of what is scored
+            mixed = replace(self._mixed(room), scores=batch.scores)
+            return self._step.forward(mixed, self._step.longest)
+        self._replay("forward" if batch.shape.decode else "mixed", room)
         return self._picked[: room.draws]
 
     def pick(self, batch: Batch, hidden: torch.Tensor) -> None:
@@ -261,80 +243,69 @@ class Graphs:
 
     def finish(self, rows: int) -> torch.Tensor:
         """Replay draw and advance of the first `rows` rows that draw; Outcome.packed."""
-        return self._finish(self.bucket(rows)).replay()
+        return self._replay("finish", _rows(self.bucket(rows)))
 
-    # --- recording ----------------------------------------------------------------------------------------------------
-    # The first run of each loads kernels and makes workspaces; neither may happen inside a capture. It runs on row 0, and
-    # through one layer of each kind where layers run one by one.
+    def _replay(self, kind: str, padded: Room, variant: int = 0) -> Any:
+        return self._captured[GraphKey(kind, padded, variant)].replay()
 
-    def _decode_graph(self, longest: int | None, size: int) -> _Drawn:
-        rows = self._drawing[:size]
+    # --- what graphs run ----------------------------------------------------------------------------------------------
 
-        def work(step: DeviceStep, rows: torch.Tensor) -> torch.Tensor:
-            hidden = step.forward(_decoding(rows), longest or step.longest)
+    def _work(self, key: GraphKey) -> Callable[[DeviceStep], torch.Tensor | None]:
+        """What the graph runs over static buffers; what it returns is Outcome.packed."""
+        kind, room, variant = key
+        rows, hidden = self._drawing[: room.rows], self._picked[: room.rows]
+
+        def decode(step: DeviceStep) -> torch.Tensor:
+            state = step.forward(_decoding(rows), variant)
             if self._ahead:  # which is where drafting goes on from
-                self._picked[:size].copy_(hidden)
-            return self._draw(rows, hidden)
+                hidden.copy_(state)
+            return _draw(step, rows, state)
 
-        told = [work(self._step if size <= LONE_ROWS else self._first, torch.zeros_like(rows))]
+        def forward(step: DeviceStep) -> None:
+            hidden.copy_(step.forward(_decoding(rows), step.longest))
 
-        def drawn() -> None:
-            told[0] = work(self._step, rows)
-
-        return _Drawn(self._record(drawn), told)
-
-    def _forward_graph(self, size: int) -> Replay:
-        step, hidden, batch = self._step, self._picked[:size], _decoding(self._drawing[:size])
-        self._decode(None, size)
-        return self._record(lambda: hidden.copy_(step.forward(batch, step.longest)))
-
-    def _mixed_graph(self, room: Room) -> Replay:
-        batch = unpack(self._input[: packed_size(room)], mixed_step(room), room)
-
-        def work(step: DeviceStep) -> None:
+        def mixed(step: DeviceStep) -> None:
+            batch = self._mixed(room)
             self.pick(batch, step.forward(batch, step.longest))
 
-        self._input.zero_()
-        work(self._first)
-        return self._record(lambda: work(self._step))
+        def verify(step: DeviceStep) -> torch.Tensor | None:
+            batch = unpack(self._input[: packed_size(room, bool(variant))], verify_step(room, bool(variant)), room)
+            # ahead: the hidden states that drew last are wanted.
+            outcome, last = step.finish(replace(batch, ahead=1), step.forward(batch, step.longest), 0)
+            hidden.copy_(last)
+            return outcome.packed
 
-    def _finish_graph(self, size: int) -> _Drawn:
-        hidden, rows = self._picked[:size], self._drawing[:size]
-        told = [self._draw(torch.zeros_like(rows), hidden)]
+        def finish(step: DeviceStep) -> torch.Tensor:
+            return _draw(step, rows, hidden)
 
-        def drawn() -> None:
-            told[0] = self._draw(rows, hidden)
+        def draft(step: DeviceStep) -> None:
+            step.draft(rows, hidden, variant, False)
 
-        return _Drawn(self._record(drawn), told)
+        def read(step: DeviceStep) -> None:
+            step.read(unpack(self._unread, mixed_step(room), room))
 
-    def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Plain draws of `rows`; what the host is told of them."""
-        found = self._step.finish(_decoding(rows), hidden, 0)[0].packed
-        assert found is not None
-        return found
+        works: dict[str, Callable[[DeviceStep], torch.Tensor | None]] = {
+            "decode": decode,
+            "forward": forward,
+            "mixed": mixed,
+            "verify": verify,
+            "finish": finish,
+            "draft": draft,
+            "read": read,
+        }
+        return works[kind]
 
-    def _verify_graph(self, tree: bool, room: Room) -> Replay:
-        shape, rows = verify_step(room, tree), room.rows
-        # ahead: the hidden states that drew last are wanted.
-        batch = replace(unpack(self._input[: packed_size(room, tree)], shape, room), ahead=1)
+    def _mixed(self, room: Room) -> Batch:
+        return unpack(self._input[: packed_size(room)], mixed_step(room), room)
 
-        def work(step: DeviceStep) -> None:
-            outcome, last = step.finish(batch, step.forward(batch, step.longest), 0)
-            assert outcome.packed is not None
-            self._verified[:rows, : outcome.packed.shape[1]].copy_(outcome.packed)
-            self._picked[:rows].copy_(last)
 
-        self._input.zero_()
-        work(self._first)
-        return self._record(lambda: work(self._step))
+def _rows(size: int) -> Room:
+    """So many rows with one query token each."""
+    return Room(size, size, size)
 
-    def _draft_graph(self, ahead: int, size: int) -> Replay:
-        step, hidden, rows = self._step, self._picked[:size], self._drawing[:size]
-        step.draft(torch.zeros_like(rows), hidden, ahead, False)
-        return self._record(lambda: step.draft(rows, hidden, ahead, False))
 
-    def _read_graph(self, room: Room) -> Replay:
-        batch = unpack(self._unread, mixed_step(room), room)
-        self._unread.zero_()
-        self._step.read(batch)
-        return self._record(lambda: self._step.read(batch))
+def _draw(step: DeviceStep, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Plain draws of `rows`; what the host is told of them."""
+    packed = step.finish(_decoding(rows), hidden, 0)[0].packed
+    assert packed is not None
+    return packed

@@ -1,7 +1,7 @@
-"""What was compiled or captured after Ready, while requests waited: start-up should have done it.
+"""What was compiled after Ready, while requests waited: start-up should have done it.
 
-Triton tells of kernels through hooks, which it calls only when a launch finds no kernel in memory; a graph's recorder is
-wrapped. Nothing here costs a step anything that compiles and captures nothing.
+Triton tells of kernels through hooks, which it calls only when a launch finds no kernel in memory. Nothing here costs a step
+anything that compiles nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ class Late:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._watching = False
         self._found: list[LateWork] = []
         self._began: dict[str, float] = {}
 
     def rest(self) -> None:
         """Start-up begins. Triton's hooks, of which a process has one each, are free of what an engine before this one set."""
-        self._watching = False
         _set_hooks(None, None)
 
     def watch(self) -> None:
         """Start-up is over."""
-        self._watching = True
         _set_hooks(self._compiling, self._compiled)
 
     def take(self) -> list[LateWork]:
@@ -43,18 +40,6 @@ class Late:
         found, self._found = self._found, []
         return found
 
-    def recorder(self, record: Callable[[Callable[[], object]], Any]) -> Callable[[Callable[[], object]], Any]:
-        """`record`, a recorder of graphs, with late ones noted by the method that made the work."""
-
-        def noted(work: Callable[[], object]) -> Any:
-            started = self._clock()
-            graph = record(work)
-            if self._watching:
-                self._note("capture", _maker(work), self._clock() - started)
-            return graph
-
-        return noted
-
     def _compiling(self, *, key: str, **_: object) -> bool:
         """Triton is about to compile a kernel, or to load it from disk. True would keep it from that."""
         self._began[key] = self._clock()
@@ -62,15 +47,12 @@ class Late:
 
     def _compiled(self, *, key: str, fn: Any, **_: object) -> None:
         now = self._clock()
-        self._note("compile", fn.name, now - self._began.pop(key, now))
-
-    def _note(self, kind: str, name: str, seconds: float) -> None:
-        self._found.append(LateWork(kind, name, seconds))
+        seconds = now - self._began.pop(key, now)
+        self._found.append(LateWork("compile", fn.name, seconds))
         log.warning(
-            "The %s of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, the "
-            "options and this line.",
-            kind,
-            name,
+            "The compile of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, "
+            "the options and this line.",
+            fn.name,
             seconds,
         )
 
@@ -81,9 +63,3 @@ def _set_hooks(before: Callable[..., bool] | None, after: Callable[..., None] | 
         from triton import knobs
 
         knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, after
-
-
-def _maker(work: Callable[[], object]) -> str:
-    """`verify graph` of the work that Graphs._verify_graph makes."""
-    parts = getattr(work, "__qualname__", "").split(".")
-    return next((part.strip("_").replace("_", " ") for part in parts if part.endswith("_graph")), "graph")

@@ -81,7 +81,7 @@ class Pending:
         return cls(plan, batch, outcome, clock, lost)
 
     def keep(self) -> None:
-        """On a CPU the next step may write to what this one's outcome lies in (Ops.again): hold a copy."""
+        """On a CPU the next step may write to what this one's outcome lies in (ops.capture): hold a copy."""
         if not self.clock.cuda:
             packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
             self.outcome = replace(self.outcome, packed=packed, worth=worth)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room, mixed_step, unpack, unread
 from ridgeline.engine.device import DeviceStep, Outcome
-from ridgeline.engine.graphs import CudaRecorder, Graphs
+from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.late import Late
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, chunked, rehearse, rehearse_all, rehearse_pinned
@@ -31,6 +30,7 @@ from ridgeline.engine.rows import Rows
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
+from ridgeline.ops.capture import Capture, Captured, CudaCapture, Uncaptured
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ BATCHES = 64
 its row after it does."""
 
 RECORDED = 2
-"""Steps of a batch without graphs that take longer than those to come: one builds it, one is recorded (Ops.again). Steps with
+"""Steps of a batch without graphs that take longer than those to come: one builds it, one is recorded (ops.capture). Steps with
 masks or scores are built each time."""
 
 
@@ -78,23 +78,15 @@ def _silent(stage: str, done: int, total: int) -> None:
     """Progress that nobody is told."""
 
 
-class _Uncaptured:
-    """Work that was not captured."""
-
-    def __init__(self, work: Callable[[], object]) -> None: ...
-
-    def replay(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Built:
     """A batch, to be used again while nothing but lengths changes. plan: the first one it served. graph: its forward graph's
-    padding, None if it runs without; run(bound): the step without graphs, recorded the second time; served: how often."""
+    padding, None if it runs without; step: its replay(bound) is the step without graphs, an Outcome; served: how often."""
 
     plan: StepPlan
     batch: Batch
     graph: Room | None
-    run: Callable[[int], Outcome]
+    step: Captured
     served: int = 0
 
 
@@ -114,12 +106,11 @@ class Runner:
         self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = Late()
-        """What is compiled and captured from now on, once prepared."""
+        """What is compiled from now on, once prepared."""
+        self._sizes = sizes
         self._graphs: Graphs | None = None
         if sizes.graphs and self._cuda:
-            record = self.late.recorder(CudaRecorder())
-            self._graphs = Graphs(self._step, sizes.rows, sizes.step_tokens, record, sizes.drafts, sizes.host_drafts)
-        self._sizes = sizes
+            self._graphs = self._new_graphs(self._step, CudaCapture())
         self._residents = Residents(sizes.rows, self.vocab)
         self._built: tuple[StepPlan, _Built] | None = None
         """The last step's, and its plan: another request may have come to sit in the same row."""
@@ -158,10 +149,14 @@ class Runner:
 
     def _rehearse_dry(self) -> None:
         """Launch the kernels of `prepare`, and capture nothing."""
-        sizes, step = self._sizes, self._step
+        step = self._step
         rehearse_all(step.of_each_kind(), self._extent(), self._graphs, _silent)
         if self._graphs is not None:
-            Graphs(step, sizes.rows, sizes.step_tokens, _Uncaptured, sizes.drafts, sizes.host_drafts).capture(_silent)
+            self._new_graphs(step, Uncaptured).capture(_silent)
+
+    def _new_graphs(self, step: DeviceStep, capture: Capture) -> Graphs:
+        sizes = self._sizes
+        return Graphs(step, sizes.rows, sizes.step_tokens, capture, sizes.drafts, sizes.host_drafts)
 
     def _extent(self) -> Extent:
         """What steps may hold."""
@@ -302,7 +297,7 @@ class Runner:
         alike = batch.shape.even and batch.shape.plain and batch.scores is None and not plan.unread
         form = (batch.shape, batch.ahead) if alike else None
         work = partial(self._eager, plan, batch, learn=False)
-        return _Built(plan, batch, graph, self._step.ops.again(work, batch.packed, form))
+        return _Built(plan, batch, graph, self._step.ops.capture(work, batch.packed, form))
 
     def _eager_room(self, builder: BatchBuilder) -> Room:
         """No padding, but for rows that draw if a finish graph will take them."""
@@ -315,7 +310,9 @@ class Runner:
         batch, graphs, shape = built.batch, self._graphs, built.batch.shape
         if graphs is None or (built.graph is None and shape.decode):
             # What is recorded teaches nobody anything.
-            return self._eager(built.plan, batch, bound, True) if self._step.drafter.learns() else built.run(bound)
+            return (
+                self._eager(built.plan, batch, bound, True) if self._step.drafter.learns() else built.step.replay(bound)
+            )
         with self._inference:
             return self._replay(built, graphs, bound)
 

@@ -87,7 +87,7 @@ COUNTERS: Mapping[str, Entry] = {
     ),
     "energy_joules": Entry("Energy used by the device in joules, measured or estimated.", ours=True),
     "late_compiles": Entry("Kernels compiled after Ready, while requests waited.", ours=True),
-    "late_captures": Entry("CUDA graphs captured after Ready, while requests waited.", ours=True),
+    "late_captures": Entry("CUDA graphs captured after Ready: 0, as start-up captures every one.", ours=True),
     "late_seconds": Entry("Seconds spent on kernels and graphs after Ready, by kind.", label="kind", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ridgeline.ops import cpu, cpu_alone
-from ridgeline.ops.native.again import Recorder
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops.native.capture import CallListCapture
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
 from ridgeline.ops.native_integer import int_ops
@@ -353,7 +353,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         gather=rows.gather,
         advance=rows.advance,
         last=rows.last,
-        again=Recorder(library),
+        capture=CallListCapture(library),
         layers=ops.layers,
         verify=rows.verify,
         keep=rows.keep,

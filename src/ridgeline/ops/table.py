@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import rows
+from ridgeline.ops.capture import Capture, Uncaptured
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.sample import sample as sample_plainly
@@ -60,7 +61,6 @@ class Normed:
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q [T, Hq, d], k and v [T, Hkv, d]."""
-Run = Callable[..., Any]
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
 Activation = Plain | Scaled
@@ -133,11 +133,6 @@ def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tens
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """See Ops.cap."""
     return torch.tanh(logits.float() / cap) * cap
-
-
-def every_time(work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run:
-    """Nothing is remembered."""
-    return work
 
 
 def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
@@ -298,10 +293,6 @@ class Sample(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Again(Protocol):
-    def __call__(self, work: Run, named: torch.Tensor | None = None, form: Hashable | None = None) -> Run: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Every operation with one signature for all devices. T query tokens; D = d_model; dtype of x is the model's.
@@ -324,9 +315,7 @@ class Ops:
     sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
         same tokens on every device, but where a sum of chances is within its rounding of top_p.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
-    again(work, named, form) -> the same, for work to be done again and again on tensors that stay where they are, with results
-        that hold until the next time: it may be recorded, so it must depend on nothing else. Work of equal forms, where there is
-        one, differs in what the tensor `named` holds and in nothing else, so that one recording serves it.
+    capture: see ops.capture.Capture.
     gather, advance, last, to_host: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
     keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
         has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
@@ -365,7 +354,7 @@ class Ops:
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
     cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
     norm_add: Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor] | None = None
-    again: Again = every_time
+    capture: Capture = Uncaptured
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor] = rows.last

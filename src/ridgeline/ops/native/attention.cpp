@@ -29,7 +29,7 @@ RIDGELINE_API void rl_attention_f32(const View* view, const float* q, float* out
                                     index q_stride) {
     attention(Call<float>{*view, q, out, cache, heads, q_stride});
 }
-RIDGELINE_AGAIN(rl_attention_bf16)
-RIDGELINE_AGAIN(rl_attention_f32)
+RIDGELINE_REPLAYABLE(rl_attention_bf16)
+RIDGELINE_REPLAYABLE(rl_attention_f32)
 
 }  // namespace ridgeline

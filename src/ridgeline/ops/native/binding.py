@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping
+import struct
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,50 @@ class Layer(ctypes.Structure):
     )
 
 
+Call = tuple["Foreign", tuple[Any, ...]]
+"""A function of the library and its arguments; what pointers point to lives as long as these do."""
+
+
+class CallLog:
+    """calls: those of the library that were made since somebody began to record, in order; None while nobody does."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: list[Call] | None = None
+
+
+class Foreign:
+    """A function of the library that steps call. It appends its calls to the library's log."""
+
+    __slots__ = ("_by_words", "_function", "_log")
+
+    def __init__(self, function: Any, by_words: int, log: CallLog) -> None:
+        """by_words: the address of what calls it with its arguments as 64-bit words (replay.h)."""
+        self._function, self._by_words, self._log = function, by_words, log
+
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments)
+        if self._log.calls is not None:
+            self._log.calls.append((self, arguments))
+
+    def words(self, arguments: tuple[Any, ...]) -> list[int]:
+        """A call as replay.cpp reads it."""
+        kinds = zip(self._function.argtypes, arguments, strict=True)
+        return [self._by_words, len(arguments), *(_word(kind, value) for kind, value in kinds)]
+
+
+def _word(kind: Any, value: Any) -> int:
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("f", value), "little")
+    value = getattr(value, "_obj", value)  # what byref names
+    if isinstance(value, ctypes.c_void_p):
+        value = value.value
+    if isinstance(value, bytes):
+        value = ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value
+    return int(value or 0) if value is None or isinstance(value, int) else ctypes.addressof(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The library's functions for one element type; pointers are plain integers, sizes count elements.
@@ -93,9 +137,9 @@ class Kernels:
     draw: Any
 
 
+_PACK: tuple[Any, ...] = (*[c_void_p] * 2, *[c_int64] * 2)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float, c_int),
-    "pack": (*[c_void_p] * 2, *[c_int64] * 2),
     "embed": (*[c_void_p] * 3, *[c_int64] * 2, c_float),
     "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
@@ -108,6 +152,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int),
     "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }
+"""Of the functions that steps call."""
 # Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
 _BRIEF = frozenset({"embed", "norm", "activate", "qkv_write"})
 
@@ -121,8 +166,7 @@ class Library:
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
-    again(words, calls) makes calls again, see again.cpp. functions: those that steps call; callers: by name, the address of what
-    calls each by words.
+    replay(words, calls) makes recorded calls, see replay.cpp. log: of the calls of all functions that steps call.
     """
 
     kernels: dict[torch.dtype, Kernels]
@@ -135,9 +179,8 @@ class Library:
     rows_verify: Any
     rows_keep: Any
     rows_last: Any
-    again: Any
-    functions: tuple[Any, ...]
-    callers: Mapping[str, int]
+    replay: Any
+    log: CallLog
     instructions: str
     compiler: str
 
@@ -182,39 +225,39 @@ def open_library(path: Path) -> Library:
 
     It names libgomp, which torch has loaded by then: both share one pool of threads, sized by torch.set_num_threads.
     """
-    library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+    library, brief, log = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)), CallLog()
+
+    def foreign(name: str, arguments: tuple[Any, ...], *, keeps_lock: bool) -> Foreign:
+        function = getattr(brief if keeps_lock else library, f"rl_{name}")
+        function.argtypes, function.restype = arguments, None
+        by_words = ctypes.cast(library[f"rl_{name}_words"], c_void_p).value
+        return Foreign(function, by_words or 0, log)
+
     kernels = {}
     for dtype, suffix in TYPES.items():
-        functions = {}
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(brief if name in _BRIEF else library, f"rl_{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-            functions[name] = function
-        kernels[dtype] = Kernels(**functions)
+        pack = library[f"rl_pack_{suffix}"]
+        pack.argtypes, pack.restype = _PACK, None
+        steps = {
+            name: foreign(f"{name}_{suffix}", arguments, keeps_lock=name in _BRIEF)
+            for name, arguments in _ARGUMENTS.items()
+        }
+        kernels[dtype] = Kernels(pack=pack, **steps)
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
     for told in (library.rl_instructions, library.rl_compiler):
         told.restype = ctypes.c_char_p
-    library.rl_sample.argtypes = (*[c_void_p] * 8, *[c_int64] * 2, c_void_p, c_int, c_void_p)
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
-    rows = {
-        f"rows_{name}": getattr(brief, f"rl_rows_{name}") for name in ("gather", "advance", "verify", "keep", "last")
-    }
-    for one in rows.values():
-        one.argtypes, one.restype = (ctypes.c_char_p,), None
-    library.rl_again.argtypes, library.rl_again.restype = (c_void_p, c_int64), None
-    steps = (getattr(one, name) for one in kernels.values() for name in _ARGUMENTS if name != "pack")
-    stepped = (*steps, library.rl_sample, *rows.values())
+    library.rl_replay.argtypes, library.rl_replay.restype = (c_void_p, c_int64), None
+    rows = (f"rows_{name}" for name in ("gather", "advance", "verify", "keep", "last"))
     return Library(
         kernels=kernels,
         huge_pages=library.rl_huge_pages,
-        sample=library.rl_sample,
+        sample=foreign("sample", (*[c_void_p] * 8, *[c_int64] * 2, c_void_p, c_int, c_void_p), keeps_lock=False),
         fp8_pack=library.rl_fp8_pack,
         int_pack=library.rl_int_pack,
-        again=library.rl_again,
-        functions=stepped,
-        callers={one.__name__: ctypes.cast(library[f"{one.__name__}_again"], c_void_p).value or 0 for one in stepped},
+        replay=library.rl_replay,
+        log=log,
         instructions=library.rl_instructions().decode(),
         compiler=library.rl_compiler().decode(),
-        **rows,
+        **{name: foreign(name, (ctypes.c_char_p,), keeps_lock=True) for name in rows},
     )

@@ -158,7 +158,7 @@ template <class T> void run(const Chain<T>& c) {
 
 RIDGELINE_API void rl_chain_bf16(const Chain<bf16>* c) { run(*c); }
 RIDGELINE_API void rl_chain_f32(const Chain<float>* c) { run(*c); }
-RIDGELINE_AGAIN(rl_chain_bf16)
-RIDGELINE_AGAIN(rl_chain_f32)
+RIDGELINE_REPLAYABLE(rl_chain_bf16)
+RIDGELINE_REPLAYABLE(rl_chain_f32)
 
 }  // namespace ridgeline

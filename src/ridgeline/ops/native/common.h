@@ -1,7 +1,7 @@
 // Functions of vectors, and thread ranges, shared by all operations. AMX tiles are used where the compiler targets them.
 #pragma once
 
-#include "again.h"
+#include "replay.h"
 #include "simd.h"
 
 #include <omp.h>

@@ -199,7 +199,7 @@ RIDGELINE_API void rl_fp8_pack(const std::uint8_t* values, std::uint8_t* packed,
 
 RIDGELINE_FP8(bf16, bf16)
 RIDGELINE_FP8(float, f32)
-RIDGELINE_AGAIN(rl_fp8_linear_bf16)
-RIDGELINE_AGAIN(rl_fp8_linear_f32)
+RIDGELINE_REPLAYABLE(rl_fp8_linear_bf16)
+RIDGELINE_REPLAYABLE(rl_fp8_linear_f32)
 
 }  // namespace ridgeline

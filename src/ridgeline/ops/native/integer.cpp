@@ -50,7 +50,7 @@ RIDGELINE_API void rl_int_pack(const std::uint8_t* codes, std::uint8_t* packed, 
 
 RIDGELINE_INTEGER(bf16, bf16)
 RIDGELINE_INTEGER(float, f32)
-RIDGELINE_AGAIN(rl_int_linear_bf16)
-RIDGELINE_AGAIN(rl_int_linear_f32)
+RIDGELINE_REPLAYABLE(rl_int_linear_bf16)
+RIDGELINE_REPLAYABLE(rl_int_linear_f32)
 
 }  // namespace ridgeline

@@ -143,7 +143,7 @@ RIDGELINE_API void rl_layers_f32(const Layer<float>* layers, index n, const View
                                  float* stream, index tokens, index d_model) {
     run(Stack<float>{layers, n, views, caches, stream, tokens, d_model});
 }
-RIDGELINE_AGAIN(rl_layers_bf16)
-RIDGELINE_AGAIN(rl_layers_f32)
+RIDGELINE_REPLAYABLE(rl_layers_bf16)
+RIDGELINE_REPLAYABLE(rl_layers_f32)
 
 }  // namespace ridgeline

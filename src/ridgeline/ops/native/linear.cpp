@@ -40,7 +40,7 @@ template <class T> void linear(const Problem<T>& p) {
 
 RIDGELINE_LINEAR(bf16, bf16)
 RIDGELINE_LINEAR(float, f32)
-RIDGELINE_AGAIN(rl_linear_bf16)
-RIDGELINE_AGAIN(rl_linear_f32)
+RIDGELINE_REPLAYABLE(rl_linear_bf16)
+RIDGELINE_REPLAYABLE(rl_linear_f32)
 
 }  // namespace ridgeline

@@ -397,7 +397,7 @@ template <class T> void run(const Recurrent<T>& c) {
 
 RIDGELINE_API void rl_recurrent_bf16(const Recurrent<bf16>* c) { run(*c); }
 RIDGELINE_API void rl_recurrent_f32(const Recurrent<float>* c) { run(*c); }
-RIDGELINE_AGAIN(rl_recurrent_bf16)
-RIDGELINE_AGAIN(rl_recurrent_f32)
+RIDGELINE_REPLAYABLE(rl_recurrent_bf16)
+RIDGELINE_REPLAYABLE(rl_recurrent_f32)
 
 }  // namespace ridgeline

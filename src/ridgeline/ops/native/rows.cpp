@@ -182,10 +182,10 @@ RIDGELINE_API void rl_rows_verify(const Verify* v) {
     }
 }
 
-RIDGELINE_AGAIN(rl_rows_last)
-RIDGELINE_AGAIN(rl_rows_keep)
-RIDGELINE_AGAIN(rl_rows_gather)
-RIDGELINE_AGAIN(rl_rows_advance)
-RIDGELINE_AGAIN(rl_rows_verify)
+RIDGELINE_REPLAYABLE(rl_rows_last)
+RIDGELINE_REPLAYABLE(rl_rows_keep)
+RIDGELINE_REPLAYABLE(rl_rows_gather)
+RIDGELINE_REPLAYABLE(rl_rows_advance)
+RIDGELINE_REPLAYABLE(rl_rows_verify)
 
 }  // namespace ridgeline

@@ -78,13 +78,13 @@ RIDGELINE_API const char* rl_compiler() { return __VERSION__; }
 
 RIDGELINE_ROWWISE(bf16, bf16)
 RIDGELINE_ROWWISE(float, f32)
-RIDGELINE_AGAIN(rl_norm_bf16)
-RIDGELINE_AGAIN(rl_norm_f32)
-RIDGELINE_AGAIN(rl_embed_bf16)
-RIDGELINE_AGAIN(rl_embed_f32)
-RIDGELINE_AGAIN(rl_activate_bf16)
-RIDGELINE_AGAIN(rl_activate_f32)
-RIDGELINE_AGAIN(rl_qkv_write_bf16)
-RIDGELINE_AGAIN(rl_qkv_write_f32)
+RIDGELINE_REPLAYABLE(rl_norm_bf16)
+RIDGELINE_REPLAYABLE(rl_norm_f32)
+RIDGELINE_REPLAYABLE(rl_embed_bf16)
+RIDGELINE_REPLAYABLE(rl_embed_f32)
+RIDGELINE_REPLAYABLE(rl_activate_bf16)
+RIDGELINE_REPLAYABLE(rl_activate_f32)
+RIDGELINE_REPLAYABLE(rl_qkv_write_bf16)
+RIDGELINE_REPLAYABLE(rl_qkv_write_f32)
 
 }  // namespace ridgeline

@@ -84,8 +84,8 @@ RIDGELINE_API void rl_sample(const float* logits, const float* temperature, cons
 
 RIDGELINE_API void rl_draw_bf16(const Draws<bf16>* d) { draw_rows(*d); }
 RIDGELINE_API void rl_draw_f32(const Draws<float>* d) { draw_rows(*d); }
-RIDGELINE_AGAIN(rl_sample)
-RIDGELINE_AGAIN(rl_draw_bf16)
-RIDGELINE_AGAIN(rl_draw_f32)
+RIDGELINE_REPLAYABLE(rl_sample)
+RIDGELINE_REPLAYABLE(rl_draw_bf16)
+RIDGELINE_REPLAYABLE(rl_draw_f32)
 
 }  // namespace ridgeline

@@ -1,4 +1,4 @@
-// Calls that are made again: what each is called by takes its arguments as words of 64 bits, so that one loop makes them all.
+// Recorded calls: NAME_words takes the arguments of NAME as words of 64 bits, so that one loop makes any list of calls.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 #define RIDGELINE_API extern "C" __attribute__((visibility("default")))
 
-// NAME, exported, by its arguments' words.
-#define RIDGELINE_AGAIN(NAME) \
-    RIDGELINE_API void NAME##_again(const std::int64_t* words) { ridgeline::by_words(NAME, words); }
+// Exports NAME_words.
+#define RIDGELINE_REPLAYABLE(NAME) \
+    RIDGELINE_API void NAME##_words(const std::int64_t* words) { ridgeline::by_words(NAME, words); }
 
 namespace ridgeline {
 

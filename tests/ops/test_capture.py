@@ -18,10 +18,11 @@ from ridgeline.engine import runner as module
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
-from ridgeline.ops.native import again
-from ridgeline.ops.native.again import Again, Recorder
+from ridgeline.ops.capture import Captured, Uncaptured
+from ridgeline.ops.native import capture
 from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
-from ridgeline.ops.table import Normed, Ops, every_time
+from ridgeline.ops.native.capture import CallListCapture, CapturedCalls
+from ridgeline.ops.table import Normed, Ops
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
 
@@ -40,12 +41,12 @@ def library(folder: Path) -> Library:
     return open_library(library_path(folder))
 
 
-def recorded(work: Callable[[], object]) -> bool:
+def recorded(work: Captured) -> bool:
     """Whether the third time is no call of the work."""
-    assert isinstance(work, Again)
+    assert isinstance(work, CapturedCalls)
     for _ in range(2):
-        work()
-    return work.recording.again is not None
+        work.replay()
+    return work.calls.ready
 
 
 def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
@@ -56,10 +57,10 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
         calls.append(1)
         return native.rms_norm(native.embed(table, ids, 2.0), weight, 1e-5, False)
 
-    one = native.again(work)
+    one = native.capture(work)
     for step in range(5):
         ids.copy_(torch.tensor([step, 2 * step, 31 - step]))
-        found = one()
+        found = one.replay()
         want = torch.nn.functional.rms_norm(table[ids.long()] * 2.0, (48,), weight, 1e-5)
         torch.testing.assert_close(found, want)
     assert len(calls) == 2, "as it stands, then recorded"
@@ -80,18 +81,18 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
 )
 def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callable[[torch.Tensor], object]) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    assert recorded(native.again(lambda: native.embed(table, ids, 1.0)))
-    assert not recorded(native.again(lambda: more(native.embed(table, ids, 1.0))))
+    assert recorded(native.capture(lambda: native.embed(table, ids, 1.0)))
+    assert not recorded(native.capture(lambda: more(native.embed(table, ids, 1.0))))
 
 
 def test_views_are_recorded(native: Ops) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    one = native.again(lambda: native.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
+    one = native.capture(lambda: native.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
     assert not recorded(one), "of a part a copy is made"
-    part = native.again(lambda: native.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0])
+    part = native.capture(lambda: native.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0])
     assert recorded(part)
     ids.fill_(5)
-    assert torch.equal(part(), table[[5, 5]])
+    assert torch.equal(part.replay(), table[[5, 5]])
 
 
 @pytest.mark.parametrize("kind", ["norm", "gate", "linear", "added", "gated", "fp8", "weights in fp8", "integers"])
@@ -122,12 +123,12 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
             return native.integer.linear(normed, integer, bias)  # type: ignore[union-attr]
         return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
 
-    one = native.again(work)
+    one = native.capture(work)
     assert recorded(one)
     for _ in range(3):
         x.normal_()
         held = base.normal_().clone()
-        found = one().clone()
+        found = one.replay().clone()
         base.copy_(held)
         assert torch.equal(found, work()) and found.isfinite().all()
 
@@ -141,37 +142,37 @@ def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
         calls.append(at)
         return native.embed(table, places[at], 1.0)
 
-    each = [native.again(partial(work, at), places[at], "one form") for at in range(4)]
+    each = [native.capture(partial(work, at), places[at], "one form") for at in range(4)]
     for at in (2, 0, 1, 0, 3, 2, 3):
-        assert torch.equal(each[at](), table[places[at].long()])
+        assert torch.equal(each[at].replay(), table[places[at].long()])
         assert torch.equal(work(0), table[[0, 0, 0]]), "whose memory the recording is about"
     assert [at for at in calls if at] == [2] and len(calls) == 9
     longer = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
     for named, form in ((longer, "one form"), (places[2], "another")):
         calls.clear()
-        other = native.again(lambda: calls.append(1), named, form)
-        other()
+        other = native.capture(lambda: calls.append(1), named, form)
+        other.replay()
         assert calls, "as it stands"
     del each, other
-    fresh = native.again(partial(work, 1), places[1], "one form")
-    assert isinstance(fresh, Again) and fresh.recording.again is None, "nobody is left"
+    fresh = native.capture(partial(work, 1), places[1], "one form")
+    assert isinstance(fresh, CapturedCalls) and not fresh.calls.ready, "nobody is left"
 
 
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    monkeypatch.setattr(again, "MOST_BYTES", 3 * 48 * 4 - 1)
-    assert not recorded(native.again(lambda: native.embed(table, ids, 1.0)))
+    monkeypatch.setattr(capture, "MOST_BYTES", 3 * 48 * 4 - 1)
+    assert not recorded(native.capture(lambda: native.embed(table, ids, 1.0)))
 
 
 def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
     def fails() -> None:
         raise ValueError("at the second time")
 
-    one = Recorder(library)(fails)
+    one = CallListCapture(library)(fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="second"):
-            one()
-    assert not any(hasattr(function, "errcheck") and function.errcheck for function in library.functions)
+            one.replay()
+    assert library.log.calls is None
 
 
 PROMPTS = ("The history of the city begins", "def add(a, b):\n    return", "Once upon a time")
@@ -189,7 +190,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, Local
         # In float32, where tokens do not depend on how many nodes a step verifies.
         model = ModelConfig(dtype="float32")
         found = LocalEngine.start(model, config)
-        assert isinstance(found.engine.loop.runner._step.ops.again(print), Again)  # type: ignore[attr-defined]
+        assert isinstance(found.engine.loop.runner._step.ops.capture(print), CapturedCalls)  # type: ignore[attr-defined]
         loaded = native_cpu.load
         patch.setattr(native_cpu, "load", lambda *given, **named: _plainly(loaded(*given, **named)))
         plain = LocalEngine.start(model, config)
@@ -201,7 +202,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, Local
 def _plainly(found: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
     ops, name = found
     assert ops is not None
-    return replace(ops, again=every_time), name
+    return replace(ops, capture=Uncaptured), name
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         def noted(built: Any, bound: int, run: Callable[[Any, int], Any] = run) -> Any:
             nodes = built.batch.nodes
             if nodes is not None and len(nodes.rows) < len(built.batch.sampled) * built.batch.shape.wide:
-                uneven.append(built.run.recording.again is not None)
+                uneven.append(built.step.calls.ready)
             return run(built, bound)
 
         runner._run = noted  # type: ignore[attr-defined]
