@@ -1,14 +1,16 @@
-"""The import table of docs/architecture.md as data, and the check that holds it. Imports point inwards only.
+"""The import table as data, and the check that every module obeys it. Imports point inwards only and form no cycle.
 
-Nothing is imported: every file is read as a syntax tree.
+`imports.py` prints breaches, `imports.py --table` prints the table of docs/architecture.md. Nothing is imported: every file
+is read as a syntax tree.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,18 +38,17 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "quality": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),
     "llm": ("core", "wire", "text", "models", "engine.local"),
 }  # fmt: skip
-"""Room -> what its modules may import, beside each other. cli may import everything, and nobody imports cli.
-The package's own `llm` (offline use) stands outside like bench: it knows the engine by its local client alone."""
+"""Package -> what its modules may import, beside each other. cli may import everything, and no package imports cli.
+`ridgeline.llm` (offline use) stands outside like bench: it knows the engine by its local client alone."""
 
 _PLANNING = (
-    "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
+    "core", "metrics", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.speculation",
     "engine.pace",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
     "kv.prefix": ("core", "kv.blocks", "kv.prefix"),
-    "kv.retention": ("core", "kv.blocks", "kv.prefix", "kv.retention"),
     "engine.scheduler": _PLANNING,
     "engine.policy": _PLANNING,
     "engine.leases": _PLANNING,
@@ -55,37 +56,36 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.flight": _PLANNING,
     "engine.speculation": _PLANNING,
     "engine.pace": _PLANNING,
-    "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.fake"),
 }
-"""Module -> all it may import of ours, where that differs from its room."""
-
-FORBIDDEN: Mapping[str, tuple[str, ...]] = {
-    "service": ("planner.simulate",),
-}
-"""Room -> what it may not import although the table lets the whole room in."""
+"""Module -> all it may import of Ridgeline, where that differs from its package."""
 
 NO_TORCH = (
-    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention", "hardware.table",
+    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
     "engine.flight", "engine.loop", "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
-"""Rooms and modules that must not reach torch, on whatever way: they decide, serve and start without it."""
+"""Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""
 
 OPTIONAL = (
-    "llguidance", "highspy", "matplotlib", "pynvml", "ray", "yaml", "triton", "readline",
-    "ridgeline.ops.triton", "huggingface_hub",
+    "llguidance", "yaml", "triton", "readline", "ridgeline.ops.triton", "huggingface_hub",
 )  # fmt: skip
-"""Packages that need not be there, modules of ours that need one, and what few starts need and all would wait for: only these
-may be imported inside a function."""
+"""What may be imported inside a function: optional distributions, modules of Ridgeline that need one, and distributions that
+few starts need and that are slow to import."""
+
+LOADERS = ("ops.triton.launch",)
+"""Modules that call import_module with a name that their callers give: the callers depend on what is loaded, they do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One import statement. target: full dotted name of the module. inside: it stands in a function or a try."""
+    """One import. target: full dotted name of the module."""
 
     target: str
     line: int
     inside: bool
+    """It stands in a function or a try."""
+    deferred: bool = False
+    """It is a call of import_module: it runs when the call runs, wherever the call stands."""
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
@@ -101,7 +101,7 @@ def modules(root: Path) -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.AST, inside: bool = False) -> Iterator[Import]:
-    """Every import in a tree. `from a import b` counts as a.b when b may be a module, which the caller decides."""
+    """Every import statement in a tree. `from a import b` is a.b: the caller decides whether b is a module."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
@@ -111,6 +111,29 @@ def imports(tree: ast.AST, inside: bool = False) -> Iterator[Import]:
         else:
             hides = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Try)
             yield from imports(node, inside or hides)
+
+
+def deferred_imports(tree: ast.AST) -> Iterator[Import]:
+    """Every module that calls of import_module in a tree may load; a target that ends with a dot is all below it.
+
+    A call whose argument is computed looks the name up in a table of its file, so every string of the file counts. The
+    caller drops those that name no module.
+    """
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__")
+    ]
+    arguments = [node.args[0] for node in calls if node.args]
+    looked_up = any(not isinstance(argument, ast.Constant | ast.JoinedStr) for argument in arguments)
+    for node in ast.walk(tree) if looked_up else arguments:
+        first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            yield Import(first.value, first.lineno, inside=True, deferred=True)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def ours(target: str, names: Mapping[str, object]) -> str | None:
@@ -144,7 +167,67 @@ def violations(root: Path = ROOT) -> list[str]:
     found: list[str] = []
     for module, tree in trees.items():
         found += [f"{module or PACKAGE}:{line}: {text}" for line, text in _in_module(module, tree, trees)]
-    return found + _torch_paths(trees)
+    return found + _torch_paths(trees) + [_cycle_text(cycle) for cycle in cycles(dependencies(trees))]
+
+
+def dependencies(trees: Mapping[str, ast.Module]) -> dict[str, dict[str, int]]:
+    """Module -> the modules it imports at any time, each with the line that does so."""
+    edges: dict[str, dict[str, int]] = {}
+    for module, tree in trees.items():
+        edges[module] = {}
+        for one in all_imports(module, tree):
+            for target in _targets(one, trees):
+                if target != module:
+                    edges[module].setdefault(target, one.line)
+    return edges
+
+
+def all_imports(module: str, tree: ast.AST) -> Iterator[Import]:
+    """Import statements and calls of import_module."""
+    yield from imports(tree)
+    if module not in LOADERS:
+        yield from deferred_imports(tree)
+
+
+def _targets(one: Import, trees: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of Ridgeline that an import loads. A call of import_module counts only if it names a module in full."""
+    if not one.deferred:
+        target = ours(one.target, trees)
+        return [] if target is None else [target]
+    names = {f"{PACKAGE}.{module}" if module else PACKAGE: module for module in trees}
+    if one.target.endswith("."):
+        return [module for name, module in names.items() if name.startswith(one.target)]
+    return [names[one.target]] if one.target in names else []
+
+
+def cycles(edges: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """For each group of modules that import each other, one shortest cycle: its modules with their lines, in order."""
+    found: list[list[str]] = []
+    covered: set[str] = set()
+    for module in edges:
+        path = None if module in covered else _path_back(module, edges)
+        if path is not None:
+            found.append([f"{name}:{edges[name][target]}" for name, target in pairwise([*path, module])])
+            covered.update(path)
+    return found
+
+
+def _path_back(start: str, edges: Mapping[str, Mapping[str, int]]) -> list[str] | None:
+    paths = [[start]]
+    seen: set[str] = set()
+    for path in paths:
+        for target in edges.get(path[-1], ()):
+            if target == start:
+                return path
+            if target not in seen:
+                seen.add(target)
+                paths.append([*path, target])
+    return None
+
+
+def _cycle_text(cycle: list[str]) -> str:
+    first = cycle[0].partition(":")[0]
+    return f"import cycle: {' -> '.join(cycle)} -> {first}; move what both need into a module that imports neither."
 
 
 def _in_module(module: str, tree: ast.Module, trees: Mapping[str, ast.Module]) -> Iterator[tuple[int, str]]:
@@ -154,7 +237,10 @@ def _in_module(module: str, tree: ast.Module, trees: Mapping[str, ast.Module]) -
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING":
             yield node.lineno, "TYPE_CHECKING hides an import cycle: move what both sides need inwards."
-    for one in imports(tree):
+    for one in all_imports(module, tree):
+        if one.deferred:
+            yield from ((one.line, text) for target in _targets(one, trees) for text in _against_table(module, target))
+            continue
         top = one.target.split(".")[0]
         if one.target.startswith("."):
             yield one.line, "relative import: write the full name."
@@ -173,8 +259,6 @@ def _against_table(module: str, target: str) -> Iterator[str]:
         yield "nobody imports cli: move what is needed inwards."
     elif allowed is not None and target and not any(covers(one, target) for one in allowed):
         yield f"{module} may not import {target}; it may import {', '.join(allowed)}."
-    elif any(covers(one, target) for one in FORBIDDEN.get(room, ())):
-        yield f"{room} may not import {target}."
 
 
 def _torch_paths(trees: Mapping[str, ast.Module]) -> list[str]:
@@ -204,7 +288,26 @@ def _path_to_torch(start: str, edges: Mapping[str, list[str]]) -> list[str] | No
     return None
 
 
-def main() -> int:
+def table() -> str:
+    """The import table in Markdown, as docs/architecture.md has it."""
+    lines = ["| package or module | may import, beside its own modules |", "|---|---|"]
+    lines += [f"| `{package}` | {_names(allowed)} |" for package, allowed in ROOMS.items()]
+    lines.append("| `cli` | everything; no package imports it |")
+    by_rule: dict[tuple[str, ...], list[str]] = {}
+    for module, allowed in EXCEPTIONS.items():
+        by_rule.setdefault(allowed, []).append(module)
+    lines += [f"| {_names(modules)} | only {_names(allowed)} |" for allowed, modules in by_rule.items()]
+    return "\n".join([*lines, "", f"Without torch, directly or through others: {_names(NO_TORCH)}."])
+
+
+def _names(modules: Iterable[str]) -> str:
+    return ", ".join(f"`{module}`" for module in modules) or "the standard library"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    if list(arguments) == ["--table"]:
+        print(table())
+        return 0
     found = violations()
     for line in found:
         print(line, file=sys.stderr)
@@ -212,4 +315,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

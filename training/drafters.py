@@ -193,6 +193,14 @@ def options() -> argparse.Namespace:
     return given
 
 
+def compile_backward(students: Students, loss: Loss, rows: Tensor) -> None:
+    """Run forward and backward once, so that the CUDA kernels are compiled."""
+    with torch.autocast("cuda", torch.bfloat16):
+        loss(rows).backward()
+    students.zero_grad()
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     given = options()
     torch.set_float32_matmul_precision("high")
@@ -220,10 +228,7 @@ def main() -> None:
             students.draft.take(before)
     loss = students.loss(teacher)
     if device.type == "cuda":
-        with torch.autocast("cuda", torch.bfloat16):
-            loss(source(0)).backward()  # compiles before the clock of the schedule starts
-        students.zero_grad()
-        torch.cuda.synchronize()
+        compile_backward(students, loss, source(0))  # before the clock of the schedule starts
         print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
     schedule = Schedule(given.steps, decay_from=0.15, seconds=given.seconds - (time.monotonic() - begin))
     training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50, check_every=given.keep_every)

@@ -89,10 +89,14 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
     # Before the wait for what earlier kernels write, a partition reads nothing but codes, scales and zero points.
     partitions = PARTITIONS.split(made.asm["ttgir"])[1:]
     assert len(partitions) == 2
+    loads, copies = set(), set()
     for partition in partitions:
         before, wait, _ = partition.partition("griddepcontrol.wait")
-        assert wait and set(LOADS.findall(before)) <= {"f16", "i8"}
-        assert all(f"tensor<{rows}x32x" in one for one in COPIES.findall(before))
+        assert wait
+        loads.update(LOADS.findall(before))
+        copies.update(COPIES.findall(before))
+    assert loads and loads <= {"f16", "i8"}
+    assert copies and all(f"tensor<{rows}x32x" in copy for copy in copies)
     told = subprocess.run(
         [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
         input=made.asm["ptx"],

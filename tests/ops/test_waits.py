@@ -19,19 +19,27 @@ from ridgeline.ops.triton.activation import KINDS
 READS = re.compile(r"(?:tt\.load|async_copy_global_to_local).*?!tt\.ptr<(\w+)>")
 
 
-def before_the_wait(
+def reads_around_the_wait(code: str) -> tuple[set[str], set[str]]:
+    """Types of what the compiled code reads through pointers (before, after) its first wait. Each side has a read, or READS no
+    longer matches what the compiler writes."""
+    before, wait, after = code.partition("griddepcontrol.wait")
+    assert wait, "the kernel has no wait"
+    found = set(READS.findall(before)), set(READS.findall(after))
+    assert all(found), f"READS matches nothing on one side of the wait: {found}"
+    return found
+
+
+def compiled_reads(
     kernel: JITFunction, types: Mapping[str, str], constants: Mapping[str, object], warps: int
-) -> set[str]:
-    """Types of what is read through pointers before the first wait."""
+) -> tuple[set[str], set[str]]:
+    """reads_around_the_wait of a kernel, compiled for Hopper."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     apart = [["tt.divisibility", 16]]
     told = [one.name for one in kernel.params if not (one.is_constexpr or one.do_not_specialize_on_alignment)]
     aligned = {(kernel.arg_names.index(name),): apart for name in told if name != "eps"}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
-    before, wait, _ = made.asm["ttgir"].partition("griddepcontrol.wait")
-    assert wait
-    return set(READS.findall(before))
+    return reads_around_the_wait(made.asm["ttgir"])
 
 
 def check_resident(k: int, rows: int, warps: int, stages: int, tokens: int, add: bool) -> None:
@@ -47,7 +55,8 @@ def check_resident(k: int, rows: int, warps: int, stages: int, tokens: int, add:
     }
     constants = {"TOKENS": tokens, "BIAS": False, "ADD": add, "NORM": not add, "OFFSET": False, "PDL": True}
     constants |= {"KIND": KINDS[None], "EVEN": k == block, "STAGES": stages, "ROWS": rows, "BLOCK": block}
-    assert before_the_wait(gemv.resident_kernel, types, constants, warps) == {"bf16"}
+    before, after = compiled_reads(gemv.resident_kernel, types, constants, warps)
+    assert before == {"bf16"} and "f16" in after
 
 
 def check_fp8(k: int, rows: int, warps: int, stages: int) -> None:
@@ -57,7 +66,8 @@ def check_fp8(k: int, rows: int, warps: int, stages: int) -> None:
     types |= {"out_ptr": "*bf16", "eps": "fp32"}
     constants = {"BIAS": False, "ADD": True, "NORM": False, "OFFSET": False, "KIND": KINDS[None], "PDL": True}
     constants |= {"EVEN": k // 4 == words, "PACKED": True, "STAGES": stages, "ROWS": rows, "WORDS": words}
-    assert before_the_wait(fp8_vector._kernel, types, constants, warps) <= {"i32", "f32"}
+    before, after = compiled_reads(fp8_vector._kernel, types, constants, warps)
+    assert before == {"i32", "f32"} and "i64" in after
 
 
 RESIDENT = [(8192, 2, 16, 3, 1, True), (4096, 4, 8, 5, 1, True), (2048, 4, 4, 3, 2, True), (4096, 2, 8, 4, 1, False)]
@@ -70,3 +80,19 @@ CALLS = [(check_resident, *call) for call in RESIDENT] + [(check_fp8, *call) for
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[1:])))
 def test_only_weights_are_read_before_the_wait(apart: Callable[..., Any], call: tuple[Any, ...]) -> None:
     apart(*call)
+
+
+LOAD = "%v = tt.load %p : tensor<64x!tt.ptr<bf16>>\n"
+WAIT = 'tt.elementwise_inline_asm "griddepcontrol.wait;"\n'
+
+
+def test_reads_are_found_on_both_sides_of_the_wait() -> None:
+    assert reads_around_the_wait(LOAD + WAIT + LOAD.replace("bf16", "f32")) == ({"bf16"}, {"f32"})
+
+
+@pytest.mark.parametrize(
+    "code", ["", LOAD + LOAD, WAIT, LOAD + WAIT, WAIT + LOAD, (LOAD + WAIT + LOAD).replace("tt.load", "tt.fetch")]
+)
+def test_code_without_a_wait_or_without_reads_is_refused(code: str) -> None:
+    with pytest.raises(AssertionError):
+        reads_around_the_wait(code)

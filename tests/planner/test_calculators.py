@@ -150,9 +150,8 @@ def test_mission_draw_above_the_design_power() -> None:
 
 def test_joules_per_token_of_the_field() -> None:
     """FIGURES 6: 8B on an H100, batch 512: 688 W, 9,806 tokens/s, 0.070 J."""
-    found = Energy(688, 9806, pue=1.0, carbon_g_kwh=400, usd_kwh=0.10)
+    found = Energy(688, 9806, pue=1.0, usd_kwh=0.10)
     assert found.joules_per_token == pytest.approx(0.070, abs=0.0005)
     assert found.kwh_million_tokens == pytest.approx(0.0195, rel=0.01)
     assert found.usd_million_tokens == pytest.approx(0.00195, rel=0.01)
-    assert found.carbon_g_million_tokens == pytest.approx(7.8, rel=0.01)
     assert Energy(688).joules_per_token == 0

@@ -20,6 +20,8 @@ DEFAULT_REQUESTS = 200
 DEFAULT_CONCURRENCY = 8
 MOST_IN_A_CLOSED_LOOP = 20_000
 """Requests drawn for a closed loop that ends by time."""
+SHIPPED = "shipped"
+"""Names the shipped model in `--model-folder`."""
 BOUNDS = {
     "max_requests": (1, 1 << 24),
     "concurrency": (1, 1 << 16),
@@ -95,6 +97,17 @@ class ResultConfig:
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
     label: str = option("", "name of this run in tables and plots")
     json: bool = option(False, "print run.json instead of a table")
+
+
+@dataclass(frozen=True, slots=True)
+class CurveConfig:
+    """Which concurrencies are measured, and on which hardware."""
+
+    levels: str = option("1,2,4,8,16,32", "concurrent requests of the runs")
+    model_folder: str = option(
+        "", f"folder or hub name of the served model, for MFU and MBU ({SHIPPED}: the shipped model)"
+    )
+    on: str = option("", "accelerator that the server runs on, for MFU and MBU (h200, l4, cpu, ...)")
 
 
 def check(configs: tuple[Any, ...]) -> None:

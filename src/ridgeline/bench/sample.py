@@ -86,13 +86,13 @@ def token_percentiles(
     return found
 
 
-def difference(first: Array, second: Array, statistic: Statistic, *, paired: bool, seed: int = 0) -> Figure:
+def difference(first: Array, second: Array, statistic: Statistic, *, paired: bool) -> Figure:
     """statistic(second) - statistic(first) with its interval. paired: entry i of both is the same request, and the two are
     drawn together, which leaves out what differs between requests."""
     if not len(first) or not len(second):
         return Figure(np.nan, np.nan, np.nan)
     value = float(statistic(second) - statistic(first))
-    drawn = resampled(second, statistic, seed) - resampled(first, statistic, seed if paired else seed + 1)
+    drawn = resampled(second, statistic, 0) - resampled(first, statistic, 0 if paired else 1)
     return _figure(value, drawn, min(len(first), len(second)))
 
 

@@ -68,9 +68,9 @@ def meets(run: Run, attain: float) -> bool:
     return not run.broken if run.slo.of_windows else run.attainment >= attain
 
 
-def doubling(start: float, most: int = 12, factor: float = 2.0) -> list[float]:
-    """start, 2 start, 4 start, ..."""
-    return [start * factor**power for power in range(most)]
+def doubling(start: float) -> list[float]:
+    """start, 2 start, 4 start, ... 2048 start."""
+    return [start * 2.0**power for power in range(12)]
 
 
 async def search(

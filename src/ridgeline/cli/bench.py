@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import uvloop
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ridgeline.bench import show
@@ -26,9 +25,10 @@ from ridgeline.bench.compare import compare, paired
 from ridgeline.bench.figures import brief, run_json, trouble
 from ridgeline.bench.folder import REPORT_FILE, save, summary, unnamed
 from ridgeline.bench.mock import Speed, serve_mock
-from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
+from ridgeline.bench.options import CurveConfig, LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.own import serving
-from ridgeline.bench.record import Run, read_run
+from ridgeline.bench.progress import RunProgress
+from ridgeline.bench.record import read_run
 from ridgeline.bench.report import Outcome
 from ridgeline.bench.search import Found, doubling, levelled, saturated, search, sweep
 from ridgeline.bench.session import Asked, Session
@@ -41,7 +41,6 @@ from ridgeline.core.resolve import split_options
 from ridgeline.core.slo import Slo
 
 CONFIGS = (TargetConfig, WorkloadConfig, LoadConfig, ResultConfig)
-SHIPPED = "shipped"
 SECONDS_PER_RUN = 30.0
 """How long each run of a sweep, a search or a curve lasts when neither time nor number of requests is given."""
 
@@ -74,17 +73,6 @@ class PoliciesConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CurveConfig:
-    """Which concurrencies are measured, and on which hardware."""
-
-    levels: str = option("1,2,4,8,16,32", "concurrent requests of the runs")
-    model_folder: str = option(
-        "", f"folder or hub name of the served model, for MFU and MBU ({SHIPPED}: the shipped model)"
-    )
-    on: str = option("", "accelerator that the server runs on, for MFU and MBU (h200, l4, cpu, ...)")
-
-
-@dataclass(frozen=True, slots=True)
 class MockConfig:
     """Address and speed of the mock server."""
 
@@ -97,47 +85,18 @@ class MockConfig:
     failing: float = option(0.0, "share of requests answered with an error")
 
 
-class Show:
-    """What a command prints on the way, to standard error."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=self.console, transient=True, disable=not self.console.is_terminal, auto_refresh=False,
-        )  # fmt: skip
-        self._task = self._progress.add_task("requests", total=None)
-        self._shown = -1
-
-    def __enter__(self) -> Show:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        # Drawing costs milliseconds of the client's time: once per hundredth of the run is enough.
-        if (part := done * 100 // max(1, total)) != self._shown:
-            self._shown = part
-            self._progress.update(self._task, completed=done, total=total, refresh=True)
-
-    def told(self, run: Run) -> None:
-        self.console.print(show.line(run), markup=False, soft_wrap=True)
-
-
 # --- the actions --------------------------------------------------------------------------------------------------------
 
 
-async def run_once(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_once(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Measure a server once."""
-    async with Session(asked, rest.get("target"), told) as session:
+    async with Session(asked, rest.get("target"), progress) as session:
         found = await session.measure()
         whys = await session.whys(found)
     return Outcome(f"Benchmark of {found.name}", [found], whys=whys), show.run_table(found)
 
 
-async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_sweep(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Raise the rate until the server is saturated."""
     (config,) = split_options(_mine(rest, SweepConfig), SweepConfig, origin="flag")
     told_rates = SweepConfig(**config).rates
@@ -146,8 +105,8 @@ async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
             "--rates lists all rates, and --rate starts the doubling: leave one of them out.", param="rate"
         )
     rates = _numbers("rates", told_rates) if told_rates else doubling(asked.load.rate or 1.0)
-    async with Session(asked, rest.get("target"), told) as session:
-        runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, told.told)
+    async with Session(asked, rest.get("target"), progress) as session:
+        runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, progress.print_run)
     last = runs[-1]
     ended = "the server was not saturated at any rate"
     if saturated(last):
@@ -157,7 +116,7 @@ async def run_sweep(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
     return Outcome("Sweep over rates", runs, note=f"{ended.capitalize()}."), show.runs_table(runs)
 
 
-async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_search(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Find the highest rate that meets the SLO."""
     (values,) = split_options(_mine(rest, SearchConfig), SearchConfig, origin="flag")
     config = SearchConfig(**values)
@@ -165,12 +124,12 @@ async def run_search(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple
         raise ConfigError("A search needs --slo, as in --slo ttft=200ms,tpot=100ms.", param="slo")
     if not 0 < config.attain <= 1 or not 0 < config.precision < 1:
         raise ConfigError("--attain must be above 0 and at most 1, --precision between 0 and 1.", param="attain")
-    async with Session(asked, rest.get("target"), told) as session:
+    async with Session(asked, rest.get("target"), progress) as session:
         start = asked.load.rate or 1.0
         found = await search(
-            lambda rate: session.measure(_at(asked, rate)), start, config.attain, config.precision, told.told
+            lambda rate: session.measure(_at(asked, rate)), start, config.attain, config.precision, progress.print_run
         )
-    told.console.print(f"\n{_answer(found, asked, config)}", markup=False, soft_wrap=True)
+    progress.console.print(f"\n{_answer(found, asked, config)}", markup=False, soft_wrap=True)
     return Outcome("Highest rate within the SLO", found.runs, note=_answer(found, asked, config)), show.runs_table(
         found.runs
     )
@@ -190,23 +149,23 @@ def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
     return f"{met}, {found.best.attainment:.1%} of offered.{doubt}"
 
 
-async def run_compare(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_compare(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Two runs, or two servers one after the other."""
     runs = []
     for name in (rest["first"], rest["second"]):
         if Path(name).exists():
             found = read_run(Path(name))
         else:
-            async with Session(asked, name, told) as session:
+            async with Session(asked, name, progress) as session:
                 found = await session.measure(label=name)
-            told.told(found)
+            progress.print_run(found)
         runs.append(replace(found, facts={**found.facts, "label": found.facts.get("label") or name}))
     changes = compare(*runs)
     outcome = Outcome(f"{runs[0].name} and {runs[1].name}", runs, differences=changes)
     return outcome, show.differences_table(changes, (runs[0].name, runs[1].name), pairs=paired(*runs))
 
 
-async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_policies(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """The same load on servers of our own that batch in different ways."""
     (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig, origin="flag")
     config = PoliciesConfig(**values)
@@ -220,14 +179,14 @@ async def run_policies(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tup
     for policy in config.policies.split():
         async with (
             serving([*model, *shlex.split(config.serve), "--batching", policy]) as url,
-            Session(asked, url, told) as session,
+            Session(asked, url, progress) as session,
         ):
             runs.append(await session.measure(label=policy))
-        told.told(runs[-1])
+        progress.print_run(runs[-1])
     return Outcome("Batching policies", runs, differences=compare(runs[0], runs[-1])), show.runs_table(runs)
 
 
-async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
+async def run_trace(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> int:
     """Describe a trace."""
     if idle := [name for name in ("slo", "out", "label") if name in rest]:
         raise ConfigError(f"--{idle[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=idle[0])
@@ -242,7 +201,7 @@ async def run_trace(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
     return 0
 
 
-async def run_mock(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
+async def run_mock(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> int:
     """Serve at a known speed until interrupted."""
     (values,) = split_options(_mine(rest, MockConfig), MockConfig, origin="flag")
     config = MockConfig(**values)
@@ -255,7 +214,7 @@ async def run_mock(asked: Asked, told: Show, rest: Mapping[str, Any]) -> int:
         speed,
         config.host,
         config.port,
-        lambda url: told.console.print(f"listening on {url}", markup=False, soft_wrap=True),
+        lambda url: progress.console.print(f"listening on {url}", markup=False, soft_wrap=True),
     )
     return 0
 
@@ -276,7 +235,7 @@ def _numbers(name: str, text: str) -> list[float]:
 
 # --- the command line ---------------------------------------------------------------------------------------------------
 
-Action = Callable[[Asked, Show, Mapping[str, Any]], Coroutine[Any, Any, tuple[Outcome, RenderableType]]]
+Action = Callable[[Asked, RunProgress, Mapping[str, Any]], Coroutine[Any, Any, tuple[Outcome, RenderableType]]]
 _SERVER = ("target", "URL", "address of the server (default: http://127.0.0.1:8000)")
 _MODEL = ("target", "MODEL", "folder or hub name to serve (default: the shipped model)")
 ACTIONS: Mapping[str, tuple[str, tuple[type, ...], tuple[tuple[str, str, str], ...]]] = {
@@ -329,13 +288,13 @@ def run(given: Given) -> int:
     asked = read_asked(rest)
     if action in ("sweep", "search", "curve") and asked.load.duration is None and asked.workload.max_requests is None:
         asked = replace(asked, load=replace(asked.load, duration=SECONDS_PER_RUN))
-    with Show() as told:
+    with RunProgress() as progress:
         if action in ("trace", "mock"):
-            return uvloop.run((run_mock if action == "mock" else run_trace)(asked, told, rest))
+            return uvloop.run((run_mock if action == "mock" else run_trace)(asked, progress, rest))
         check_places({"out": asked.result.out or unnamed()}, "out", folder=True)
         # By name, because a model's formulas bring torch, and a load generator should be light.
         act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
-        outcome, table = uvloop.run(act(asked, told, rest))
+        outcome, table = uvloop.run(act(asked, progress, rest))
     return _end(asked, outcome, table)
 
 
@@ -375,4 +334,4 @@ def _mine(rest: Mapping[str, Any], config: type) -> dict[str, Any]:
     return {name: rest[name] for name in _names([config]) if name in rest}
 
 
-__all__ = ["ACTIONS", "CurveConfig", "parser", "run"]
+__all__ = ["ACTIONS", "parser", "run"]

@@ -10,9 +10,10 @@ from rich.console import RenderableType
 
 from ridgeline.bench import show
 from ridgeline.bench.efficiency import STEPS, Limits, point
+from ridgeline.bench.options import SHIPPED, CurveConfig
+from ridgeline.bench.progress import RunProgress
 from ridgeline.bench.report import Outcome
 from ridgeline.bench.session import Asked, Session
-from ridgeline.cli.bench import SHIPPED, CurveConfig, Show
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -20,7 +21,7 @@ from ridgeline.core.resolve import split_options
 from ridgeline.hardware.probe import meant, probe
 
 
-async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_curve(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
     """Throughput, latency and efficiency against concurrency, in closed loops."""
     names = CurveConfig.__dataclass_fields__
     (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig, origin="flag")
@@ -30,7 +31,7 @@ async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
             raise ConfigError(f"--levels sets the concurrency of each run: leave --{name} out.", param=name)
     limits = _limits(config)
     runs, points = [], []
-    async with Session(asked, rest.get("target"), told) as session:
+    async with Session(asked, rest.get("target"), progress) as session:
         for level in _levels(config.levels):
             load = replace(asked.load, rate=None, concurrency=level)
             before = await session.metric(STEPS)
@@ -38,7 +39,7 @@ async def run_curve(asked: Asked, told: Show, rest: Mapping[str, Any]) -> tuple[
             after = await session.metric(STEPS)
             steps = None if before is None or after is None else after - before
             points.append(point(runs[-1], limits, steps))
-            told.told(runs[-1])
+            progress.print_run(runs[-1])
     return Outcome("Curve over concurrency", runs, points=points), show.points_table(points)
 
 

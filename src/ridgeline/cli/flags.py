@@ -74,7 +74,7 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
         argument_default=argparse.SUPPRESS,
     )
     if model:
-        parser.add_argument("given_model", nargs="?", metavar="MODEL", help=_help_of(ModelConfig, "model"))
+        parser.add_argument("given_model", nargs="?", metavar="MODEL", help=_model_help())
     if configs:
         parser.add_argument("--config", metavar="FILE", help="TOML, JSON or YAML file of options")
     add_options(parser, configs)
@@ -190,8 +190,8 @@ def _default_words(default: Any) -> str:
     return f" (default: {default})"
 
 
-def _help_of(config: type, name: str) -> str:
-    return next(str(one.metadata["help"]) for one in fields(config) if one.name == name)
+def _model_help() -> str:
+    return next(str(field.metadata["help"]) for field in fields(ModelConfig) if field.name == "model")
 
 
 def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:

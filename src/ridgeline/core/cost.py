@@ -139,18 +139,6 @@ class CostModel:
         extra = self.overhead_s + logits * self.row_s + tokens * self.token_s
         return products + joined(self.overlap, attention, cache) + extra
 
-    def bound(self, work: StepWork) -> str:
-        """ "compute" or "memory": which side of the ridge the step stands on."""
-        compute, memory = self.flops_per_s * self.compute_share, self.bytes_per_s * self.memory_share
-        return "compute" if work.flops / compute > work.bytes / memory else "memory"
-
-    def prefill_s(self, prompt: int, chunk: int, cached: int = 0) -> float:
-        """Seconds to compute `prompt` tokens of one request alone, `cached` of them known, in steps of `chunk` tokens."""
-        total = 0.0
-        for start in range(cached, prompt, chunk):
-            total += self.step_s(step_work(self.spec, [(start, min(chunk, prompt - start))]))
-        return total
-
     def decode_s(self, lengths: Iterable[int]) -> float:
         """Seconds of a step that gives each row one token, rows holding `lengths` tokens."""
         return self.step_s(step_work(self.spec, [(length, 1) for length in lengths]))

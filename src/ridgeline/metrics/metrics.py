@@ -104,12 +104,11 @@ class Metrics:
         model_name: str,
         alias: str = "",
         *,
-        engine: str = "0",
         slo: Slo = NO_SLO,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model_name = model_name
-        self._labels = {"engine": engine, "model_name": model_name}
+        self._labels = {"engine": "0", "model_name": model_name}
         self._alias = ALIASES[alias] if alias else None
         self._clock = clock
         self.live = Live(slo, clock)

@@ -38,10 +38,6 @@ class Energy:
         return self.kwh_million_tokens * self.usd_kwh
 
     @property
-    def carbon_g_million_tokens(self) -> float:
-        return self.kwh_million_tokens * self.carbon_g_kwh
-
-    @property
     def site_kwh_year(self) -> float:
         """Of the whole site, a year without a pause."""
         return yearly_kwh(self.watts) * self.pue

@@ -41,10 +41,8 @@ def sequences(spec: ModelSpec, tokens: int, memory_bytes: float, dtype: str | No
     return max(0, int((memory_bytes - spec.weight_bytes) // spec.kv_bytes(tokens, dtype)))
 
 
-def uniform(
-    layers: int, heads: int, head_dim: int, *, kv_heads: int | None = None, dtype: str = "bfloat16"
-) -> ModelSpec:
+def uniform(layers: int, heads: int, head_dim: int, *, kv_heads: int | None = None) -> ModelSpec:
     """A model of equal layers known only by its attention, its heads filling its width; feed-forward and vocabulary are
     left out, so that only its cache may be asked for."""
     one = LayerSpec(heads, kv_heads or heads, head_dim, 0, Rope(dim=head_dim))
-    return ModelSpec("(attention alone)", 0, heads * head_dim, (one,) * layers, 1 << 30, dtype=dtype)
+    return ModelSpec("(attention alone)", 0, heads * head_dim, (one,) * layers, 1 << 30)

@@ -24,6 +24,8 @@ from ridgeline.text.tokenizer import Tokenizer
 
 AT_ONCE = 8
 """Requests in flight: enough to fill a batch, few enough for any server's queue."""
+REPEATS = 3
+"""Answers of each length that decode_rate times; the shortest counts."""
 _UNKNOWN = float("nan")
 
 
@@ -65,8 +67,8 @@ class Endpoint:
             ) from None
 
 
-def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int, repeats: int = 3) -> float:
-    """Tokens per second of one greedy request alone behind its first token, from the shortest of `repeats` answers of one
+def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> float:
+    """Tokens per second of one greedy request alone after its first token, from the shortest of REPEATS answers of one
     token and of all.
 
     prompt: token ids. End tokens are ignored where the server knows `ignore_eos`; what it wrote is counted by its `usage`.
@@ -81,7 +83,7 @@ def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int, repeats:
 
     run(tokens + 1)
     first, all_of_them, written = float("inf"), float("inf"), 0
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         first = min(first, run(1)[0])
         seconds, written = run(tokens + 1)
         all_of_them = min(all_of_them, seconds)

@@ -245,9 +245,9 @@ def _share(right: Sequence[bool]) -> Estimate:
     return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def _drop(reference: Sequence[bool], right: Sequence[bool], seed: int = 0) -> Estimate:
+def _drop(reference: Sequence[bool], right: Sequence[bool]) -> Estimate:
     change = np.array(reference, np.float64) - np.array(right, np.float64)
-    chosen = np.random.default_rng(seed).integers(len(change), size=(RESAMPLES, len(change)))
+    chosen = np.random.default_rng(0).integers(len(change), size=(RESAMPLES, len(change)))
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(change[chosen].mean(1), [tail, 100 - tail])
     return Estimate(float(change.mean()), float(low), float(high))

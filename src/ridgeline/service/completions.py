@@ -49,9 +49,7 @@ async def read_completion(
     special = fields.get("add_special_tokens", True)
     among = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
     prompts = [
-        await tokenize(service, item, "prompt", add_special_tokens=special, among=among)
-        if isinstance(item, str)
-        else item
+        await tokenize(service, item, add_special_tokens=special, among=among) if isinstance(item, str) else item
         for item in fields.get("prompt")
     ]
     if len(prompts) * n > MAX_CHOICES:

@@ -81,10 +81,6 @@ class Field:
         """Whether a value that was accepted is without its effect."""
         return self.neutral is not None and value not in self.neutral
 
-    @property
-    def honoured(self) -> bool:
-        return not isinstance(self.reader, Refused)
-
 
 @dataclass(frozen=True, slots=True)
 class Fields:

@@ -104,7 +104,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
     if "messages" in body:
         ids = await _tokenize_messages(request, service, body)
     elif text := body["prompt"]:
-        ids = await tokenize(service, text, "prompt", add_special_tokens=body.get("add_special_tokens", True))
+        ids = await tokenize(service, text, add_special_tokens=body.get("add_special_tokens", True))
     else:
         ids = []
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids}

@@ -115,17 +115,17 @@ def read_tier(fields: Fields) -> str:
     return "default" if tier and TIERS[tier] == 0 else tier
 
 
-async def tokenize(service: Service, text: str, field: str, *, add_special_tokens: bool, among: int = 0) -> list[int]:
-    """Ids of a prompt, at least one. A text that cannot fit the context is refused before the work is done.
+async def tokenize(service: Service, text: str, *, add_special_tokens: bool, among: int = 0) -> list[int]:
+    """Ids of the field `prompt`, at least one. A text that cannot fit the context is refused before the work is done.
 
     among: characters of all texts that are tokenized in a row, where this is one of several.
     """
-    service.limits.check_text(text, field)
+    service.limits.check_text(text, "prompt")
     if max(len(text), among) <= _IN_LOOP:
         ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
         ids = await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return not_empty(ids, field)
+    return not_empty(ids, "prompt")
 
 
 async def encode_chat(

@@ -41,7 +41,6 @@ def nullable(schema: Schema) -> Schema:
 
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
 _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
-_OBJECT: Schema = {"type": "object"}
 _STRING: Schema = {"type": "string"}
 _JSON_SCHEMA: Schema = {
     "type": ["object", "boolean", "string"],
