@@ -36,6 +36,7 @@ HEART: Mapping[str, str] = {
     "parallel/": "the mesh that every layer is given",
     "ops/choose.py": "chooses the operations that every step calls",
     "ops/table.py": "the interface between layers and operations",
+    "ops/capture.py": "what every captured step is replayed by",
     "ops/step.py": "what a step hands to every layer",
     "ops/rows.py": "the device's rows: inputs gathered, drawn tokens written",
     "ops/sample.py": "draws every token",
