@@ -35,9 +35,8 @@ from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.policy import admission
-from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending
-from ridgeline.engine.rows import Rows
+from ridgeline.engine.row_table import RowTable
 from ridgeline.engine.scheduler import Limits, Scheduler
 from ridgeline.wire.frames import encode
 from ridgeline.wire.messages import Submit
@@ -61,8 +60,7 @@ class FreeDevice:
         self._known = torch.zeros(rows + 1, dtype=torch.int32)
         self._limit = torch.zeros(rows + 1, dtype=torch.int32)
         self._tokens = tokens
-        self._residents = Residents(rows, VOCAB)
-        self._rows = Rows(LAYOUT, rows, MAX_LEN, CPU)
+        self._rows = RowTable(LAYOUT, rows, MAX_LEN, VOCAB, CPU)
         self._rows._host = None  # packets, as for a GPU
         self._pending: deque[Pending] = deque()
         self._last: tuple[StepPlan, Batch] | None = None
@@ -89,17 +87,17 @@ class FreeDevice:
 
     def _prepare(self, plan: StepPlan) -> Batch:
         """As Runner does: who sits where, what changes, and the step's arrays unless the last ones serve again."""
-        self._residents.follow(plan)
+        self._rows.assign(plan)
         batch = self._last[1] if self._last is not None and plan.repeats(self._last[0]) else None
         if batch is None or plan.brings:
             packet, builder = Packet(), None
-            self._rows.pack(plan, packet)
+            self._rows.pack_changes(plan, packet)
             if batch is None:
-                plan, _ = self._residents.expel(plan)
-                builder = BatchBuilder(plan, self._residents, packet)
+                plan, _ = self._rows.drop_lost(plan)
+                builder = BatchBuilder(plan, self._rows, packet)
                 builder.pack(builder.room())
             got = packet.send(CPU)
-            self._rows.apply(got)
+            self._rows.write_changes(got)
             batch = batch if builder is None else builder.build(got)
             assert batch is not None
         self._last = plan, batch

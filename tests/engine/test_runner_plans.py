@@ -256,7 +256,7 @@ def test_a_lost_device_ends_the_engine_with_the_reason(runner: Runner, monkeypat
     def fault(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(type(runner.rows), "apply", fault)
+    monkeypatch.setattr(type(runner.rows), "write_changes", fault)
     monkeypatch.setattr(runner, "_cuda", True)
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
     monkeypatch.setattr("ridgeline.engine.runner.Clock", lambda cuda: None)
@@ -272,7 +272,7 @@ def test_lost_changes_fail_the_rows_they_concern(runner: Runner, monkeypatch: py
         raise RuntimeError("the copy failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(runner.rows), "apply", explode)
+        patch.setattr(type(runner.rows), "write_changes", explode)
         lost = plan(2, (1, 1, 1, True), joins=[join(2), join(3)], pages=pages(2, 10))
         assert "the copy failed" in (run_plan(runner, lost).error or "")
     behind = plan(3, (2, 1, 11, True), (1, 1, 1, True), (4, 1, 11, True), joins=[join(4)], pages=pages(4, 20))

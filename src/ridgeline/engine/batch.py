@@ -18,7 +18,7 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.decoding.masks import mask_words, read_mask
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.residents import Residents
+from ridgeline.engine.row_table import RowTable
 from ridgeline.engine.trees import Branches, branches
 from ridgeline.ops.rows import Drafted
 
@@ -259,12 +259,12 @@ def _reading(own: np.ndarray, each: np.ndarray, room: Room) -> Iterator[tuple[np
 class BatchBuilder:
     """Reads a plan, fills a packet, and makes the Batch once the packet was sent.
 
-    residents: what sits in each row once the plan's joins are applied. Raises EngineFailed for a plan that this runner
+    table: once the plan's rows are assigned. Raises EngineFailed for a plan that this runner
     cannot run.
     """
 
-    def __init__(self, plan: StepPlan, residents: Residents, packet: Packet) -> None:
-        self._plan, self._vocab, self._packet = plan, residents.vocab, packet
+    def __init__(self, plan: StepPlan, table: RowTable, packet: Packet) -> None:
+        self._plan, self._vocab, self._packet = plan, table.vocab, packet
         self._rows = np.frombuffer(plan.rows, dtype=np.int32)
         self._n_query = np.frombuffer(plan.n_query, dtype=np.int32)
         self._n_draft = np.frombuffer(plan.n_draft, dtype=np.int32)
@@ -272,10 +272,10 @@ class BatchBuilder:
         self._branches: list[Branches] = []
         self._where = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.int8))
         self._nodes = 1 + self._n_draft[self._where]
-        self.shape = self._shape(residents, most)
-        self._drawing = [] if self.shape.plain else [residents[row] for row in self._rows[self._where].tolist()]
+        self.shape = self._shape(table, most)
+        self._drawing = [] if self.shape.plain else [table[row] for row in self._rows[self._where].tolist()]
         scored = (place for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL) if plan.score_ids else ()
-        self._scored = {place: residents[plan.rows[place]] for place in scored}
+        self._scored = {place: table[plan.rows[place]] for place in scored}
         self._tops: tuple[int, ...] = ()
         self._places: tuple[int, ...] = ()
         self._score_counts: dict[int, int] = {}
@@ -300,7 +300,7 @@ class BatchBuilder:
                     raise EngineFailed(f"Row {row} has {len(plan.masks[row])} bytes of masks for {n_draft} drafts.")
         return most
 
-    def _shape(self, residents: Residents, most: int) -> Shape:
+    def _shape(self, table: RowTable, most: int) -> Shape:
         everyone = len(self._where) == len(self._rows)
         max_query = int(self._n_query.max())
         drawing = self._rows if everyone else self._rows[self._where]
@@ -311,8 +311,8 @@ class BatchBuilder:
             max_query=max_query,
             wide=1 + most,
             decode=everyone and max_query == 1,
-            greedy=bool(residents.greedy[drawing].all()),
-            plain=not self._plan.masks and bool(residents.plain[drawing].all()),
+            greedy=bool(table.greedy[drawing].all()),
+            plain=not self._plan.masks and bool(table.plain[drawing].all()),
             sampling=None if everyone else self._where,
             deep=self._read_tree(),
             chunked=bool((self._n_query > self._n_draft + 1).any()) if most else max_query > 1,

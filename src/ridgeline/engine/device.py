@@ -19,7 +19,7 @@ from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
 from ridgeline.decoding.verify import verify
 from ridgeline.engine.batch import Batch, Scores, Wishes
-from ridgeline.engine.rows import Rows
+from ridgeline.engine.row_table import RowTable
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
@@ -68,7 +68,7 @@ class DeviceStep:
     """The model over rows and cache. `longest`: most slots a row can ever hold."""
 
     def __init__(
-        self, model: LoadedModel, rows: Rows, store: KvStore, step_tokens: int, drafter: DeviceDrafter = NoDrafter()
+        self, model: LoadedModel, rows: RowTable, store: KvStore, step_tokens: int, drafter: DeviceDrafter = NoDrafter()
     ) -> None:
         self.decoder, self.spec, self.ops, self.rows, self.store = model.decoder, model.spec, model.ops, rows, store
         self.drafter = drafter
@@ -159,7 +159,7 @@ class DeviceStep:
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
         -> as DeviceDrafter.draft."""
-        behind = Behind(self.rows.state, rows, self.rows.heat, hidden, self.longest, greedy)
+        behind = Behind(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
         return self.drafter.draft(behind, ahead, self._guest_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError
+from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.core.plan import Form, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
@@ -24,9 +24,8 @@ from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.late import Late
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, chunked, rehearse, rehearse_all, rehearse_pinned
-from ridgeline.engine.residents import Residents
 from ridgeline.engine.result import Clock, Pending, without
-from ridgeline.engine.rows import Rows
+from ridgeline.engine.row_table import RowTable
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
@@ -96,13 +95,7 @@ class Runner:
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
-        self.vocab = model.spec.vocab_size
-        self.rows = Rows(layout, sizes.rows, sizes.max_len, self.device)
-        if self.rows.tokens.numel() >= 1 << 31 or self.rows.tables.numel() >= 1 << 31:
-            raise ConfigError(
-                f"{sizes.rows} requests of {sizes.max_len} tokens exceed 2^31 tokens: lower --max-num-seqs or --max-model-len.",
-                param="max_num_seqs",
-            )
+        self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = Late()
@@ -111,7 +104,6 @@ class Runner:
         self._graphs: Graphs | None = None
         if sizes.graphs and self._cuda:
             self._graphs = self._new_graphs(self._step, CudaCapture())
-        self._residents = Residents(sizes.rows, self.vocab)
         self._built: tuple[StepPlan, _Built] | None = None
         """The last step's, and its plan: another request may have come to sit in the same row."""
         self._known: dict[Form | None, _Built] = {}
@@ -224,9 +216,9 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
         clock = Clock(self._cuda)
-        self._residents.follow(plan)
+        self.rows.assign(plan)
         reused = self._repeated(plan)
-        plan, lost = (plan, []) if reused is not None else self._residents.expel(plan)
+        plan, lost = (plan, []) if reused is not None else self.rows.drop_lost(plan)
         built = reused
         if reused is None or plan.brings:
             with self._inference:
@@ -245,13 +237,13 @@ class Runner:
         """The batch of an earlier step that serves this one."""
         if self._built is not None and plan.repeats(self._built[0]):
             return self._built[1]
-        form = plan.form(self._residents.kinds) if self._known else None
+        form = plan.form(self.rows.kinds) if self._known else None
         if (found := self._known.pop(form, None)) is not None:
             self._known[form] = found  # the last one of those of late
         return found
 
     def _remember(self, built: _Built) -> None:
-        form = None if self._graphs is not None or built.batch.shape.chunked else built.plan.form(self._residents.kinds)
+        form = None if self._graphs is not None or built.batch.shape.chunked else built.plan.form(self.rows.kinds)
         if form is not None:
             if len(self._known) == BATCHES:
                 del self._known[next(iter(self._known))]
@@ -267,10 +259,10 @@ class Runner:
         packet = Packet()
         builder, refusal, graph = None, None, None
         try:
-            self.rows.pack(plan, packet)
+            self.rows.pack_changes(plan, packet)
             if reused is None and plan.rows:
                 try:
-                    builder = BatchBuilder(plan, self._residents, packet)
+                    builder = BatchBuilder(plan, self.rows, packet)
                     graph = None if self._graphs is None else self._graphs.room(builder.shape)
                     builder.pack(graph or self._eager_room(builder))
                 except RidgelineError as error:
@@ -278,13 +270,13 @@ class Runner:
             if plan.drafts and refusal is None:
                 self.rows.pack_drafts(plan, packet)
             got = packet.send(self.device)
-            self.rows.apply(got)
+            self.rows.write_changes(got)
             self.store.copy_pages(plan.copies)
             if plan.drafts and refusal is None:
                 self.rows.write_drafts(plan, got)
         except Exception:
             # The rows that the changes were for are unknown now; a step that plans one of them goes without it.
-            self._residents.forget(plan)
+            self.rows.forget(plan)
             raise
         if refusal is not None:
             raise refusal

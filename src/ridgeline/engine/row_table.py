@@ -1,26 +1,29 @@
-"""The device's rows: what it knows of every running request. The host never reads them; steps do.
+"""The row table: one row per running request, on the device and as the host remembers it.
 
-tokens: int32 [R, max_len + MARGIN], all a row knows; the sampler appends, the next step gathers. ints: int32
-[R, INTS], knobs: float32 [R, KNOBS], columns as in ops.rows.Int and Knob. tables: int32 [groups, R, P], each row's pages in
-slot order.
-Row 0 is scratch: it is always done, so that padding may point at it and nothing moves. All lie in one array, so that what a plan
-changes, wherever it lies, is one scatter.
+The device half is read and moved on by steps alone, never by the host. tokens: int32 [R, max_len + MARGIN], all a row knows; the
+sampler appends, the next step gathers. ints: int32 [R, INTS], knobs: float32 [R, KNOBS], columns as in ops.rows.Int and Knob.
+tables: int32 [groups, R, P], each row's pages in slot order. All lie in one array, so that what a plan changes, wherever it lies,
+is one scatter. Row 0 is scratch: it is always done, so that padding may point at it and nothing moves.
+
+The host half knows which request holds a row, and answers what is asked of a whole step at once in columns.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 
 from ridgeline.core.draft import MAX_DRAFT
-from ridgeline.core.errors import EngineFailed
+from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import Join, StepPlan
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.core.spec import KvLayout
+from ridgeline.decoding.masks import pack_allowed, read_mask
 from ridgeline.engine.packet import Packet
 from ridgeline.ops.noise import row_key
 from ridgeline.ops.rows import Int, Knob, RowState
@@ -36,10 +39,25 @@ _ALIGN = 64
 """Items to whose multiples tokens, ints, knobs and tables are aligned, for kernels that read 16 bytes at a time."""
 
 
-class Rows:
-    """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens."""
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """The request that holds a row. allowed: the packed mask of its allowed_token_ids, int32 words, or None."""
 
-    def __init__(self, layout: KvLayout, rows: int, max_len: int, device: torch.device) -> None:
+    join: Join
+    allowed: np.ndarray | None
+
+
+class RowTable:
+    """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens over `vocab` tokens.
+
+    Columns of the host, by row: generation [rows + 2] (0: nobody; -1 in the first and in one behind the last, which stand for
+    whatever is below and above), greedy and plain [rows + 1] (a draw by temperature, top_k, top_p and min_p is all that the
+    request asks for). kinds: by row and generation, what a batch depends on: the generation itself, or for plain ones no more
+    than 0 or, if greedy, -1.
+    """
+
+    def __init__(self, layout: KvLayout, rows: int, max_len: int, vocab: int, device: torch.device) -> None:
+        """Raises ConfigError if tokens could not be addressed with 31 bits."""
         self.width = max_len + MARGIN
         self.page_tokens = layout.page_tokens
         pages = -(-self.width // layout.page_tokens)
@@ -47,6 +65,11 @@ class Rows:
         sizes = [-(-math.prod(shape) // _ALIGN) * _ALIGN for shape in shapes]
         self._starts = (0, *accumulate(sizes[:-1]))
         """Where tokens, ints, knobs and tables begin in memory."""
+        if max(sizes) >= 1 << 31:
+            raise ConfigError(
+                f"{rows} requests of {max_len} tokens exceed 2^31 tokens: lower --max-num-seqs or --max-model-len.",
+                param="max_num_seqs",
+            )
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._host = self._memory.numpy() if device.type == "cpu" else None
         """The same memory, where it is the host's: written to directly, without a packet."""
@@ -59,6 +82,62 @@ class Rows:
         self.ints[0, Int.LIMIT] = max_len
         self.ints[0, Int.STOP :] = -1
         self.knobs[0, Knob.TOP_P] = self.knobs[0, Knob.REPETITION] = 1.0
+        self.vocab = vocab
+        self.generation = np.zeros(rows + 2, dtype=np.int32)
+        self.generation[[0, -1]] = -1
+        self.greedy = np.ones(rows + 1, dtype=bool)
+        self.plain = np.ones(rows + 1, dtype=bool)
+        self.kinds: dict[tuple[int, int], int] = {}
+        self._requests: dict[int, RowRequest] = {}
+
+    # --- which request holds a row ------------------------------------------------------------------------------------
+
+    def __getitem__(self, row: int) -> RowRequest:
+        return self._requests[row]
+
+    def assign(self, plan: StepPlan) -> None:
+        """Rows leave and join. A row out of range is left to `pack_changes`, which refuses it."""
+        for row in plan.leaves:
+            self._free(row)
+        for join in plan.joins:
+            if 0 < join.row < len(self.plain):
+                self._take(join)
+
+    def forget(self, plan: StepPlan) -> None:
+        """The plan's changes never reached the device: nobody holds the rows that they were for."""
+        for row in (*(join.row for join in plan.joins), *plan.pages[::4]):
+            self._free(row)
+
+    def drop_lost(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
+        """The plan with the scratch row, which draws nothing, in place of rows that do not hold whom it means because an upload
+        was lost; and the places of these in the step."""
+        held = self.generation.take(np.frombuffer(plan.rows, dtype=np.int32), mode="clip")
+        lost = np.flatnonzero(held != np.frombuffer(plan.generations, dtype=np.int32)).tolist()
+        if not lost:
+            return plan, lost
+        rows, samples, logits = plan.rows[:], plan.samples[:], plan.logits[:]
+        for place in lost:
+            rows[place] = samples[place] = logits[place] = 0
+        return replace(plan, rows=rows, samples=samples, logits=logits), lost
+
+    def _take(self, join: Join) -> None:
+        row, sampling = join.row, join.sampling
+        allowed = None
+        if sampling.allowed_token_ids is not None:
+            allowed = read_mask(pack_allowed(sampling.allowed_token_ids, self.vocab), self.vocab)
+        self._free(row)
+        self._requests[row] = RowRequest(join, allowed)
+        self.generation[row], self.greedy[row] = join.generation, sampling.greedy
+        processed = sampling.penalized or sampling.min_tokens > 0 or bool(sampling.logit_bias) or allowed is not None
+        self.plain[row] = plain = not (processed or sampling.logprobs is not None)
+        self.kinds[row, join.generation] = -int(sampling.greedy) if plain else join.generation
+
+    def _free(self, row: int) -> None:
+        if (request := self._requests.pop(row, None)) is not None:
+            self.generation[row] = 0
+            del self.kinds[row, request.join.generation]
+
+    # --- what the device knows ----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RowState:
@@ -69,11 +148,11 @@ class Rows:
         return self.tokens.view(-1)
 
     @property
-    def heat(self) -> torch.Tensor:
+    def temperature(self) -> torch.Tensor:
         """Temperatures of all rows, float32 [R]."""
         return self.knobs[:, Knob.TEMPERATURE]
 
-    def pack(self, plan: StepPlan, packet: Packet) -> None:
+    def pack_changes(self, plan: StepPlan, packet: Packet) -> None:
         """Add what `plan` changes to `packet`: items, and where in memory they go. On a CPU it is written."""
         runs, entries = dict(self._runs(plan.joins)), self._entries(plan.pages)
         if self._host is not None:
@@ -86,13 +165,13 @@ class Rows:
             packet.add("where", np.concatenate([*where, np.array(list(entries), np.int64)]), np.int64)
             packet.add("items", np.concatenate([*runs.values(), np.array(list(entries.values()), np.int32)]))
 
-    def apply(self, got: Mapping[str, torch.Tensor]) -> None:
-        """Write what `pack` sent."""
+    def write_changes(self, got: Mapping[str, torch.Tensor]) -> None:
+        """Write what `pack_changes` sent."""
         if "where" in got:
             self._memory.index_copy_(0, got["where"], got["items"])
 
     def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
-        """As `pack`, the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens."""
+        """As `pack_changes`, the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens."""
         if max(plan.drafts) < 0:
             return
         if self._host is None:
@@ -148,6 +227,6 @@ def _ints(join: Join) -> list[int]:
 
 def _knobs(join: Join) -> list[float]:
     """One row of `knobs`, in the order of `Knob`."""
-    one = join.sampling
-    penalties = (one.presence_penalty, one.frequency_penalty, one.repetition_penalty)
-    return [one.temperature, one.top_p, one.min_p, *penalties]
+    sampling = join.sampling
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    return [sampling.temperature, sampling.top_p, sampling.min_p, *penalties]

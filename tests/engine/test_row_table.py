@@ -12,7 +12,7 @@ from ridgeline.core.plan import Join, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvGroup, KvLayout
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rows import Rows
+from ridgeline.engine.row_table import RowTable
 from ridgeline.ops.rows import Int
 
 LAYOUT = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 16, 8)), 4, 64, "float32")
@@ -43,27 +43,27 @@ PLANS = (
 
 
 @pytest.fixture
-def both() -> tuple[Rows, Rows]:
-    direct, sent = Rows(LAYOUT, 4, 64, CPU), Rows(LAYOUT, 4, 64, CPU)
+def both() -> tuple[RowTable, RowTable]:
+    direct, sent = RowTable(LAYOUT, 4, 64, 500, CPU), RowTable(LAYOUT, 4, 64, 500, CPU)
     assert direct._host is not None
     sent._host = None
     return direct, sent
 
 
-def change(rows: Rows, plan: StepPlan) -> bool:
+def change(rows: RowTable, plan: StepPlan) -> bool:
     """As Runner does; whether anything was sent."""
     packet = Packet()
-    rows.pack(plan, packet)
+    rows.pack_changes(plan, packet)
     if plan.drafts:
         rows.pack_drafts(plan, packet)
     got = packet.send(CPU)
-    rows.apply(got)
+    rows.write_changes(got)
     if plan.drafts:
         rows.write_drafts(plan, got)
     return bool(got)
 
 
-def test_memory_is_the_same_both_ways(both: tuple[Rows, Rows]) -> None:
+def test_memory_is_the_same_both_ways(both: tuple[RowTable, RowTable]) -> None:
     direct, sent = both
     for plan in PLANS:
         before = sent._memory.clone()
@@ -71,13 +71,13 @@ def test_memory_is_the_same_both_ways(both: tuple[Rows, Rows]) -> None:
         assert torch.equal(direct._memory, sent._memory) and not torch.equal(before, sent._memory)
 
 
-def test_what_is_written_stands_where_steps_read_it(both: tuple[Rows, Rows]) -> None:
+def test_what_is_written_stands_where_steps_read_it(both: tuple[RowTable, RowTable]) -> None:
     for rows in both:
         for plan in PLANS:
             change(rows, plan)
         assert rows.tokens[2, :37].tolist() == list(range(3, 40)) and rows.tokens[2, 37:40].tolist() == [50, 51, 0]
         assert rows.tokens[1, :2].tolist() == [5, 0] and rows.tokens[3, :2].tolist() == [4, 4]
         assert rows.ints[2, : Int.KNOWN + 1].tolist() == [5, 5, 37] and rows.ints[3, Int.KNOWN] == 2
-        assert rows.heat[1:4].tolist() == pytest.approx([0.7] * 3) and rows.heat[4] == 0
+        assert rows.temperature[1:4].tolist() == pytest.approx([0.7] * 3) and rows.temperature[4] == 0
         assert rows.tables[0, 2, :3].tolist() == [4, 8, 0] and rows.tables[1, 2, 3] == 6
         assert rows.tables[0, 1, 0] == 9 and rows.tables[1, 3, 2] == 5 and int(rows.tables.count_nonzero()) == 5
