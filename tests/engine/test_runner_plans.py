@@ -145,6 +145,7 @@ def test_drafts_by_hand(runner: Runner) -> None:
 
 def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as many hidden states of each row as the longest draft has nodes."""
+    expected = alone(max_tokens=6)
     multiplied: list[int] = []
     decoder, logits = type(runner._step.decoder), type(runner._step.decoder).logits
 
@@ -153,7 +154,6 @@ def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monk
         return logits(self, hidden)
 
     monkeypatch.setattr(decoder, "logits", noted)
-    expected = alone(max_tokens=6)
     start(runner)
     shares = (3, 1, 4, False), (2, 1, len(PROMPT), True), (1, 1, 4, True)
     made = plan(2, *shares, joins=[join(2), join(3)], pages=[*pages(2, 10), *pages(3, 20)])
