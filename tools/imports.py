@@ -55,7 +55,8 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.flight": _PLANNING,
     "engine.speculation": _PLANNING,
     "engine.pace": _PLANNING,
-    "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.fake"),
+    "engine.virtual": ("core",),
+    "planner.simulate": ("core", "hardware", "metrics", "planner", "engine.scheduler", "engine.virtual"),
 }
 """Module -> all it may import of ours, where that differs from its room."""
 
@@ -67,7 +68,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
-    "engine.flight", "engine.loop", "cli.main", "cli.serve", "cli.chat",
+    "engine.flight", "engine.loop", "engine.virtual", "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Rooms and modules that must not reach torch, on whatever way: they decide, serve and start without it."""
 
