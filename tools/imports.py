@@ -56,13 +56,14 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.flight": _PLANNING,
     "engine.speculation": _PLANNING,
     "engine.pace": _PLANNING,
+    "engine.virtual": ("core",),
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
-    "engine.flight", "engine.loop", "cli.main", "cli.serve", "cli.chat",
+    "engine.flight", "engine.loop", "engine.virtual", "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""
 

@@ -11,7 +11,6 @@ from typing import Any
 from ridgeline.core.draft import Draft
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvGroup, KvLayout
-from ridgeline.engine.fake import FakeRunner, next_token
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -19,6 +18,7 @@ from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
+from tests.engine.fake import FakeRunner, next_token
 
 VOCAB = 97
 PLAIN = KvLayout((KvGroup((0, 1), None, 8),), 4, 64, "float32")

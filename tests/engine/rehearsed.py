@@ -151,6 +151,8 @@ CHUNKS: Sequence[list[int]] = (
     [300, 300, 300],
     [1900],
 )
+BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
+"""Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there (checked when this was chosen)."""
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
 """Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
@@ -178,10 +180,13 @@ def missed(case: str) -> list[str]:
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]
+            chunks, asking = (BESIDE_DRAFTS, ASKING[:2]) if drafting or quoting else (CHUNKS, ASKING)
             for (place, sampling), drafts, tree in itertools.product(
                 enumerate(SAMPLINGS), spread, (False, True) if quoting else (False,)
             ):
-                for plan in plans(ASKING if place else CHUNKS, decoding, sampling, drafts, tree):
+                if tree and not any(drafts):
+                    continue  # the same steps as without a tree
+                for plan in plans(asking if place else chunks, decoding, sampling, drafts, tree):
                     found.clear()
                     made.launch(plan)
                     error = made.collect().error

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ridgeline.core.errors import BadGrammar
 from ridgeline.core.plan import StepPlan
-from ridgeline.engine.fake import FakeRunner
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.result import without
 from ridgeline.engine.scheduler import Scheduler
+from tests.engine.fake import FakeRunner
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, oracle, prompts
 
 
@@ -80,7 +80,7 @@ def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         bench.runner.lost = failing  # type: ignore[attr-defined]
     else:
-        bench.runner._fail_at = failing
+        bench.runner.fail_at = failing
     wanted = prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 6)))
     for index, prompt in enumerate(wanted):
         bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=data.draw(st.integers(0, 2)))

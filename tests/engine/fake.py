@@ -1,8 +1,8 @@
-"""A device that costs nothing and checks everything: the runner's protocol over a toy model, for tests and simulation.
+"""An adversarial fake device: launch, collect and close over a toy model whose cache checks every read.
 
-Its "model" is a hash: the next token depends on every token before it. Its "cache" stores, per page and slot, which token
-was written there at which position, and every query reads back all that attention would read, through the page tables.
-A block freed too early, shared wrongly or copied too late therefore raises AssertionError at once.
+The model is a hash: the next token depends on every token before it. The cache stores, for each page and slot, the token
+that was written there and its position. Every query reads back all that attention would read, through the page tables. A
+block that is freed too early, shared wrongly or copied too late therefore raises AssertionError at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ridgeline.engine.result import without
 
 
 def next_token(tokens: Sequence[int], seed: int, choice: int, vocab: int) -> int:
-    """The toy model: a polynomial hash of the whole prefix, the seed and the choice."""
+    """Next token of the toy model: a polynomial hash of the whole prefix, the seed and the choice."""
     value = (seed * 31 + choice * 7 + 12345) & 0xFFFFFFFF
     for token in tokens:
         value = (value * 1_000_003 + token + 1) & 0xFFFFFFFF
@@ -29,19 +29,24 @@ def next_token(tokens: Sequence[int], seed: int, choice: int, vocab: int) -> int
 
 @dataclass(slots=True)
 class _Row:
-    """What the device knows of one row."""
+    """State of one row on the device."""
 
     join: Join
     tokens: list[int]
     position: int
     done: bool = False
     drafts: list[int] = field(default_factory=list)
-    """What the device drafted at the end of the last step."""
+    """Tokens that the device drafted at the end of the last step."""
 
 
 class FakeRunner:
-    """launch / collect / close, as the real runner; `fail_at`: steps that fail with an error. luck: the chance that a node
-    which the device drafts is right, given that its parent is; parents: those of its largest draft, empty for chains."""
+    """A runner without a device.
+
+    Args:
+        fail_at: numbers of the steps that fail with an error.
+        luck: probability that a node drafted by the device is right, given that its parent is.
+        parents: parents of the device's largest draft; empty for chains.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class FakeRunner:
     ) -> None:
         self._layout = layout
         self._vocab = vocab
-        self._fail_at = fail_at
+        self.fail_at = fail_at
         self._luck, self._parents, self._chance = luck, parents, random.Random(0)
         self._memory: list[list[tuple[int, int] | None]] = [[None] * layout.page_tokens for _ in range(pages + 1)]
         self._tables: dict[tuple[int, int], list[int]] = {}
@@ -67,7 +72,7 @@ class FakeRunner:
         self._apply(plan)
         result = without(plan, None)
         result.device_s = 1e-3
-        if plan.step in self._fail_at:
+        if plan.step in self.fail_at:
             result.error = "asked to fail"
             self._results.append(result)
             return
