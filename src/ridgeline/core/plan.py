@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from itertools import chain
 from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
@@ -108,6 +109,16 @@ class StepPlan:
     def brings(self) -> bool:
         """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
         return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
+
+    def withdraw(self, row: int, generation: int) -> bool:
+        """Take back a join that has not gone to the device yet, with its pages; False if this plan has none."""
+        others = [join for join in self.joins if join.generation != generation]
+        if len(others) == len(self.joins):
+            return False
+        self.joins = others
+        kept = [self.pages[at : at + 4] for at in range(0, len(self.pages), 4) if self.pages[at] != row]
+        self.pages = array("i", chain.from_iterable(kept))
+        return True
 
     def take(self, like: StepPlan) -> None:
         """The rows, numbers and drafts of a plan that has the same: its very arrays, which nobody changes any more."""

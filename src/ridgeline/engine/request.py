@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -117,6 +117,15 @@ class Request:
     """Tokens gained by the last question."""
     asked_to: int = -1
     """Tokens up to which it is asked to find out; -1: nobody has asked yet."""
+
+    def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
+        """Whether its next query tokens can be planned. If a token is drawn behind them (`samples`), a grammar and a host
+        drafter must know the last one first, and a mask that takes long must have been made."""
+        if not samples:
+            return True
+        if self.in_flight:
+            return self.constraint is None and not drafter_waits(self)
+        return self.constraint is None or self.constraint.ready
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

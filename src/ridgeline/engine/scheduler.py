@@ -13,11 +13,9 @@ whatever needs more (a block to lease, a limit, a first token, a flag) takes the
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 
 from ridgeline.core.draft import NOTHING, Draft
@@ -175,7 +173,7 @@ class Scheduler:
         """No step holds it any more: give back what it held; a preempted request waits again."""
         self._leaving -= 1
         self.leases.release(request)
-        if not self._withdraw(request):
+        if not self._next.plan.withdraw(request.row, request.generation):
             self._next.plan.leaves.append(request.row)
         self._free_rows.append(request.row)
         request.row = 0
@@ -188,16 +186,6 @@ class Scheduler:
         if request.needs_scores:
             request.scores = []
         insort(self.waiting, request, key=_order)
-
-    def _withdraw(self, request: Request) -> bool:
-        """Take back a join that has not gone to the device yet; False if the device knows the request."""
-        plan = self._next.plan
-        if all(join.generation != request.generation for join in plan.joins):
-            return False
-        plan.joins = [join for join in plan.joins if join.generation != request.generation]
-        kept = [plan.pages[at : at + 4] for at in range(0, len(plan.pages), 4) if plan.pages[at] != request.row]
-        plan.pages = array("i", chain.from_iterable(kept))
-        return True
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -212,7 +200,7 @@ class Scheduler:
             self._admit(step, budget, now)
         if not step.requests:
             return None
-        self._state_rows(step)
+        step.state_rows(self._forms)
         self._speculation.ahead(step)
         self._next = FlyingStep(StepPlan(step.plan.step + 1))
         self._flight.append(step)
@@ -243,9 +231,9 @@ class Scheduler:
         plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
         draft = NOTHING
+        if (samples and request.limit <= request.expected) or not request.ready(samples, speculation.waits):
+            return 0
         if samples:
-            if request.limit <= request.expected or not self._ready(request):
-                return 0
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
             if request.constraint is not None:
@@ -273,13 +261,6 @@ class Scheduler:
             request.expected += 1 + len(draft.tokens)
         return total
 
-    def _ready(self, request: Request) -> bool:
-        """Whether its next token can be planned. A grammar and a host drafter must know the last one first, and a mask that
-        takes long must have been made."""
-        if request.in_flight:
-            return request.constraint is None and not self._speculation.waits(request)
-        return request.constraint is None or request.constraint.ready
-
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
         """Which logits its next `total` tokens need, of a prompt at least; states the tokens to score."""
         if request.planned < request.prompt_len - 1 and request.needs_scores:
@@ -287,30 +268,6 @@ class Scheduler:
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
             return Logits.ALL
         return Logits.LAST if samples else Logits.NONE
-
-    def _state_rows(self, step: FlyingStep) -> None:
-        """Write the step's rows into its plan. A step like one of late has its very arrays."""
-        plan, requests, shares, forms = step.plan, step.requests, step.shares, self._forms
-        for place, form in enumerate(forms):
-            if shares == form.shares and requests == form.requests:
-                plan.take(form.plan)
-                forms[place], after = step, form.plan.step + 1 == plan.step and not shares
-                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
-                return
-        forms.append(step)
-        count = len(requests)
-        plan.rows = array("i", [request.row for request in requests])
-        plan.generations = array("i", [request.generation for request in requests])
-        plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
-        plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
-        for place, share in shares.items():
-            plan.n_query[place], plan.n_draft[place] = share.n_query, len(share.draft.tokens)
-            plan.logits[place], plan.samples[place] = share.logits, share.samples
-            plan.drafts.extend(share.draft.tokens)
-        if any(share.draft.parents for share in shares.values()):
-            for share in shares.values():
-                plan.tree.extend(share.draft.parents or range(-1, len(share.draft.tokens) - 1))
-        plan.bound = max([request.planned for request in requests])
 
     def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
         """State the tokens a grammar allows next and behind each node; returns what it allows of the draft. A grammar that
