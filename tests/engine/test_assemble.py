@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,24 @@ def test_a_stage_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyP
     stages.progress("kernels", 2, 2)
     stages.ends("rest")
     assert stages.seconds == {"device": 1.0, "kernels": 5.0, "rest": 4.0}
+
+
+def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+
+    def fingerprint(folder: str, block_size: int = 16, **model: object) -> str:
+        config = EngineConfig(device="cpu", kv_cache_memory=1 << 24, block_size=block_size)
+        chosen = ModelConfig(str(tmp_path / folder), **model)  # type: ignore[arg-type]
+        return assemble(chosen, config, lambda *what: None).setup.fingerprint
+
+    first = fingerprint("model")
+    assert fingerprint("copy") == first
+    assert fingerprint("copy", seed=5) == first, "a seed of requests is no part of the model"
+    others = [
+        fingerprint("model", block_size=32),
+        fingerprint("model", dtype="bfloat16"),
+        fingerprint("model", load_format="dummy"),
+        fingerprint("model", load_format="dummy", seed=5),
+    ]
+    assert len({first, *others}) == 5

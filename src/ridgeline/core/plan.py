@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from itertools import chain
 from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
@@ -61,6 +62,25 @@ class Join:
     sampling: SamplingParams
 
 
+DEVICE = "device"
+"""Origin of a transfer between blocks of the device itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Fills blocks with keys and values that exist elsewhere: in host memory, in another engine, in other blocks.
+
+    ticket: names it in StepPlan.cancels and in StepResult.transfers. blocks: what it writes; no step reads them before the
+    ticket has ended. origin: the memory that it reads, DEVICE or the name of a source (kv.prefix.Source). pages: places
+    in that memory, one for each block. Whoever moves the content gives up after a bounded time: requests have no deadline.
+    """
+
+    ticket: int
+    blocks: Sequence[int]
+    origin: str
+    pages: Sequence[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Parallel flat arrays; row i of the step is `rows[i]`.
@@ -73,6 +93,8 @@ class StepPlan:
     of its last tokens, the drawn ones among them, a draft model has not read (an upper bound); empty where nothing reads.
     pages: flat quadruples (row, group, index in the row's table, page). Device tables change before anything else runs.
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
+    transfers: to be started before anything else of the step runs; they may end in any later step. cancels: tickets that
+    nobody waits for any more; when the step has ended, nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
     with drafts one mask after the other, for the last known token and for each node.
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none), the token *after* each query.
@@ -95,6 +117,8 @@ class StepPlan:
     unread: array[int] = field(default_factory=_ints)
     pages: array[int] = field(default_factory=_ints)
     copies: array[int] = field(default_factory=_ints)
+    transfers: list[Transfer] = field(default_factory=list)
+    cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
     _form: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)
@@ -108,6 +132,16 @@ class StepPlan:
     def brings(self) -> bool:
         """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
         return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
+
+    def withdraw(self, row: int, generation: int) -> bool:
+        """Take back a join that has not gone to the device yet, with its pages; False if this plan has none."""
+        others = [join for join in self.joins if join.generation != generation]
+        if len(others) == len(self.joins):
+            return False
+        self.joins = others
+        kept = [self.pages[at : at + 4] for at in range(0, len(self.pages), 4) if self.pages[at] != row]
+        self.pages = array("i", chain.from_iterable(kept))
+        return True
 
     def take(self, like: StepPlan) -> None:
         """The rows, numbers and drafts of a plan that has the same: its very arrays, which nobody changes any more."""
@@ -160,6 +194,8 @@ class StepResult:
     worth: index in the step -> nodes of what the device drafted in it that are worth verifying; without an entry all.
     scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
     between the end of the step before and its begin. fresh: part of that went into what later steps of its form are spared.
+    transfers: tickets that ended by then, of this step's transfers or of earlier ones, and whether the content arrived; each
+    ticket is stated once. Those that the plan cancels need no entry, nor do those of a plan whose step failed.
     lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
     error: the step failed; its rows end with this reason and nothing of it may be used.
     """
@@ -175,6 +211,7 @@ class StepResult:
     drawn: dict[int, list[int]] = field(default_factory=dict)
     kept: dict[int, list[int]] = field(default_factory=dict)
     worth: dict[int, int] = field(default_factory=dict)
+    transfers: dict[int, bool] = field(default_factory=dict)
     device_s: float = 0.0
     gap_s: float = 0.0
     fresh: bool = False

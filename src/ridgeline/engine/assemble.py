@@ -15,9 +15,10 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import KvLayout, ModelSpec
+from ridgeline.core.speculate import Wanted
 from ridgeline.engine.account import open_account
-from ridgeline.engine.drafting import open_drafters, weigh
+from ridgeline.engine.drafting import draft_model, open_drafters, weigh
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -27,6 +28,7 @@ from ridgeline.engine.scheduler import Scheduler
 from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, quantized_ops, served_spec
 from ridgeline.models.config import read_model
+from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
@@ -101,7 +103,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         max_len=plan.max_len,
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,
-        fingerprint=sha256(f"{folder.resolve()} {model} {spec}".encode()).hexdigest(),
+        fingerprint=_fingerprint(folder, model, spec, plan.layout, wanted),
         seed=model.seed,
         facts=_facts(folder, loaded, plan, device)
         | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
@@ -112,6 +114,15 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     )
     log.debug("ready: %s", setup.facts)
     return Engine(loop, setup)
+
+
+def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLayout, wanted: Wanted) -> str:
+    """Names what KV pages hold: by the content of the models that write them, how they are served, and the pages' format."""
+    dummy = model.load_format == "dummy"
+    digest = sha256(repr((spec, layout, dummy and model.seed)).encode() + content_hash(folder, weights=not dummy))
+    if wanted.device == "draft":
+        digest.update(content_hash(draft_model(wanted, spec, model.load_format)[0], weights=not dummy))
+    return digest.hexdigest()
 
 
 def _device(config: EngineConfig) -> torch.device:

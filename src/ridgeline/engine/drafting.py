@@ -39,7 +39,7 @@ def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -
     return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
 
-def _draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path, ModelConfig]:
+def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path, ModelConfig]:
     """A draft model's folder, and how it is read: in the target's number type and context."""
     config = ModelConfig(model=str(wanted.folder), dtype=spec.dtype, load_format=load_format)
     return resolve_model(config), config
@@ -54,7 +54,7 @@ def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken
     check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
-        small, how = _draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
+        small, how = draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
         draft = served_spec(read_model(small)[0], how)
         check_draft(draft, spec)
         return wanted, Beside(draft.layers, taken + draft.weight_bytes, logits)
@@ -93,7 +93,7 @@ def _open_host(name: str, wanted: Wanted, target: LoadedModel, folder: Path) -> 
 def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, OnDevice | None]:
     spec, place = target.spec, target.decoder.embedding.device
     if wanted.device == "draft":
-        folder, config = _draft_model(wanted, spec, "dummy" if dummy else "auto")
+        folder, config = draft_model(wanted, spec, "dummy" if dummy else "auto")
         model = build(folder, model=config, ops=target.ops, device=place)
         return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
     if wanted.device == "recurrent" and wanted.folder is not None:

@@ -41,8 +41,8 @@ class _Waiting(NamedTuple):
 class Setup:
     """What the engine must know of the model it serves.
 
-    fingerprint: names weights and KV format, so that prefixes are never shared across models. seed: of the requests that
-    bring none. facts: what Ready and the "stats" order report.
+    fingerprint: names the content of the weights and the KV format, so that prefixes are never shared across models and are
+    equal in all engines of one model. seed: of the requests that bring none. facts: what Ready and the "stats" order report.
     """
 
     max_len: int

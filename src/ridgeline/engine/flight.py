@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,3 +33,27 @@ class FlyingStep:
     size: int = 0
     asked: list[Request] = field(default_factory=list)
     drafting: bool = False
+
+    def state_rows(self, forms: deque[FlyingStep]) -> None:
+        """Write its rows into the plan. forms: the last step of each form of late; a step like one of them has its very arrays."""
+        plan, requests, shares = self.plan, self.requests, self.shares
+        for place, form in enumerate(forms):
+            if shares == form.shares and requests == form.requests:
+                plan.take(form.plan)
+                forms[place], after = self, form.plan.step + 1 == plan.step and not shares
+                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
+                return
+        forms.append(self)
+        count = len(requests)
+        plan.rows = array("i", [request.row for request in requests])
+        plan.generations = array("i", [request.generation for request in requests])
+        plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
+        plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
+        for place, share in shares.items():
+            plan.n_query[place], plan.n_draft[place] = share.n_query, len(share.draft.tokens)
+            plan.logits[place], plan.samples[place] = share.logits, share.samples
+            plan.drafts.extend(share.draft.tokens)
+        if any(share.draft.parents for share in shares.values()):
+            for share in shares.values():
+                plan.tree.extend(share.draft.parents or range(-1, len(share.draft.tokens) - 1))
+        plan.bound = max([request.planned for request in requests])

@@ -1,28 +1,38 @@
 """The scheduler's hand in the block pool: which blocks a request holds, and the page entries a plan must carry.
 
+A lease is ready unless a source has some of the request's tokens. Then it is reserved (blocks are taken, and a plan that has
+not been launched states their transfer), filling (the device may write to them), and ready when the transfer has ended,
+with or without the content.
+
 Ownership: a request's tables are written here and nowhere else. A block in a table has one reference for it. Blocks
 with a reference count above one are never written: `extend` gives the writer a copy first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
-from ridgeline.core.plan import StepPlan
+from ridgeline.core.plan import StepPlan, StepResult, Transfer
 from ridgeline.core.spec import KvLayout
-from ridgeline.engine.request import Request, State
+from ridgeline.engine.request import Lease, Request, State
 from ridgeline.kv.blocks import BlockPool
-from ridgeline.kv.prefix import PrefixIndex, extend_chain
+from ridgeline.kv.prefix import PrefixIndex, Source, extend_chain
 
 
 class Leases:
-    """Blocks of all requests. `prefix_cache`: whether committed blocks may be found again by others."""
+    """Blocks of all requests. `prefix_cache`: whether committed blocks may be found again by others, here and in `source`."""
 
-    def __init__(self, layout: KvLayout, total: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, layout: KvLayout, total: int, *, prefix_cache: bool = True, source: Source | None = None
+    ) -> None:
         self.layout = layout
         self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
         self.pool = BlockPool(total, self.prefix.evict)
-        self._prefix_cache = prefix_cache
+        self.filling: dict[int, Request] = {}
+        """Who waits for which ticket, those that are leaving among them."""
+        self.source, self._prefix_cache = source, prefix_cache
+        self._tickets = count(1)
         self._size = layout.page_tokens
         self._windows = [group.window for group in layout.groups]
         self._windowed = any(window is not None for window in self._windows)
@@ -33,21 +43,22 @@ class Leases:
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
-    def admits(self, request: Request, running: int, filling: Sequence[Request], chunk: int) -> bool:
-        """Whether all tokens the request knows will find blocks, after what those of `running` that are still `filling` lack
+    def admits(self, request: Request, running: int, incomplete: Sequence[Request], chunk: int) -> bool:
+        """Whether all tokens the request knows will find blocks, after what those of `running` that are still `incomplete` lack
         for theirs. A block for each running request's next tokens is kept back, so that entering does not preempt at once.
         Blocks that it can share with somebody need not be found."""
         if not running:
             return True
         missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.free
-        for other in filling:
+        for other in incomplete:
             if other.state is State.RUNNING:
                 held = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
                 missing += max(0, self.layout.pages_for(len(other.tokens), chunk) - held)
         return missing <= 0 or missing <= self._shareable(request)
 
-    def open(self, request: Request, plan: StepPlan) -> int:
-        """Fill the tables with whatever is computed already; returns how many tokens that covers."""
+    def open(self, request: Request, plan: StepPlan | None = None) -> int:
+        """Fill the tables with whatever is computed already; returns how many tokens that covers. plan: states the transfer of
+        what the source has beyond that, and the request is ready when it has ended; without one the source is not asked."""
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)
         request.writable = 0
@@ -58,12 +69,21 @@ class Leases:
             for index, block in enumerate(table):
                 if block:
                     self.pool.share(block)
-                    plan.pages.extend((request.row, group, index, block))
                 else:
                     request.freed[group] = index + 1
             request.tables[group] = list(table)
         request.published = covered // self._size
-        return covered
+        if plan is None or self.source is None or covered % self._size or not self.looks_up(request):
+            return covered
+        return self._reserve(request, self.source, plan)
+
+    def state(self, request: Request, plan: StepPlan) -> None:
+        """The request is ready: state its pages."""
+        request.lease = Lease.READY
+        for group, table in enumerate(request.tables):
+            for index, block in enumerate(table):
+                if block:
+                    plan.pages.extend((request.row, group, index, block))
 
     def _found(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
         """How many tokens are computed already, and each group's blocks that hold them: its leader's, or a prefix hit."""
@@ -103,6 +123,62 @@ class Leases:
         extend_chain(request.chain, request.tokens, self._size, request.root)
         blocks, tables = self.prefix.match(request.chain, (len(request.tokens) - 1) // self._size)
         return blocks * self._size, tables
+
+    # --- filling ----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, request: Request, source: Source, plan: StepPlan) -> int:
+        """Take blocks for what the source has of the request, and state the transfer that fills them; returns how many tokens
+        will be covered. One token at least is left to compute."""
+        extend_chain(request.chain, request.tokens, self._size, request.root)
+        first, most = request.published, (len(request.tokens) - 1) // self._size
+        places = source.find(request.chain[:most], first)
+        if not places:
+            return first * self._size
+        length = first + len(places)
+        for table in request.tables:
+            table.extend([0] * len(places))
+        request.computed = length * self._size
+        self._free_behind(request)
+        begins = [max(first, freed) for freed in request.freed]
+        if sum(length - begin for begin in begins) > self.pool.free:
+            return self.reopen(request)
+        blocks: list[int] = []
+        pages: list[int] = []
+        for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):
+            table[begin:] = [self.pool.take() for _ in range(begin, length)]
+            blocks += table[begin:]
+            pages += [place[group] for place in places[begin - first :]]
+        request.lease, request.ticket = Lease.RESERVED, next(self._tickets)
+        self.filling[request.ticket] = request
+        plan.transfers.append(Transfer(request.ticket, blocks, source.origin, pages))
+        return request.computed
+
+    def reopen(self, request: Request) -> int:
+        """As `open`, without the source, for a request whose blocks will not be filled."""
+        self.release(request)
+        return self.open(request)
+
+    def start(self, plan: StepPlan) -> None:
+        """The plan goes to the device: from now on its transfers write."""
+        for transfer in plan.transfers:
+            self.filling[transfer.ticket].lease = Lease.FILLING
+
+    def stop(self, request: Request, plan: StepPlan) -> None:
+        """The request leaves. A transfer that the device does not know of is withdrawn; another one is cancelled in `plan`, and
+        its blocks return when that step has ended."""
+        if request.lease is Lease.FILLING:
+            plan.cancels.append(request.ticket)
+        elif request.lease is Lease.RESERVED:
+            del self.filling[request.ticket]
+            plan.transfers = [transfer for transfer in plan.transfers if transfer.ticket != request.ticket]
+
+    def ended(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, bool]]:
+        """The requests whose transfers have ended with a step, and whether the content arrived."""
+        failed = [] if result.error is None else [transfer.ticket for transfer in plan.transfers]
+        for ticket, arrived in (result.transfers | dict.fromkeys([*plan.cancels, *failed], False)).items():
+            request = self.filling.pop(ticket, None)
+            if request is not None:
+                yield request, arrived
 
     # --- growing ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +247,8 @@ class Leases:
             table = request.tables[group]
             unseen = max(0, upto - window + 1) // self._size
             for index in range(request.freed[group], min(unseen, len(table))):
-                self._give_back(table[index])
+                if table[index]:
+                    self._give_back(table[index])
                 table[index] = 0
                 request.freed[group] = index + 1
 
@@ -183,6 +260,7 @@ class Leases:
                     self._give_back(block)
         request.tables = []
         request.freed = []
+        request.lease = Lease.READY
 
     def _give_back(self, block: int) -> None:
         self.pool.release(block, keep=self.prefix.holds(block))

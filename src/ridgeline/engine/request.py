@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -41,6 +41,17 @@ class State(Enum):
     ENDED = "ended"
 
 
+class Lease(Enum):
+    """What a request's blocks hold of the tokens that need not be computed."""
+
+    READY = "ready"
+    """All of it."""
+    RESERVED = "reserved"
+    """A transfer is planned that will bring it; the device does not know of it yet."""
+    FILLING = "filling"
+    """The device may write to them at any time, until the transfer has ended."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One choice. Three numbers say how far it is; a step gives it query tokens until `planned` meets `expected`:
@@ -75,6 +86,9 @@ class Request:
     planned: int = 0
     expected: int = 0
     in_flight: int = 0
+    lease: Lease = Lease.READY
+    ticket: int = 0
+    """Of the transfer that fills its blocks, while they are not ready."""
     tables: list[list[int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     """Per group: leading blocks already returned because they lie behind the window."""
@@ -117,6 +131,18 @@ class Request:
     """Tokens gained by the last question."""
     asked_to: int = -1
     """Tokens up to which it is asked to find out; -1: nobody has asked yet."""
+
+    def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
+        """Whether its next query tokens can be planned: the keys and values before them are there or will be by then. If a
+        token is drawn behind them (`samples`), a grammar and a host drafter must know the last one first, and a mask that
+        takes long must have been made."""
+        if self.lease is not Lease.READY:
+            return False
+        if not samples:
+            return True
+        if self.in_flight:
+            return self.constraint is None and not drafter_waits(self)
+        return self.constraint is None or self.constraint.ready
 
     def pay(self, before: float, after: float, n_query: int) -> None:
         """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import torch
@@ -59,7 +59,7 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 @dataclass(slots=True)
 class Pending:
     """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive. lost:
-    places in the step whose rows the device does not hold. fresh: see StepResult."""
+    places in the step whose rows the device does not hold. fresh, transfers: see StepResult."""
 
     plan: StepPlan
     batch: Batch
@@ -67,6 +67,7 @@ class Pending:
     clock: Clock
     lost: Sequence[int] = ()
     fresh: bool = False
+    transfers: dict[int, bool] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -92,6 +93,7 @@ class Pending:
         plan, shape = self.plan, self.batch.shape
         result = without(plan, None)
         result.device_s, result.lost, result.fresh = seconds, self.lost, self.fresh
+        result.transfers = self.transfers
         places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
         # A graph's batch is padded at the end.
         found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]

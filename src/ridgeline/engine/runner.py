@@ -168,7 +168,9 @@ class Runner:
         try:
             if self._pending and isinstance(last := self._pending[-1], Pending):
                 last.keep()
+            arrived = self.store.transfer(plan.transfers) if plan.transfers else {}
             self._pending.append(self._launch(plan))
+            self._pending[-1].transfers = arrived
         except Exception as error:
             reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
             log.exception("step %d failed", plan.step)

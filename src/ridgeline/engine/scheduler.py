@@ -13,11 +13,9 @@ whatever needs more (a block to lease, a limit, a first token, a flag) takes the
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 
 from ridgeline.core.draft import NOTHING, Draft
@@ -28,10 +26,11 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Limits
-from ridgeline.engine.request import Constraint, Request, State
+from ridgeline.engine.request import Constraint, Lease, Request, State
 from ridgeline.engine.speculation import NO_DRAFTS, Speculation
 
-_MASK_S = 0.0005  # seconds to sleep where all that run wait for their masks
+_LOOK_S = 0.0005
+"""Seconds between two looks where all that run wait: for their masks, or for their blocks to be filled."""
 
 
 class Scheduler:
@@ -70,12 +69,14 @@ class Scheduler:
         self._updates: list[Update] = []
         self._leaving = 0
         self._open = 0
+        self._look_at = -math.inf
+        """When a step without rows may ask for transfers again."""
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        return not (self._by_id or self._flight or self._updates)
+        return not (self._by_id or self._flight or self._updates or self.leases.filling)
 
     @property
     def steps_in_flight(self) -> int:
@@ -90,8 +91,8 @@ class Scheduler:
         """Seconds in which there is nothing to do unless something arrives. To be asked after a turn that did nothing."""
         if self._flight or self._updates:
             return 0.0
-        if self.running:
-            return _MASK_S
+        if self.running or self.leases.filling:
+            return _LOOK_S
         return self._admission.opens_in(self.waiting, now) if self.waiting else math.inf
 
     def fits(self, request: Request) -> bool:
@@ -161,22 +162,24 @@ class Scheduler:
         leader.followers = []
 
     def _leave(self, request: Request) -> None:
-        """Out of the running set; row and blocks return now, or when the last step that holds them is committed."""
+        """Out of the running set; row and blocks return now, or when the last step or transfer that holds them has ended."""
         self.running.remove(request)
         self._forms.clear()
         request.state = State.LEAVING
         request.settle(self._price)
         request.writable = request.watch = 0
         self._leaving += 1
-        if request.in_flight == 0:
+        self.leases.stop(request, self._next.plan)
+        if request.in_flight == 0 and request.lease is not Lease.FILLING:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
         """No step holds it any more: give back what it held; a preempted request waits again."""
         self._leaving -= 1
+        plan, joined = self._next.plan, request.lease is Lease.READY
         self.leases.release(request)
-        if not self._withdraw(request):
-            self._next.plan.leaves.append(request.row)
+        if joined and not plan.withdraw(request.row, request.generation):
+            plan.leaves.append(request.row)
         self._free_rows.append(request.row)
         request.row = 0
         if request.finish:
@@ -189,20 +192,11 @@ class Scheduler:
             request.scores = []
         insort(self.waiting, request, key=_order)
 
-    def _withdraw(self, request: Request) -> bool:
-        """Take back a join that has not gone to the device yet; False if the device knows the request."""
-        plan = self._next.plan
-        if all(join.generation != request.generation for join in plan.joins):
-            return False
-        plan.joins = [join for join in plan.joins if join.generation != request.generation]
-        kept = [plan.pages[at : at + 4] for at in range(0, len(plan.pages), 4) if plan.pages[at] != request.row]
-        plan.pages = array("i", chain.from_iterable(kept))
-        return True
-
     # --- plan -------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can run (nothing to do, or all wait for steps in flight).
+        """The next step, or None when nothing can run (nothing to do, or all wait for steps in flight). A step without rows
+        starts, ends and asks for transfers while nobody can be planned.
 
         A plan that gave nobody a query token yet is kept: it may hold joins and pages already.
         """
@@ -210,13 +204,22 @@ class Scheduler:
         budget = self._continue_running(step, self.limits.step_tokens)
         if self.waiting:
             self._admit(step, budget, now)
-        if not step.requests:
+        if step.requests:
+            step.state_rows(self._forms)
+            self._speculation.ahead(step)
+        elif not (step.plan.transfers or step.plan.cancels or self._asks(now)):
             return None
-        self._state_rows(step)
-        self._speculation.ahead(step)
+        self.leases.start(step.plan)
         self._next = FlyingStep(StepPlan(step.plan.step + 1))
         self._flight.append(step)
         return step.plan
+
+    def _asks(self, now: float) -> bool:
+        """Whether a step is needed only to learn which transfers have ended."""
+        asks = bool(self.leases.filling) and not self._flight and now >= self._look_at
+        if asks:
+            self._look_at = now + _LOOK_S
+        return asks
 
     def _continue_running(self, step: FlyingStep, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
@@ -243,9 +246,9 @@ class Scheduler:
         plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
         draft = NOTHING
+        if (samples and request.limit <= request.expected) or not request.ready(samples, speculation.waits):
+            return 0
         if samples:
-            if request.limit <= request.expected or not self._ready(request):
-                return 0
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
             if request.constraint is not None:
@@ -273,13 +276,6 @@ class Scheduler:
             request.expected += 1 + len(draft.tokens)
         return total
 
-    def _ready(self, request: Request) -> bool:
-        """Whether its next token can be planned. A grammar and a host drafter must know the last one first, and a mask that
-        takes long must have been made."""
-        if request.in_flight:
-            return request.constraint is None and not self._speculation.waits(request)
-        return request.constraint is None or request.constraint.ready
-
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
         """Which logits its next `total` tokens need, of a prompt at least; states the tokens to score."""
         if request.planned < request.prompt_len - 1 and request.needs_scores:
@@ -287,30 +283,6 @@ class Scheduler:
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
             return Logits.ALL
         return Logits.LAST if samples else Logits.NONE
-
-    def _state_rows(self, step: FlyingStep) -> None:
-        """Write the step's rows into its plan. A step like one of late has its very arrays."""
-        plan, requests, shares, forms = step.plan, step.requests, step.shares, self._forms
-        for place, form in enumerate(forms):
-            if shares == form.shares and requests == form.requests:
-                plan.take(form.plan)
-                forms[place], after = step, form.plan.step + 1 == plan.step and not shares
-                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
-                return
-        forms.append(step)
-        count = len(requests)
-        plan.rows = array("i", [request.row for request in requests])
-        plan.generations = array("i", [request.generation for request in requests])
-        plan.n_query, plan.n_draft = array("i", [1]) * count, array("i", [0]) * count
-        plan.logits, plan.samples = array("b", [Logits.LAST]) * count, array("b", [1]) * count
-        for place, share in shares.items():
-            plan.n_query[place], plan.n_draft[place] = share.n_query, len(share.draft.tokens)
-            plan.logits[place], plan.samples[place] = share.logits, share.samples
-            plan.drafts.extend(share.draft.tokens)
-        if any(share.draft.parents for share in shares.values()):
-            for share in shares.values():
-                plan.tree.extend(share.draft.parents or range(-1, len(share.draft.tokens) - 1))
-        plan.bound = max([request.planned for request in requests])
 
     def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
         """State the tokens a grammar allows next and behind each node; returns what it allows of the draft. A grammar that
@@ -340,11 +312,13 @@ class Scheduler:
 
     def _admit(self, step: FlyingStep, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
-        filling = [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
+        incomplete = (
+            [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
+        )
         chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
             request = self.waiting[0]
-            if not self._free_rows or not self.leases.admits(request, len(self.running), filling, chunk):
+            if not self._free_rows or not self.leases.admits(request, len(self.running), incomplete, chunk):
                 if self._gives_way(request):
                     continue
                 return
@@ -352,7 +326,7 @@ class Scheduler:
             self._enter(step.plan, request, now)
             allowed -= 1
             budget -= self._give(step, request, min(request.expected - request.planned, budget), budget)
-            filling.append(request)
+            incomplete.append(request)
 
     def _gives_way(self, request: Request) -> bool:
         """Preempt a running request of a less urgent priority for one that waits."""
@@ -362,7 +336,8 @@ class Scheduler:
         return self._preempt(last)
 
     def _enter(self, plan: StepPlan, request: Request, now: float) -> None:
-        """Give a waiting request its row and whatever is computed already: a leader's blocks or a prefix hit."""
+        """Give a waiting request its row and whatever is computed already: a leader's blocks, a prefix hit, or what a source has,
+        for which it waits without holding up those behind it."""
         self._generation += 1
         self._forms.clear()
         request.row = self._free_rows.pop()
@@ -370,8 +345,14 @@ class Scheduler:
         request.state = State.RUNNING
         request.offered = request.unread = 0
         insort(self.running, request, key=_order)
-        hit = self.leases.open(request, plan)
-        request.computed = request.planned = hit
+        request.computed = request.planned = self.leases.open(request, plan)
+        if request.lease is Lease.READY:
+            self._join(plan, request, now)
+
+    def _join(self, plan: StepPlan, request: Request, now: float) -> None:
+        """Tell the device of a request that has its row and is ready."""
+        self.leases.state(request, plan)
+        hit = request.computed
         if request.cached < 0:
             request.cached = request.leader.cached if request.leader is not None else hit
             request.first_planned = now
@@ -400,6 +381,8 @@ class Scheduler:
         step = self._flight.popleft()
         self.last_step = result.step
         self.counts.failed += result.error is not None
+        for request, arrived in self.leases.ended(step.plan, result) if self.leases.filling else ():
+            self._end_transfer(request, arrived, now)
         gained: list[Request] = []
         tokens, offset = result.tokens, 0
         news = News()
@@ -425,7 +408,8 @@ class Scheduler:
                 request.pay(before, self._price, n_query)
                 self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
             offset += count
-        self.counts.saved_s += self._speculation.measure(step, result)
+        if step.requests:
+            self.counts.saved_s += self._speculation.measure(step, result)
         draws = sum(step.plan.samples) + len(step.plan.drafts)
         self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
@@ -433,6 +417,15 @@ class Scheduler:
             news.ids, news.choices = [one.id for one in gained], [one.choice for one in gained]
         news.updates += self.take_updates()
         return news
+
+    def _end_transfer(self, request: Request, arrived: bool, now: float) -> None:
+        """Nothing writes to the request's blocks any more. It computes what did not arrive."""
+        if request.state is State.LEAVING:
+            self._settle(request)
+            return
+        if not arrived:
+            request.computed = request.planned = self.leases.reopen(request)
+        self._join(self._next.plan, request, now)
 
     def _commit_share(
         self, step: FlyingStep, place: int, tokens: list[int], result: StepResult, now: float, news: News

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 from ridgeline.core.spec import KvGroup
 
@@ -23,6 +24,17 @@ def extend_chain(chain: list[bytes], tokens: array[int], block_tokens: int, root
 
 def chain_root(salt: str, fingerprint: str) -> bytes:
     return hashlib.sha256(f"{fingerprint}\0{salt}".encode()).digest()
+
+
+class Source(Protocol):
+    """Memory beside the pool that keeps blocks of prefixes: the host's, another engine's."""
+
+    origin: str
+    """What the device knows it by (Transfer.origin)."""
+
+    def find(self, chain: Sequence[bytes], first: int) -> Sequence[Sequence[int]]:
+        """Pages of the prefix's blocks from number `first` on, as far as it has them: of each block one for each group. They
+        must hold their content until the transfer that reads them has ended."""
 
 
 class PrefixIndex:

@@ -6,14 +6,18 @@ memory. Page 0 is scratch: padding writes there and nobody reads it.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
+from ridgeline.core.plan import DEVICE, Transfer
 from ridgeline.core.spec import KvLayout, LayerSpec
+
+log = logging.getLogger(__name__)
 
 
 class KvStore:
@@ -44,6 +48,19 @@ class KvStore:
         pages = self.flat.view(self.pages, self._page)
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
             pages[target].copy_(pages[source])
+
+    @torch.inference_mode()
+    def transfer(self, transfers: Sequence[Transfer]) -> dict[int, bool]:
+        """Copy between pages of the store, in stream order, and refuse every other origin; returns whether each ticket's
+        content arrived."""
+        for transfer in transfers:
+            if transfer.origin == DEVICE:
+                self.copy_pages([*chain.from_iterable(zip(transfer.pages, transfer.blocks, strict=True))])
+            else:
+                log.error(
+                    "Transfer %d from %r is not supported: the blocks are computed.", transfer.ticket, transfer.origin
+                )
+        return {transfer.ticket: transfer.origin == DEVICE for transfer in transfers}
 
     def move_slots(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of all layers of a group from slots to slots, int64 [M] each (page * page_tokens + place in
