@@ -77,10 +77,14 @@ class Bench:
         self.scores: dict[str, int] = {}
         self._arrivals = 0
 
-    def submit(self, name: str, prompt: Sequence[int], *, n: int = 1, priority: int = 0, **options: object) -> None:
+    def submit(
+        self, name: str, prompt: Sequence[int], *, n: int = 1, priority: int = 0, **options: object
+    ) -> list[Request]:
+        """Add the choices of a request; returns them."""
         cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
         sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
         assert sampling.max_tokens is not None
+        made = []
         for choice in range(n):
             self._arrivals += 1
             request = Request(
@@ -99,6 +103,8 @@ class Bench:
             )
             self.tokens[name, choice] = []
             self.scheduler.add(request)
+            made.append(request)
+        return made
 
     def turn(self) -> None:
         for update in self.loop.turn().each():

@@ -8,8 +8,8 @@ from typing import Any
 
 from ridgeline.core.plan import StepPlan, Transfer
 from ridgeline.core.spec import KvLayout
-from ridgeline.engine.fake import FakeRunner
 from ridgeline.kv.prefix import chain_root, extend_chain
+from tests.engine.fake import FakeRunner
 from tests.engine.helpers import PLAIN, VOCAB, Bench
 
 Ends = Callable[[Sequence[int]], dict[int, bool]]

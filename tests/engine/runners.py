@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from ridgeline.core.plan import StepResult, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
+from ridgeline.engine.device import DeviceStep
+from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -58,6 +61,14 @@ def make_runner(
     return build_runner(model, layout_of(model, drafter), sizes, drafter=drafter)
 
 
+def make_step(
+    model: LoadedModel, runner: Runner | None = None, drafter: DeviceDrafter = NoDrafter(), step_tokens: int = 64
+) -> DeviceStep:
+    """A device step as the runner's, on the runner's rows and cache."""
+    made = runner or make_runner(model)
+    return DeviceStep(model, made.rows, made.store, step_tokens, drafter)
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """How a DeviceBench is built. depth: steps in flight."""
@@ -88,6 +99,7 @@ class DeviceBench:
         sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, drafts=how.drafts)
         self.runner = make_runner(self.model, sizes, how.drafter)
         self.loop = Loop(self.scheduler, self.runner, steps_in_flight=how.depth, clock=lambda: 0.0)
+        self.how = how
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
@@ -95,6 +107,15 @@ class DeviceBench:
         self.errors: dict[tuple[str, int], str] = {}
         self.preempted = 0
         self._arrivals = 0
+
+    def use_graphs(self, record: Callable[[Callable[[], object]], Any], host_drafts: int = 0) -> None:
+        """Run steps through graphs that `record` captures: on a CPU a runner makes none."""
+        how = self.how
+        with torch.inference_mode():
+            step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
+            graphs = Graphs(step, how.rows, how.step_tokens, record, how.drafts, host_drafts)
+            graphs.capture(lambda stage, done, total: None)
+        self.runner._graphs = graphs
 
     def submit(
         self,

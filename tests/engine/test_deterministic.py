@@ -138,7 +138,7 @@ def test_in_chunks(device: str, dtype: str, step_tokens: int) -> None:
 @pytest.mark.parametrize("dtype", BUILT)
 def test_after_preemption(device: str, dtype: str) -> None:
     """Tokens that were decoded one by one are recomputed as parts of chunks."""
-    given = [replace_prompt(one, 5 + number) for number, one in enumerate(requests(answer=100))]
+    given = [replace_prompt(one, 5 + number) for number, one in enumerate(requests(answer=50))]
     tight = Session(device, dtype, replace(ROOM, kv_cache_memory=(2 if dtype == "float32" else 1) * 1280 * 1024))
     got = tight.ask(given)
     assert tight.preempted

@@ -6,13 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from ridgeline.core.draft import HostDrafter
 from ridgeline.decoding.lookahead import Lookahead
 from ridgeline.decoding.reference import Reference
 from ridgeline.engine import graphs
-from ridgeline.engine.graphs import Graphs
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts
 from tests.engine.runners import PROMPT, DeviceBench, alone
@@ -42,12 +40,10 @@ class Replayed:
         return self._work()
 
 
-def with_graphs(bench: DeviceBench, drafts: tuple[int, ...], host_drafts: int) -> Recorder:
+def with_graphs(bench: DeviceBench, host_drafts: int = 0) -> Recorder:
     recorder = Recorder()
-    with torch.inference_mode():
-        made = Graphs(bench.runner._step, ROWS, TOKENS, recorder, drafts, host_drafts)
-        made.capture(lambda stage, done, total: None)
-    bench.runner._graphs, recorder.ready = made, True
+    bench.use_graphs(recorder, host_drafts)
+    recorder.ready = True
     return recorder
 
 
@@ -69,8 +65,7 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
 @pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
 def test_what_the_device_drafts(name: str) -> None:
     bench = speculating("llama-gqa", name, step_tokens=TOKENS)
-    sizes = (0, max(bench.scheduler._speculation._pace.sizes))  # type: ignore[attr-defined]
-    check(bench, with_graphs(bench, sizes, 0))
+    check(bench, with_graphs(bench))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_what_the_device_drafts(name: str) -> None:
 def test_what_the_host_drafts(host: HostDrafter) -> None:
     speculation = Drafts(host, None, Pace((0, 1, 2, 4, 6), fixed=True))
     bench = DeviceBench(speculation=speculation, step_tokens=TOKENS)
-    check(bench, with_graphs(bench, (), 6))
+    check(bench, with_graphs(bench, 6))
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 128])
@@ -93,7 +88,7 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     bench = DeviceBench(
         speculation=Drafts(None, shape, Pace((0, 1, 3))), drafter=drafter, drafts=(0, 1, 3), step_tokens=TOKENS
     )
-    recorder = with_graphs(bench, (0, 1, 3), 0)
+    recorder = with_graphs(bench)
     options: list[dict[str, object]] = [{"max_tokens": 40}, {"max_tokens": 50, "temperature": 0.8, "seed": 2}]
     for number, one in enumerate(options):
         bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
+from ridgeline.wire.messages import StepStats
 
 ASSETS = shipped_model().parent
 WAYS = (
@@ -76,14 +77,21 @@ def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
             assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+def always_drafting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
+    """Draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
+    local, steps = llm._engine, []
+    monkeypatch.setattr(local, "_on_step", steps.append)
+    for pace in local.engine.loop.scheduler._speculation._paces:
+        monkeypatch.setattr(pace, "fixed", True)
+    return steps
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On text that repeats itself every way is right at times; what it drafted and kept is counted. Always drafted: whether that
     pays depends on who else uses the machine."""
-    llm, steps = engine(way), []
-    llm._engine._on_step = steps.append
-    for pace in llm._engine.engine.loop.scheduler._speculation._paces:
-        monkeypatch.setattr(pace, "fixed", True)
+    llm = engine(way)
+    steps = always_drafting(llm, monkeypatch)
     llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=400))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
@@ -93,10 +101,8 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
-    llm, steps, heads, penalties = engine("reference"), [], [], []
-    llm._engine._on_step = steps.append
-    for pace in llm._engine.engine.loop.scheduler._speculation._paces:
-        monkeypatch.setattr(pace, "fixed", True)
+    llm, heads, penalties = engine("reference"), [], []
+    steps = always_drafting(llm, monkeypatch)
     logits, apply = Decoder.logits, device.apply_penalties
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: heads.append(len(hidden)) or logits(self, hidden))
     monkeypatch.setattr(device, "apply_penalties", lambda rows, how: penalties.append(len(rows)) or apply(rows, how))

@@ -83,9 +83,10 @@ def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
         bench.runner.fail_at = failing
     wanted = prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 6)))
     for index, prompt in enumerate(wanted):
-        bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=data.draw(st.integers(0, 2)))
+        priority = data.draw(st.integers(0, 2))
+        made = bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=priority)
         if data.draw(st.booleans()):
-            for request in bench.scheduler._by_id[f"r{index}"].values():
+            for request in made:
                 request.constraint = Fragile(data.draw(st.integers(0, 9)))
         for _ in range(data.draw(st.integers(0, 4))):
             bench.turn()

@@ -17,7 +17,7 @@ from ridgeline.engine.rehearsal import rehearse
 from ridgeline.models.build import build
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView
-from tests.engine.runners import make_runner
+from tests.engine.runners import make_step
 from tests.models.families import save
 
 Noted = set[str]
@@ -52,7 +52,7 @@ def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
         save(family, Path(name))
         ops = replace(REFERENCE, **operations)
         model = build(Path(name), model=ModelConfig(max_model_len=192), ops=ops, device=torch.device("cpu"))
-    step = make_runner(model)._step
+    step = make_step(model)
     few = step.of_each_kind()
     assert len(few.decoder.layers) < len(step.decoder.layers)
     seen = []

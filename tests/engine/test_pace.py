@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ Seconds = Callable[[int, int], float]
 """Of a step, by the nodes that it verifies and those that it drafts."""
 H200 = {1: (1.0, 1.03, 1.06, 1.09, 1.13), 8: (1.0, 1.06, 1.12, 1.19, 1.25), 128: (1.0, 1.45, 1.85, 2.3, 2.77)}
 """Steps of an 8B by rows and nodes that they verify, against plain ones; benchmarks/results/speculation.json."""
+
+
+def batch_of(pace: Pace, rows: int) -> Any:
+    """The record of steps with so many rows: their times and accounts."""
+    return pace._of(rows)
 
 
 def device(rows: int) -> Seconds:
@@ -274,7 +280,7 @@ def test_a_step_in_which_both_drafted_is_booked_to_both() -> None:
     pace.rested(1, 1.0, 100)
     for _ in range(60):
         pace.asked(Reading(1, 1.0, 1.6, 4.0), 1, 0)
-    batch = pace._batches[1]
+    batch = batch_of(pace, 1)
     batch.host.credit = batch.device.credit = 0.0
     pace.drafted(Reading(1, 3.0, 2.0, 4.0, quoted=2.0), 0, steady=False, idle=False)
     assert batch.host.credit == pytest.approx(2.0 - 0.6, abs=0.05)
@@ -306,7 +312,7 @@ def test_what_a_new_form_takes_says_nothing_of_its_steps_to_come() -> None:
     for _ in range(2):
         pace.drafted(Reading(1, 2.0, 4.0, fresh=True), 4, steady=True, idle=False)
         _, price = pace.asked(Reading(1, 2.0, 4.0, 4.0, 1.0, fresh=True), 1, 0)
-    batch = pace._batches[1]
+    batch = batch_of(pace, 1)
     assert 4 not in batch.ratio and batch.device.credit > 2 and batch.host.credit > 2 and price < 1
     for _ in range(10):
         pace.drafted(Reading(1, 2.0, 1.5), 4, steady=True, idle=False)
@@ -321,9 +327,9 @@ def test_new_forms_without_end_are_losses() -> None:
     for _ in range(6):
         pace.drafted(Reading(8, 1.5, 2.5, fresh=True), 4, steady=True, idle=False)
         pace.asked(Reading(8, 1.5, 2.5, 4.0, 0.5, fresh=True), 8, 0)
-    assert not pace.affords(8) and pace._batches[8].device.credit <= 0
+    assert not pace.affords(8) and batch_of(pace, 8).device.credit <= 0
     pace.drafted(Reading(8, 1.5, 2.5, fresh=True), 4, steady=True, idle=False)
-    assert pace._batches[8].ratio[4] > 2, "and that is what they take"
+    assert batch_of(pace, 8).ratio[4] > 2, "and that is what they take"
 
 
 def test_nodes_worth_verifying_for_one_request() -> None:
@@ -395,10 +401,10 @@ def test_one_plain_step_may_stand_for_several() -> None:
             paces[0].rested(2, 0.003)
         paces[1].rested(2, 0.003, 4)
     for pace in paces:
-        batch = pace._batches[2]
+        batch = batch_of(pace, 2)
         assert (batch.count, batch.plain) == (100, pytest.approx(0.003))
         assert pace.drafted(Reading(2, 3.0, 0.006), 4, steady=True, idle=False) == pytest.approx(0.003)
-    one, other = (pace._batches[2] for pace in paces)
+    one, other = (batch_of(pace, 2) for pace in paces)
     for account, same in ((one.device, other.device), (one.host, other.host)):
         assert astuple(account) == pytest.approx(astuple(same))
 
@@ -412,7 +418,7 @@ def test_a_question_is_paid_by_who_asks_and_bought_while_the_device_drafts() -> 
         pace.drafted(Reading(1, 3.0, 1.5), 4, steady=True, idle=False)
     assert pace.look(1, new=False), "the time of drafted steps counts as well"
     pace.welcome(1, 1)
-    one = pace._of(1)
+    one = batch_of(pace, 1)
     before = one.device.credit, one.host.credit
     for _ in range(10):
         pace.drafted(Reading(1, 1.0, 1.15, asked=1.0), 4, steady=False, idle=False)

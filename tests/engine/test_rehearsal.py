@@ -46,12 +46,17 @@ class Clock:
 
 
 def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = pytest.importorskip("triton").knobs.runtime
     clock = Clock()
     late = Late(clock)
-    with caplog.at_level(logging.WARNING):
-        assert late._compiling(key="k") is False
-        clock.now += 1.5
-        late._compiled(key="k", fn=SimpleNamespace(name="split_kernel"))
+    late.watch()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert runtime.jit_cache_hook(key="k") is False
+            clock.now += 1.5
+            runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="split_kernel"))
+    finally:
+        late.rest()
     assert late.take() == [LateWork("compile", "split_kernel", 1.5)]
     assert late.take() == []
     assert "compile of split_kernel took 1.500 s while requests waited" in caplog.text and len(caplog.records) == 1
@@ -62,7 +67,8 @@ def test_an_engine_that_starts_is_not_late_for_the_one_before_it() -> None:
     first, second = Late(), Late()
     first.watch()
     try:
-        assert knobs.runtime.jit_cache_hook == first._compiling
+        knobs.runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="split_kernel"))
+        assert [work.name for work in first.take()] == ["split_kernel"] and not second.take()
         second.rest()
         assert knobs.runtime.jit_cache_hook is None and knobs.runtime.jit_post_compile_hook is None
     finally:

@@ -19,10 +19,11 @@ from ridgeline.engine.graphs import Graphs, buckets, draft_rooms, mixed_rooms
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.rehearsal import Extent, rehearse_all
 from ridgeline.engine.runner import Runner
+from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import SHORT
-from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, pair, run_plan
+from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, make_step, pair, run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -147,13 +148,13 @@ def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monk
     """Not as many hidden states of each row as the longest draft has nodes."""
     expected = alone(max_tokens=6)
     multiplied: list[int] = []
-    decoder, logits = type(runner._step.decoder), type(runner._step.decoder).logits
+    logits = Decoder.logits
 
     def noted(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         multiplied.append(len(hidden))
         return logits(self, hidden)
 
-    monkeypatch.setattr(decoder, "logits", noted)
+    monkeypatch.setattr(Decoder, "logits", noted)
     start(runner)
     shares = (3, 1, 4, False), (2, 1, len(PROMPT), True), (1, 1, 4, True)
     made = plan(2, *shares, joins=[join(2), join(3)], pages=[*pages(2, 10), *pages(3, 20)])
@@ -243,7 +244,7 @@ def test_a_failing_model_fails_its_step_alone(runner: Runner, monkeypatch: pytes
         raise torch.OutOfMemoryError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(runner._step.decoder), "forward", explode)
+        patch.setattr(Decoder, "forward", explode)
         broken = run_plan(runner, plan(2, (1, 1, 1, True)))
     assert broken.error is not None and "no memory left" in broken.error
     assert start(runner, row=2, first=40) == alone(max_tokens=1)
@@ -344,10 +345,7 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "MIXED_ROWS", few)
     monkeypatch.setattr(graphs_module, "CROWDED_TOKENS", (16, 40))
     bench = DeviceBench(rows=7)
-    with torch.inference_mode():
-        graphs = Graphs(bench.runner._step, 7, 64, Uncaptured)
-        graphs.capture(lambda stage, done, total: None)
-    bench.runner._graphs = graphs
+    bench.use_graphs(Uncaptured)
     options: list[dict[str, object]] = [
         {"temperature": 0.5 * (number % 3), "seed": number, "max_tokens": 5 + 4 * number} for number in range(9)
     ]
@@ -369,7 +367,7 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_runner(pair("llama-gqa")[1])._step
+    step = make_step(pair("llama-gqa")[1])
     seen: list[int] = []
 
     def forward(batch: Batch, longest: int) -> torch.Tensor:
@@ -389,7 +387,7 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_runner(pair("llama-gqa")[1])._step
+    step = make_step(pair("llama-gqa")[1])
 
     def captured(longest: int) -> int:
         totals: list[int] = []
@@ -402,7 +400,7 @@ def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: py
 
 
 def test_which_steps_have_a_graph() -> None:
-    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 6, 64, Uncaptured)
+    graphs = Graphs(make_step(pair("llama-gqa")[1]), 6, 64, Uncaptured)
 
     def shape(n_tokens: int, n_rows: int, decode: bool = False, wide: int = 1) -> Shape:
         return Shape(n_tokens, n_rows, n_rows, 1 if decode else n_tokens, wide, decode, True, True, None)
@@ -416,7 +414,7 @@ def test_which_steps_have_a_graph() -> None:
 
 
 def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_runner(pair("llama-gqa")[1])._step.spec
+    spec = pair("llama-gqa")[1].spec
 
     def rooms(tokens: int, quantization: str = "") -> list[Room]:
         of = replace(spec, quantization=quantization)
@@ -432,7 +430,7 @@ def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyP
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:
-    graphs = Graphs(make_runner(pair("llama-gqa")[1])._step, 256, 64, Uncaptured, (0, 1, 3))
+    graphs = Graphs(make_step(pair("llama-gqa")[1]), 256, 64, Uncaptured, (0, 1, 3))
 
     def room(n_tokens: int, n_rows: int, wide: int, deep: int = 0) -> Room | None:
         return graphs.room(Shape(n_tokens, n_rows, n_rows, wide, wide, False, True, True, None, deep))
@@ -459,9 +457,10 @@ def test_drafts_of_the_host_are_chains_and_trees() -> None:
 
 def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
     before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
+    step = make_step(pair("llama-gqa")[1], runner)
     with torch.inference_mode():
         for rows, tokens in ((6, 64), (3, 40), (1, 3)):
-            rehearse_all(runner._step, Extent(rows, tokens, 20, 5, (False, True)), None, lambda *_: None)
+            rehearse_all(step, Extent(rows, tokens, 20, 5, (False, True)), None, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 

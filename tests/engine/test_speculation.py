@@ -217,16 +217,22 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float) -> None:
-    speculation = Drafts(None, OnDevice(3), Pace((0, 3), fixed=True))
-    hoped = speculation._pace.gained(3)
-    bench = Bench(speculation=speculation, luck=0.0)
+def test_what_is_drawn_and_what_is_not_have_their_own_records(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught: list[Pace] = []
+    learn = Pace.learn
+    monkeypatch.setattr(Pace, "learn", lambda pace, *told: taught.append(pace) or learn(pace, *told))
+    greedy = Pace((0, 3), fixed=True)
+    hoped = greedy.gained(3)
+    bench = Bench(speculation=Drafts(None, OnDevice(3), greedy), luck=0.0)
     for number in range(3):
         bench.submit(str(number), [1, 2, 3], max_tokens=30, temperature=temperature)
     bench.run()
-    greedy, drawn = (pace.gained(3) for pace in speculation._paces)
-    learned, other = (drawn, greedy) if temperature else (greedy, drawn)
-    assert learned < 1.2 < other == hoped
+    assert all(pace is taught[0] for pace in taught) and taught[0].gained(3) < 1.2 < hoped
+    assert (taught[0] is greedy) == (temperature == 0.0)
+    if temperature:
+        assert greedy.gained(3) == hoped, "nothing drawn counts for it"
 
 
 @pytest.mark.parametrize("depth", [0, 1])

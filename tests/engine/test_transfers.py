@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ridgeline.core.plan import DEVICE
+from ridgeline.core.plan import OWN_BLOCKS
 from ridgeline.kv.prefix import chain_root, extend_chain
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone
 
@@ -47,7 +47,7 @@ def _moved(origin: str, family: str, depth: int) -> DeviceBench:
 @DEPTHS
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
 def test_blocks_are_copied_at_once(family: str, depth: int) -> None:
-    bench = _moved(DEVICE, family, depth)
+    bench = _moved(OWN_BLOCKS, family, depth)
     bench.scheduler.counts.prompt_tokens = 0
     bench.submit("second", LONG, max_tokens=6)
     bench.run()

@@ -107,8 +107,9 @@ def test_a_row_is_the_same_among_any_number_of_tokens(n: int, k: int, dtype: tor
     )
     for out, want in zip(whole, wants, strict=True):
         close(out, want, dtype)
-    for tokens in TOKENS:
-        for first in (0, MOST - tokens):
+    for place, tokens in enumerate(TOKENS):
+        # In the interpreter every other one from the end, which takes half of the time.
+        for first in (0, MOST - tokens) if DEVICE == "cuda" else (place % 2 * (MOST - tokens),):
             part = slice(first, first + tokens)
             for out, want in zip(run(part), whole, strict=True):
                 assert torch.equal(out, want[part]), (tokens, first)
@@ -166,7 +167,7 @@ def test_fp8_rows_are_the_same_among_any_number_of_tokens() -> None:
 MIXED = [(40, 7), (1, 1), (140, 30), (33, 1)]
 ATTENTION: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "decode": ([(1, 1), (200, 1), (64, 1), (300, 1), (0, 1)], {}),
-    "verify": ([(140, 3), (300, 5), (9, 2)], {}),
+    "verify": ([(140, 3), (200, 5), (9, 2)], {}),
     "mixed": (MIXED, {"padding": 3}),
     "mqa-odd-sizes": (MIXED, {"heads": 5, "kv_heads": 1, "head_dim": 40}),
     "window": (MIXED, {"window": 19}),
@@ -196,7 +197,7 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, dtype)
     want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
     owned = slice(0, int(case.step.q_start[-1]))
-    for _ in range(2):  # the second time with the plan the step derived
+    for _ in range(2 if DEVICE == "cuda" or name in ("decode", "tree") else 1):  # again with the plan the step derived
         out, lse = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
         assert want_lse is not None and lse is not None
         seen = torch.isfinite(want_lse[owned, 0])
@@ -206,21 +207,21 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
 
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else [torch.float16], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"window": 70}, {"softcap": 3.0, "heads": 5, "kv_heads": 1, "head_dim": 40}])
+@pytest.mark.parametrize("fields", [{}, {"window": 70}, {"softcap": 3.0, "heads": 3, "kv_heads": 1, "head_dim": 40}])
 def test_a_query_is_the_same_however_its_row_is_cut(
     fields: dict[str, Any], dtype: torch.dtype, batch: Callable[..., Any], pieces_of: Callable[..., Any]
 ) -> None:
     """A prompt at once; in chunks beside others; its tokens one by one, as they are decoded: every bit the same. Slots
     from 128 and 256 on have longer runs, and tiles of queries lie on both sides."""
-    case = batch([(270, 270), (90, 90), (5, 5)], **{"heads": 2, "kv_heads": 1, **fields}).to(DEVICE, dtype)
+    case = batch([(270, 270), (60, 60), (5, 5)], **{"heads": 2, "kv_heads": 1, **fields}).to(DEVICE, dtype)
     whole, whole_lse = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
     assert whole_lse is not None
     cuts = [
         [(0, 0, 100)],
         [(0, 100, 270), (1, 0, 33)],
-        [(1, 33, 90), (0, 269, 270), (2, 4, 5)],
+        [(1, 33, 60), (0, 269, 270), (2, 4, 5)],
         [(0, 250, 261), (2, 0, 5)],
-        [(0, at, at + 1) for at in (0, 63, 64, 127, 128, 200, 255, 256)] + [(1, 89, 90)],
+        [(0, at, at + 1) for at in (0, 63, 64, 127, 128, 200, 255, 256)] + [(1, 59, 60)],
         [(0, 127, 129), (1, 50, 53)],
     ]
     for pieces in cuts:
@@ -239,7 +240,7 @@ def test_who_computes_a_run_changes_nothing(
     monkeypatch.setattr(invariant_attention, "RUN", 64)
     monkeypatch.setattr(invariant_attention, "RUNS", 8)
     monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", 100)
-    case = batch([(400, 1), (330, 1), (380, 1)]).to(DEVICE, torch.float32)
+    case = batch([(400, 1), (330, 1), (380, 1)], heads=3, kv_heads=1).to(DEVICE, torch.float32)
     want, _ = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
     monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", spare)
     out, _ = INVARIANT.attention(case.q, case.k, case.v, case.view, replace(case.step))

@@ -110,7 +110,7 @@ def check(out: torch.Tensor, want: torch.Tensor, slack: float = 0.0) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 17, 40] + ([64, 100, 128, 200, 300] if DEVICE == "cuda" else []))
-@pytest.mark.parametrize("shape", [(96, 64), (70, 300), (128, 1040)])
+@pytest.mark.parametrize("shape", [(96, 64), (70, 300), (64, 1040)])
 def test_products(dtype: torch.dtype, tokens: int, shape: tuple[int, int]) -> None:
     """Also shapes that no tile divides, with and without bias, and from a plain x."""
     weights, x = matrix(*shape), noise(tokens, shape[1]).to(dtype)
@@ -175,10 +175,10 @@ def test_gate_and_up(dtype: torch.dtype, tokens: int, shape: tuple[int, int]) ->
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("programs", [3, 40])
 def test_one_token_however_rows_are_shared(stages: int, programs: int) -> None:
-    weights, x = matrix(90, 1040), noise(1, 1040).half()
+    weights, x = matrix(42, 1040), noise(1, 1040).half()
     tile = ResidentTile(4, 2, programs, stages)
     check(fp8_vector.product(x, weights, None, tile), exact(x, weights, None))
-    stream = noise(1, 90, seed=3).half()
+    stream = noise(1, 42, seed=3).half()
     check(fp8_vector.product(x, weights, None, tile, stream.clone()), stream.double() + exact(x, weights, None))
 
 

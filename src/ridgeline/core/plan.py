@@ -62,7 +62,7 @@ class Join:
     sampling: SamplingParams
 
 
-DEVICE = "device"
+OWN_BLOCKS = "own blocks"
 """Origin of a transfer between blocks of the device itself."""
 
 
@@ -71,7 +71,7 @@ class Transfer:
     """Fills blocks with keys and values that exist elsewhere: in host memory, in another engine, in other blocks.
 
     ticket: names it in StepPlan.cancels and in StepResult.transfers. blocks: what it writes; no step reads them before the
-    ticket has ended. origin: the memory that it reads, DEVICE or the name of a source (kv.prefix.Source). pages: places
+    ticket has ended. origin: the memory that it reads, OWN_BLOCKS or the name of a source (kv.prefix.Source). pages: places
     in that memory, one for each block. Whoever moves the content gives up after a bounded time: requests have no deadline.
     """
 

@@ -14,7 +14,7 @@ from itertools import chain, groupby
 
 import torch
 
-from ridgeline.core.plan import DEVICE, Transfer
+from ridgeline.core.plan import OWN_BLOCKS, Transfer
 from ridgeline.core.spec import KvLayout, LayerSpec
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,13 @@ class KvStore:
         """Copy between pages of the store, in stream order, and refuse every other origin; returns whether each ticket's
         content arrived."""
         for transfer in transfers:
-            if transfer.origin == DEVICE:
+            if transfer.origin == OWN_BLOCKS:
                 self.copy_pages([*chain.from_iterable(zip(transfer.pages, transfer.blocks, strict=True))])
             else:
                 log.error(
                     "Transfer %d from %r is not supported: the blocks are computed.", transfer.ticket, transfer.origin
                 )
-        return {transfer.ticket: transfer.origin == DEVICE for transfer in transfers}
+        return {transfer.ticket: transfer.origin == OWN_BLOCKS for transfer in transfers}
 
     def move_slots(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of all layers of a group from slots to slots, int64 [M] each (page * page_tokens + place in
