@@ -38,6 +38,7 @@ from ridgeline.engine.policy import admission
 from ridgeline.engine.result import Clock, Pending
 from ridgeline.engine.row_table import RowTable
 from ridgeline.engine.scheduler import Limits, Scheduler
+from ridgeline.ops.rows import to_host
 from ridgeline.wire.frames import encode
 from ridgeline.wire.messages import Submit
 
@@ -82,7 +83,7 @@ class FreeDevice:
         flag = (self._known[rows] >= self._limit[rows]).int() * int(Flag.LIMIT) * drawn
         tokens = self._tokens[plan.step % 1000 :][: len(rows)]
         outcome = Outcome(torch.stack((drawn, flag, tokens), dim=1))
-        self._pending.append(Pending.of(plan, batch, outcome, clock))
+        self._pending.append(Pending.of(plan, batch, outcome, clock, to_host))
         self.seconds += time.thread_time() - started
 
     def _prepare(self, plan: StepPlan) -> Batch:
