@@ -249,7 +249,7 @@ def test_who_computes_a_run_changes_nothing(
 
 def test_every_operation_was_judged() -> None:
     """What a token's own program computes may be shared with the faster set (`apart` and `embed` do), sums of integers, which are
-    exact in any order (`w8a8`), and what neither has (`chain`, `again` and others); a new operation must be looked at."""
+    exact in any order (`w8a8`), and what neither has (`chain`, `capture` and others); a new operation must be looked at."""
     shared = {one.name for one in fields(Ops) if getattr(INVARIANT, one.name) is getattr(TRITON, one.name)}
     assert shared == {
         "rms_norm",
@@ -265,7 +265,7 @@ def test_every_operation_was_judged() -> None:
     } | {
         "cap",
         "norm_add",
-        "again",
+        "capture",
         "chain",
         "draw",
         "embed",
