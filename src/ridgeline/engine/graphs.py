@@ -170,7 +170,7 @@ class Graphs:
 
     def capture(self, progress: Progress) -> None:
         """Capture every graph, the largest first so that the others fit into its memory."""
-        keys = list(self.keys())
+        keys = list(self.all_keys())
         for number, key in enumerate(keys, 1):
             work = self._work(key)
             # The first run loads kernels and makes workspaces; neither may happen inside a capture. It goes through one layer of
@@ -179,7 +179,7 @@ class Graphs:
             self._captured[key] = self._capture(partial(work, self._step))
             progress("graphs", number, len(keys))
 
-    def keys(self) -> Iterator[GraphKey]:
+    def all_keys(self) -> Iterator[GraphKey]:
         """Of every graph, in the order of `capture`."""
         longest, sizes = self._step.longest, [_rows(size) for size in reversed(self._sizes)]
         yield from (GraphKey("mixed", room) for room in reversed(self._mixes))
