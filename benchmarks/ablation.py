@@ -124,12 +124,14 @@ def is_off(variant: Variant, on: Launches, off: Launches) -> bool:
 
 
 class Sides:
-    """A runner with a kernel on and off, in turns. Each side has its own graphs, captured on first use."""
+    """A runner with a kernel on and off, in turns. Each side has its own graphs."""
 
     def __init__(self, runner: Runner, variant: Variant) -> None:
         self._runner, self._variant = runner, variant
         self._before = runner._graphs
-        self._graphs = {on: self._new_graphs() for on in (True, False)}
+        self._graphs = {True: self._new_graphs()}
+        with variant.off():
+            self._graphs[False] = self._new_graphs()
         self.launches = {on: Launches() for on in (True, False)}
 
     def _new_graphs(self) -> Graphs | None:
@@ -137,7 +139,9 @@ class Sides:
         if runner._graphs is None:
             return None
         with torch.inference_mode():
-            return Graphs(runner._step, sizes.rows, sizes.step_tokens, CudaCapture(), sizes.drafts, sizes.host_drafts)
+            graphs = Graphs(runner._step, sizes.rows, sizes.step_tokens, CudaCapture(), sizes.drafts, sizes.host_drafts)
+            graphs.capture(lambda stage, done, total: None)
+        return graphs
 
     @contextmanager
     def side(self, on: bool, graphs: bool = True) -> Iterator[None]:

@@ -141,10 +141,15 @@ def dry(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.
 def _launch_all(model: LoadedModel, cases: Sequence[Case]) -> None:
     runner = Whole(model, cases, 1).runner
     sizes, step = runner._sizes, runner._step.of_each_kind()
-    Graphs(runner._step, sizes.rows, sizes.step_tokens, Uncaptured).capture(lambda stage, done, total: None)
+    graphs = Graphs(runner._step, sizes.rows, sizes.step_tokens, Uncaptured)
+    rows = {graphs.bucket(len(case.shares)) for case in cases if case.decode}
+    tokens = {case.tokens for case in cases if not case.decode}
     for case in cases:
         if not case.decode:
             rehearse(step, [count for _, count in case.shares])
+    for key in graphs.all_keys():
+        if (key.kind == "decode" and key.padded.rows in rows) or (key.kind == "mixed" and key.padded.tokens in tokens):
+            graphs.launch(key)
 
 
 def compile_all(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.device) -> None:

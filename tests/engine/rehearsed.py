@@ -153,7 +153,7 @@ CHUNKS: Sequence[list[int]] = (
     [1900],
 )
 BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
-"""Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there (checked when this was chosen)."""
+"""Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there; the long tests run all of these."""
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
 """Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
@@ -166,8 +166,9 @@ SAMPLINGS = (
 )
 
 
-def missed(case: str) -> list[str]:
-    """Variants of kernels that steps ask for and the rehearsal did not, each with the first step that did."""
+def missed(case: str, every: bool = False) -> list[str]:
+    """Variants of kernels that steps ask for and the rehearsal did not, each with the first step that did. every: steps with
+    drafts have all of CHUNKS beside them."""
     pretend()
     found: list[str] = []
     with torch.inference_mode(), ahead._Zeroed():
@@ -182,7 +183,8 @@ def missed(case: str) -> list[str]:
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]
-            chunks, asking = (BESIDE_DRAFTS, ASKING[:2]) if drafting or quoting else (CHUNKS, ASKING)
+            few = (drafting or quoting) and not every
+            chunks, asking = (BESIDE_DRAFTS, ASKING[:2]) if few else (CHUNKS, ASKING)
             for (place, sampling), drafts, tree in itertools.product(
                 enumerate(SAMPLINGS), spread, (False, True) if quoting else (False,)
             ):

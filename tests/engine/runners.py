@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 from ridgeline.models.build import LoadedModel, build
+from ridgeline.ops.capture import Capture
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
 from tests.models.families import save
@@ -108,12 +108,12 @@ class DeviceBench:
         self.preempted = 0
         self._arrivals = 0
 
-    def use_graphs(self, record: Callable[[Callable[[], object]], Any], host_drafts: int = 0) -> None:
-        """Run steps through graphs that `record` captures: on a CPU a runner makes none."""
+    def use_graphs(self, capture: Capture, host_drafts: int = 0) -> None:
+        """Run steps through graphs that `capture` captures: on a CPU a runner makes none."""
         how = self.how
         with torch.inference_mode():
             step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
-            graphs = Graphs(step, how.rows, how.step_tokens, record, how.drafts, host_drafts)
+            graphs = Graphs(step, how.rows, how.step_tokens, capture, how.drafts, host_drafts)
             graphs.capture(lambda stage, done, total: None)
         self.runner._graphs = graphs
 

@@ -25,6 +25,15 @@ def test_no_step_needs_a_kernel_that_start_up_has_not_launched(apart: Callable[.
     assert not apart(missed, case)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["8b-drafts", "8b-eager-drafts", "8-heads-quotes"])
+def test_no_step_with_drafts_does_whatever_prompts_are_beside_it(apart: Callable[..., Any], case: str) -> None:
+    pytest.importorskip("triton")
+    from .rehearsed import missed
+
+    assert not apart(missed, case, True)
+
+
 @pytest.mark.parametrize(("tokens", "longest"), [(1, 4), (2, 4), (64, 64), (100, 7), (8192, 4096)])
 def test_a_step_of_chunks_has_the_tokens_it_is_asked_for(tokens: int, longest: int) -> None:
     counts = chunked(tokens, longest)

@@ -386,6 +386,14 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
             assert seen[-1] == longest
 
 
+def test_steps_too_small_for_mixed_graphs_have_those_that_decode() -> None:
+    bench = DeviceBench(rows=3, step_tokens=8)
+    bench.use_graphs(Uncaptured)
+    bench.submit("a", PROMPT, max_tokens=6)
+    bench.run()
+    assert bench.tokens["a", 0] == alone(PROMPT, max_tokens=6)
+
+
 def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step(pair("llama-gqa")[1])
 

@@ -117,6 +117,7 @@ def test_hostile_grammars_leave_memory_and_blocks_as_they_were(server: Served, c
     check(replies)
     assert {400} <= {reply.status for reply in replies} <= {200, 400, 429}
     stats = server.rest()
+    assert ask(server, {"guided_regex": "[a-z]{4}"}).status == 200, "an honest one is followed as before"
     assert stats["used"] == 0 and server.send("GET", "/health").status == 200
     for pid, bytes_before in zip(pids, before, strict=True):
         assert resident_bytes(pid) - bytes_before < MORE_BYTES

@@ -46,7 +46,8 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class LateWork:
-    """Something done after Ready that start-up should have done. kind: "compile" (of a kernel) or "capture" (of a graph)."""
+    """Something done after Ready that start-up should have done. kind: "compile" (of a kernel); "capture" (of a graph)
+    does not occur, as start-up captures every graph."""
 
     kind: str
     name: str

@@ -259,8 +259,7 @@ def _reading(own: np.ndarray, each: np.ndarray, room: Room) -> Iterator[tuple[np
 class BatchBuilder:
     """Reads a plan, fills a packet, and makes the Batch once the packet was sent.
 
-    table: once the plan's rows are assigned. Raises EngineFailed for a plan that this runner
-    cannot run.
+    table: with the plan's rows assigned. Raises EngineFailed for a plan that this runner cannot run.
     """
 
     def __init__(self, plan: StepPlan, table: RowTable, packet: Packet) -> None:

@@ -130,14 +130,11 @@ class Graphs:
         self.unread_room = Room(min(rows, MIXED_ROWS) + 1, 0, UNREAD_TOKENS) if step.drafter.layers else None
         """Of steps that only the drafter reads, None if it reads nothing."""
         rooms = [*self._mixes, *chain.from_iterable(self._draft_rooms.values())]
-        longest, most = (
-            max((packed_size(room, tree=True) for room in rooms), default=0),
-            max(room.rows for room in rooms),
-        )
+        longest = max((packed_size(room, tree=True) for room in rooms), default=0)
         # Zeros are row 0, the scratch row: what captures run before anything is loaded moves nothing.
         self._input = torch.zeros(longest, dtype=torch.int32, device=step.rows.ints.device)
         self._unread = self._input.new_zeros(packed_size(self.unread_room) if self.unread_room else 0)
-        self._drawing = self._input.new_zeros(max(rows, most))
+        self._drawing = self._input.new_zeros(max([rows, *(room.rows for room in rooms)]))
         self._picked = step.decoder.embedding.new_zeros(len(self._drawing), step.spec.d_model)
 
     # --- which graph --------------------------------------------------------------------------------------------------
@@ -172,12 +169,15 @@ class Graphs:
         """Capture every graph, the largest first so that the others fit into its memory."""
         keys = list(self.all_keys())
         for number, key in enumerate(keys, 1):
-            work = self._work(key)
-            # The first run loads kernels and makes workspaces; neither may happen inside a capture. It goes through one layer of
-            # each kind, but where all layers are one kernel.
-            work(self._step if key.kind == "decode" and key.padded.rows <= LONE_ROWS else self._one_of_each)
-            self._captured[key] = self._capture(partial(work, self._step))
+            self.launch(key)
+            self._captured[key] = self._capture(partial(self._work(key), self._step))
             progress("graphs", number, len(keys))
+
+    def launch(self, key: GraphKey) -> None:
+        """Run once what a graph runs, to load kernels and make workspaces; neither may happen inside a capture. It goes through
+        one layer of each kind, but where all layers are one kernel."""
+        whole = key.kind == "decode" and key.padded.rows <= LONE_ROWS
+        self._work(key)(self._step if whole else self._one_of_each)
 
     def all_keys(self) -> Iterator[GraphKey]:
         """Of every graph, in the order of `capture`."""

@@ -108,6 +108,7 @@ def main(folder: str, vocab_size: str, *end_ids: str) -> None:
 
 
 def _answer_in_child(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    """The line that answers a grammar. A child that ends without one was killed because it took too much."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
