@@ -54,6 +54,7 @@ HEART: Mapping[str, str] = {
 """Package, or file of ops and core, that the request path passes through, with the reason. Paths are below PACKAGES."""
 BESIDE_HEART: Mapping[str, str] = {
     "ops/__init__.py": "empty",
+    "ops/merge.py": "attention over parts of the keys; no step calls it yet",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/cpu": "operations of a CPU",
     "ops/native": "compiled operations of a CPU",
