@@ -112,10 +112,10 @@ class _Part:
     mask: torch.Tensor
 
 
-def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype) -> list[_Part | slice]:
+def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_hand: bool) -> list[_Part | slice]:
     """The calls a step takes. A slice is the query tokens of a row that starts in this step: its fresh keys and values
-    are all there is, so nothing is gathered."""
-    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, view.softcap, group)
+    are all there is, so nothing is gathered. by_hand: see _scores_by_hand, which takes no slices."""
+    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, by_hand, group)
     if (found := step.derived.get(key)) is not None:
         return found  # type: ignore[no-any-return]
     starts, lengths = step.q_start.tolist(), step.length.tolist()
@@ -126,7 +126,7 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype) -> li
         if n == 0 or lengths[row] < n:
             continue
         plain = view.window is None or n <= view.window
-        if n > 1 and n == lengths[row] and plain and step.ancestors is None and view.softcap is None:
+        if n > 1 and n == lengths[row] and plain and step.ancestors is None and not by_hand:
             parts.append(slice(starts[row], starts[row + 1]))
         elif n > BATCHED_QUERIES:
             parts.append(_gathered([row], n, view, step, (group, dtype)))
@@ -210,15 +210,25 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _scores_by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
-) -> torch.Tensor:
-    """Attention with capped scores, which scaled_dot_product_attention does not know."""
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap)
-    scores = scores.tanh_().mul_(softcap).add_(mask)
-    return torch.matmul(torch.softmax(scores, -1), v.float()).to(q.dtype)
+    q: torch.Tensor, keys_values: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, view: KvView, lse_needed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of q [rows, Hkv, n, d] with capped scores or a log-sum-exp [rows, Hkv, n], which
+    scaled_dot_product_attention does not know. All scores are in memory at once."""
+    k, v = keys_values
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    if view.softcap is None:
+        scores.mul_(view.scale)
+    else:
+        scores.mul_(view.scale / view.softcap).tanh_().mul_(view.softcap)
+    out = torch.matmul(torch.softmax(scores.add_(mask), -1), v.float()).to(q.dtype)
+    if not lse_needed:
+        return out, None
+    lse = torch.logsumexp(scores, -1)
+    # The softmax over no keys is NaN.
+    return out.masked_fill_((lse == float("-inf")).unsqueeze(-1), 0.0), lse
 
 
-def _packed(part: _Part, q: torch.Tensor, view: KvView) -> torch.Tensor:
+def _packed(part: _Part, q: torch.Tensor, view: KvView, lse_needed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a part's queries [rows * n, Hq, d] over its gathered pages: query heads of a group as queries."""
     _, heads, size = q.shape
     rows, n, kv_heads = part.rows, part.n, view.kv.shape[2]
@@ -232,30 +242,41 @@ def _packed(part: _Part, q: torch.Tensor, view: KvView) -> torch.Tensor:
     if n > 1:
         q = q.reshape(rows, n, kv_heads, -1, size).transpose(1, 2)
     q = q.reshape(rows, kv_heads, queries, size)
-    if view.softcap is None:
-        out = F.scaled_dot_product_attention(q, keys, values, part.mask, scale=view.scale)
+    lse = None
+    if lse_needed or view.softcap is not None:
+        out, lse = _scores_by_hand(q, (keys, values), part.mask, view, lse_needed)
     else:
-        out = _scores_by_hand(q, keys, values, part.mask, view.scale, view.softcap)
+        out = F.scaled_dot_product_attention(q, keys, values, part.mask, scale=view.scale)
     if n > 1:
         out = out.view(rows, kv_heads, n, -1, size).transpose(1, 2)
-    return out.reshape(rows * n, heads, size)
+        lse = None if lse is None else lse.view(rows, kv_heads, n, -1).transpose(1, 2)
+    return out.reshape(rows * n, heads, size), None if lse is None else lse.reshape(rows * n, heads)
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: KvView,
+    step: StepInputs,
+    lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. No log-sum-exp: on a CPU nothing is merged."""
-    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype)
+    """See Ops."""
+    by_hand = lse_needed or view.softcap is not None
+    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, by_hand)
     if len(parts) == 1 and isinstance(parts[0], _Part) and len(parts[0].tokens) == len(q):
-        return _packed(parts[0], q, view), None
+        return _packed(parts[0], q, view, lse_needed)
     out = q.new_zeros(q.shape)
+    lse = torch.full(q.shape[:2], float("-inf")) if lse_needed else None
     for part in parts:
         if isinstance(part, _Part):
-            out[part.tokens] = _packed(part, q[part.tokens], view)
+            out[part.tokens], part_lse = _packed(part, q[part.tokens], view, lse_needed)
+            if lse is not None and part_lse is not None:
+                lse[part.tokens] = part_lse
         else:
             assert k is not None and v is not None
             out[part] = _causal(q[part], k[part], v[part], view.scale)
-    return out, None
+    return out, lse
 
 
 # --- feed-forward and products ---------------------------------------------------------------------------------------

@@ -74,15 +74,22 @@ def qkv_write(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: KvView,
+    step: StepInputs,
+    lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See Ops. Query tokens of draft trees, which see one another by more than their order, are computed together."""
     if step.ancestors is not None:
-        return cpu.attention(q, k, v, view, step)
-    assert k is not None and v is not None
-    given = zip(_rows(q), k.split(1), v.split(1), _steps(view, step), strict=True)
-    parts = [cpu.attention(q, k, v, own, alone)[0] for q, k, v, (own, alone) in given]
-    return _joined(parts, q), None
+        return cpu.attention(q, k, v, view, step, lse_needed)
+    # The fresh keys and values of a single token are read from the cache.
+    given = zip(_rows(q), _steps(view, step), strict=True)
+    parts = [cpu.attention(one, None, None, own, alone, lse_needed) for one, (own, alone) in given]
+    lse = [part for _, part in parts if part is not None]
+    out = _joined([out for out, _ in parts], q)
+    return out, _joined(lse, torch.empty(q.shape[:2])) if lse_needed else None
 
 
 def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:

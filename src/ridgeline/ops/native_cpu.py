@@ -115,19 +115,34 @@ class NativeOps:
         return q, k, v
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        view: KvView,
+        step: StepInputs,
+        lse_needed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Ops. No log-sum-exp: on a CPU nothing is merged."""
+        """See Ops."""
         kernels = self._of(q, view)
         if kernels is None or view.kv.shape[4] > MAX_HEAD_DIM or view.kv.shape[4] % 2:
-            return (cpu_alone if self._fixed else cpu).attention(q, k, v, view, step)
+            return (cpu_alone if self._fixed else cpu).attention(q, k, v, view, step, lse_needed)
         tokens, heads, dim = q.shape
         stride, *inner = q.stride()
         if inner != [dim, 1]:
             q, stride = q.contiguous(), heads * dim
         out = q.new_empty((tokens, heads, dim))
-        kernels.attention(self._view(view, step), q.data_ptr(), out.data_ptr(), view.kv.data_ptr(), heads, stride)
-        return out, None
+        lse = torch.empty((tokens, heads)) if lse_needed else None
+        kernels.attention(
+            self._view(view, step),
+            q.data_ptr(),
+            out.data_ptr(),
+            view.kv.data_ptr(),
+            heads,
+            stride,
+            0 if lse is None else lse.data_ptr(),
+        )
+        return out, lse
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [out, in] -> a tensor of `out` rows whose memory holds blocks of 16 outputs; see linear.cpp."""

@@ -115,9 +115,15 @@ def _row_attention(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: KvView,
+    step: StepInputs,
+    lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention of each row's query tokens over the slots it holds; tokens of no row get 0 and -inf."""
+    """Causal attention of each row's query tokens over the slots it holds; tokens of no row get 0 and -inf. The log-sum-exp
+    is always there."""
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=_wide(q).dtype, device=q.device)
     starts = step.q_start.tolist()

@@ -281,6 +281,19 @@ KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, in
 DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+class Attention(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        view: KvView,
+        step: StepInputs,
+        lse_needed: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See Ops."""
+
+
 class Sample(Protocol):
     def __call__(
         self,
@@ -305,7 +318,9 @@ class Ops:
         per-head norms, rotary embedding at step.position, keys and values written into view at view.slots.
     attention(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
         tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
-        kernels that prefer them contiguous).
+        kernels that prefer them contiguous). With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that
+        a token sees, scores scaled and capped; ops.merge combines parts of the keys by it. A token that sees no key gets out 0
+        and lse -inf. Without lse_needed lse may be None, and out and lse of tokens of no row are undefined.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     pack(weight [out, in]) -> opaque packed weight; linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel
         that norms as it reads keeps float32 where the plain norm rounds to x's dtype.
@@ -336,10 +351,7 @@ class Ops:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
     qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    attention: Callable[
-        [torch.Tensor, torch.Tensor | None, torch.Tensor | None, KvView, StepInputs],
-        tuple[torch.Tensor, torch.Tensor | None],
-    ]
+    attention: Attention
     activate: Callable[[torch.Tensor, str], torch.Tensor]
     pack: Callable[[torch.Tensor], torch.Tensor]
     linear: Callable[[Plain, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -22,12 +22,12 @@ template <class T> void attention(const Call<T>& c) {
 }  // namespace
 
 RIDGELINE_API void rl_attention_bf16(const View* view, const bf16* q, bf16* out, const bf16* cache, index heads,
-                                     index q_stride) {
-    attention(Call<bf16>{*view, q, out, cache, heads, q_stride});
+                                     index q_stride, float* lse) {
+    attention(Call<bf16>{*view, q, out, cache, heads, q_stride, lse});
 }
 RIDGELINE_API void rl_attention_f32(const View* view, const float* q, float* out, const float* cache, index heads,
-                                    index q_stride) {
-    attention(Call<float>{*view, q, out, cache, heads, q_stride});
+                                    index q_stride, float* lse) {
+    attention(Call<float>{*view, q, out, cache, heads, q_stride, lse});
 }
 RIDGELINE_REPLAYABLE(rl_attention_bf16)
 RIDGELINE_REPLAYABLE(rl_attention_f32)

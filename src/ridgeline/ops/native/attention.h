@@ -30,8 +30,17 @@ template <class T> bool fits_tiles(const View& v) {
     return tiles_allowed && v.dim % 32 == 0 && v.page_tokens % LANES == 0 && even;
 }
 
+// Where packed query i of an item lies among [tokens, heads].
+template <class T> index place_of(const Call<T>& c, const Row& row, const Item& item, index i) {
+    const index at = item.first + i, group = c.group();
+    return (row.first_token + at / group) * c.heads + item.kv_head * group + at % group;
+}
+
+// Natural logarithm of the sum of exp(score): total is the sum of 2^score relative to 2^top.
+inline float log_sum(float top, float total) { return total > 0.0f ? top / LOG2E + std::log(total) : -INFINITY; }
+
 template <class T> void put(const Call<T>& c, const Row& row, const Item& item, Work<T>& w, Partial* partials) {
-    const index dim = c.view.dim, group = c.group();
+    const index dim = c.view.dim;
     alignas(64) float scale[MAX_TILES][LANES];
     for (index tile = 0; tile * LANES < item.count; ++tile) {
         const f32x16 total = load(w.total[tile]);
@@ -45,14 +54,15 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
         return;
     }
     for (index i = 0; i < item.count; ++i) {
-        const index at = item.first + i;
-        T* to = c.out + ((row.first_token + at / group) * c.heads + item.kv_head * group + at % group) * dim;
+        T* to = c.out + place_of(c, row, item, i) * dim;
         const f32x16 factor = splat(scale[i / LANES][i % LANES]);
         for (index d = 0; d < dim; d += LANES) {
             const Part kept = first_lanes(dim - d);
             store(to + d, load(w.sums + i * dim + d, kept) * factor, kept);
         }
     }
+    for (index i = 0; c.lse && i < item.count; ++i)
+        c.lse[place_of(c, row, item, i)] = log_sum(w.top[i / LANES][i % LANES], w.total[i / LANES][i % LANES]);
 }
 
 // Its first chunk is foreseen. next: the item behind it, null for none.
@@ -109,18 +119,19 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
 template <class T> void merge(const Call<T>& c, const Item* items, index n, const Partial* partials) {
     const Item& item = items[0];
     const Row row(c.view, item.row);
-    const index dim = c.view.dim, group = c.group();
+    const index dim = c.view.dim;
     const Partial* parts = partials + item.partial;
     std::vector<float> share(n);
     for (index i = 0; i < item.count; ++i) {
         float top = -INFINITY, total = 0.0f;
         for (index part = 0; part < n; ++part) top = std::max(top, parts[part].top[i]);
-        const index at = item.first + i;
-        T* to = c.out + ((row.first_token + at / group) * c.heads + item.kv_head * group + at % group) * dim;
+        const index place = place_of(c, row, item, i);
+        T* to = c.out + place * dim;
         for (index part = 0; part < n; ++part) {
             share[part] = parts[part].total[i] > 0.0f ? std::exp2(parts[part].top[i] - top) : 0.0f;
             total += share[part] * parts[part].total[i];
         }
+        if (c.lse) c.lse[place] = log_sum(top, total);
         for (index d = 0; d < dim; d += LANES) {
             const Part kept = first_lanes(dim - d);
             f32x16 sum = zeros();
@@ -131,16 +142,19 @@ template <class T> void merge(const Call<T>& c, const Item* items, index n, cons
     }
 }
 
-// Tokens that no row runs get 0.
+// Tokens that no row runs get 0 and -inf.
 template <class T> void clear_idle(const Call<T>& c) {
     const View& v = c.view;
     const index width = c.heads * v.dim, owned = v.q_start[v.n_rows];
+    const auto clear = [&](index token, index count) {
+        std::memset(c.out + token * width, 0, count * width * sizeof(T));
+        if (c.lse) std::fill_n(c.lse + token * c.heads, count * c.heads, -INFINITY);
+    };
     for (index i = 0; i < v.n_rows; ++i) {
         const Row row(v, i);
-        if (row.runs()) continue;
-        std::memset(c.out + row.first_token * width, 0, std::max<index>(0, row.tokens) * width * sizeof(T));
+        if (!row.runs()) clear(row.first_token, std::max<index>(0, row.tokens));
     }
-    std::memset(c.out + owned * width, 0, (v.n_tokens - owned) * width * sizeof(T));
+    clear(owned, v.n_tokens - owned);
 }
 
 // Blocks of packed queries of every row and KV head, whole.

@@ -114,7 +114,7 @@ class Kernels:
     pack(weight, packed, n, k). embed(table, ids, out, rows, n, scale). norm(x, weight, out, rows, n, eps, offset).
     activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin,
-    q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride).
+    q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride, lse or 0).
     layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp; recurrent(arguments): recurrent.cpp;
     draw(arguments): sample.cpp.
     fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
@@ -144,7 +144,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
-    "attention": (*[c_void_p] * 4, *[c_int64] * 2),
+    "attention": (*[c_void_p] * 4, *[c_int64] * 2, c_void_p),
     "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
     "chain": (ctypes.c_char_p,),
     "recurrent": (ctypes.c_char_p,),

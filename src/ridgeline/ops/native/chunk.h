@@ -21,6 +21,7 @@ template <class T> struct Call {
     T* out;
     const T* cache;
     index heads, q_stride;  // q_stride: elements from one token's queries to the next
+    float* lse = nullptr;   // [tokens, heads], null: not asked for
 
     index group() const { return heads / view.kv_heads; }
 };

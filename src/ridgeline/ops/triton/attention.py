@@ -58,6 +58,7 @@ class _Call:
     view: KvView
     step: StepInputs
     small: int
+    lse_needed: bool = False
 
     @property
     def group(self) -> int:
@@ -73,9 +74,10 @@ class _Call:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the chunks are hopper's: in order of slots, with heads and pages that its copies take."""
+        """Whether the chunks are hopper's: in order of slots, with heads and pages that its copies take. It reads no positions,
+        which say how far from its keys a query is where these are a part of a row's."""
         step = self.step
-        plain = step.ancestors is None and not self.compacted
+        plain = step.ancestors is None and not self.compacted and not self.lse_needed
         long = step.max_query >= hopper.SHORTEST_CHUNK.get(self.q.shape[2], step.max_query + 1)
         return plain and long and hopper.takes(self.q, self.view)
 
@@ -356,9 +358,14 @@ def _chunks(call: _Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: KvView,
+    step: StepInputs,
+    lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
+    """See Ops. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
     group = q.shape[1] // view.kv.shape[2]
     packed = step.max_query * group
     few = packed <= tuning.LARGER_SPLIT_QUERIES[-1]
@@ -366,9 +373,12 @@ def attention(
     small = group if step.max_query == 1 else max(tuning.SPLIT_QUERIES, group)
     if few and packed > small:
         small = _class(packed, tuning.LARGER_SPLIT_QUERIES)
-    call = _Call(q, view, step, small)
+    call = _Call(q, view, step, small, lse_needed)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if lse_needed:  # the kernels do not write tokens of no row
+        out.zero_()
+        lse.fill_(float("-inf"))
     if q.shape[0]:
         _split(call, out, lse)
         if not few:

@@ -423,11 +423,19 @@ def _walked(q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile) -> dict
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: KvView, step: StepInputs
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: KvView,
+    step: StepInputs,
+    lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. Query tokens of no row are left as they come; head sizes up to 256."""
+    """See Ops. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if lse_needed:  # the kernels do not write tokens of no row
+        out.zero_()
+        lse.fill_(float("-inf"))
     if not q.shape[0]:
         return out, lse
     rows, kv_heads, dim = step.rows.shape[0], view.kv.shape[2], q.shape[2]
