@@ -54,7 +54,7 @@ class Batch:
     step: StepInputs
 
     def layer(self, index: int) -> torch.Tensor:
-        return TRITON.attention(self.q, self.k, self.v, self.views[index % len(self.views)], self.step)[0]
+        return TRITON.attention.attend(self.q, self.k, self.v, self.views[index % len(self.views)], self.step)[0]
 
 
 def make(rows: list[tuple[int, int]], order: str, layers: int = LAYERS) -> Batch:
@@ -97,7 +97,7 @@ def check() -> None:
     for rows in ([(700, 1), (3, 1), (5000, 1)], [(900, 300), (70, 1), (130, 130)], [(3000, 2900), (1, 1), (4100, 513)]):
         batch = make(rows, "page", layers=2)
         out = batch.layer(1)
-        want, _ = REFERENCE.attention(batch.q.double(), batch.k, batch.v, batch.views[1], batch.step)
+        want, _ = REFERENCE.attention.attend(batch.q.double(), batch.k, batch.v, batch.views[1], batch.step)
         error = float((out.double() - want).norm() / want.norm())
         if not error < 1e-2:
             raise SystemExit(f"attention is wrong on {rows}: relative error {error:.3g}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -20,7 +21,6 @@ from ridgeline.engine.runner import Runner
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.layers import DecoderLayer, Linear
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.reference import FP8_REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Activation, Normed
 
@@ -163,7 +163,7 @@ class Pieces:
         logits = torch.randn(rows, self._spec.vocab_size, device=device)
         heat, where = torch.ones(rows, device=device), torch.full((rows,), 7, dtype=torch.int32, device=device)
         key = torch.arange(2 * rows, dtype=torch.int32, device=device).view(rows, 2)
-        return lambda: self._ops.sample(logits, heat, key, where, Purpose.TOKEN)
+        return lambda: self._ops.sampler.sample(logits, heat, key, where, Purpose.TOKEN)
 
     # --- once per layer, as the step runs it --------------------------------------------------------------------------
 
@@ -177,13 +177,13 @@ class Pieces:
     def _rope(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         merged = self._random("merged", (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim)
         shape = layer.attention.shape
-        return lambda: self._ops.qkv_write(merged, shape, view, shared.step)
+        return lambda: self._ops.attention.qkv_write(merged, shape, view, shared.step)
 
     def _attention(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         q = self._queries(spec)
         k, v = (self._random(name, spec.n_kv_heads * spec.head_dim) for name in ("keys", "values"))
         k, v = (one.unflatten(1, (spec.n_kv_heads, spec.head_dim)) for one in (k, v))
-        return lambda: self._ops.attention(q, k, v, view, shared.step)
+        return lambda: self._ops.attention.attend(q, k, v, view, shared.step)
 
     def _out_sum(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         x = self._random("heads", spec.n_heads * spec.head_dim)
@@ -201,7 +201,7 @@ class Pieces:
         stream, spec = self._random("stream", self._spec.d_model), self._spec
         if post_norm is None:
             return lambda: linear.add(x, stream)
-        return lambda: self._ops.norm_onto(linear.apply(x), post_norm, spec.norm_eps, spec.norm_offset, stream)
+        return lambda: self._ops.tokenwise.norm_add(linear.apply(x), post_norm, spec.norm_eps, spec.norm_offset, stream)
 
     # --- once per layer, alone ----------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Pieces:
 
     def _norm(self, weight: torch.Tensor) -> Call:
         spec, x = self._spec, self._random("to norm", self._spec.d_model)
-        return lambda: self._ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset)
+        return lambda: self._ops.tokenwise.rms_norm(x, weight, spec.norm_eps, spec.norm_offset)
 
     def _norms(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         weights = [layer.attention_norm, layer.feed_forward_norm]
@@ -243,10 +243,11 @@ class Pieces:
 
     def _activation(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         wide, kind = self._random("wide", 2 * spec.d_ff), self._spec.activation
-        if self._spec.quantization:
-            quantizing = (self._ops.fp8 or FP8_REFERENCE).activate
+        if self._spec.quantization and wide.is_cuda:
+            # Only where there is a GPU, since Triton is an extra; on a CPU the product quantizes what it reads.
+            quantizing = import_module("ridgeline.ops.triton.quantize").activate
             return lambda: quantizing(wide, kind)
-        return lambda: self._ops.activate(wide, kind)
+        return lambda: self._ops.tokenwise.activate(wide, kind)
 
     def _down(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.feed_forward.down, self._activated(spec, layer, shared)

@@ -128,9 +128,9 @@ def run(role: Role, choice: Choice, x: torch.Tensor, weight: torch.Tensor, rest:
 def exact(role: Role, x: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """The same in float64."""
     x, weight, rest = x.double(), weight.double(), rest.double()
-    out = (REFERENCE.rms_norm(x, rest, EPS, False) if role.norm else x) @ weight.T
+    out = (REFERENCE.tokenwise.rms_norm(x, rest, EPS, False) if role.norm else x) @ weight.T
     out = out + rest if role.add else out
-    return out if role.kind is None else REFERENCE.activate(out, role.kind)
+    return out if role.kind is None else REFERENCE.tokenwise.activate(out, role.kind)
 
 
 def rest_of(role: Role, tokens: int, n: int) -> torch.Tensor:

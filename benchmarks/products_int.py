@@ -123,7 +123,10 @@ def check_one(case: tuple[tuple[int, int], tuple[int, int, bool]]) -> list[str]:
         runs = {
             "linear": (partial(INT_TRITON.linear, x, matrix, bias), want),
             "add": (partial(INT_TRITON.linear_add, x, matrix, bias, stream.clone()), want + stream.double()),
-            "gate": (partial(INT_TRITON.linear_activate, x, matrix, bias, "silu"), REFERENCE.activate(want, "silu")),
+            "gate": (
+                partial(INT_TRITON.linear_activate, x, matrix, bias, "silu"),
+                REFERENCE.tokenwise.activate(want, "silu"),
+            ),
         }
         for name, (work, expected) in runs.items():
             place = f"{name} of {tokens} tokens, {n} x {k}, {bits} bits, group {group}, zeros {asymmetric}"
@@ -174,23 +177,27 @@ class Step:
             return run(role, choice, x, weight, rest)
         given = Normed(x, rest, EPS, False) if role.norm else x
         if role.kind is not None:
-            return TRITON.linear_activate(given, weight, None, role.kind)
-        return TRITON.linear_add(x, weight, None, rest) if role.add else TRITON.linear(given, weight, None)
+            return TRITON.matmul.plain.linear_activate(given, weight, None, role.kind)
+        return (
+            TRITON.matmul.plain.linear_add(x, weight, None, rest)
+            if role.add
+            else TRITON.matmul.plain.linear(given, weight, None)
+        )
 
     def __call__(self, stream: torch.Tensor, batch: Batch, choices: dict[str, Choice]) -> torch.Tensor:
         qkv, out, gate_up, down = MODEL.roles
         step = replace(batch.step)
         for layer, view in enumerate(batch.views):
             x = self.linear(qkv, layer, stream, self.gain, choices.get("qkv"))
-            q, k, v = TRITON.qkv_write(x, self.shape, view, step)
-            x = TRITON.attention(q, k, v, view, step)[0].view(stream.shape[0], -1)
+            q, k, v = TRITON.attention.qkv_write(x, self.shape, view, step)
+            x = TRITON.attention.attend(q, k, v, view, step)[0].view(stream.shape[0], -1)
             stream = self.linear(out, layer, x, stream, choices.get("out"))
             x = self.linear(gate_up, layer, stream, self.gain, choices.get("gate_up"))
             stream = self.linear(down, layer, x, stream, choices.get("down"))
         return self.logits(stream)
 
     def logits(self, stream: torch.Tensor) -> torch.Tensor:
-        return TRITON.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
+        return TRITON.matmul.plain.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
 
     def us(self, batch: Batch, choices: dict[str, Choice], repeats: int = 5) -> float:
         stream = torch.randn(batch.q.shape[0], self.head.shape[1], dtype=DTYPE, device="cuda")
@@ -208,7 +215,7 @@ class Step:
         def apart(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
             raise LookupError("no kernel of ours takes these layers")
 
-        run = TRITON.layers(layers, apart)
+        run = TRITON.programs.layers(layers, apart)
         return replayed(lambda: self.logits(run(stream.clone(), batch.views, batch.step)), repeats)
 
 

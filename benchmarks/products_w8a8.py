@@ -23,6 +23,7 @@ from common import provenance, write_rows
 from products import EPS, MODELS, Role, off, replayed
 
 from ridgeline.core.spec import NUMBER_FORMATS
+from ridgeline.ops.reference import in_8_bits, round_inliers, rounding_inputs
 from ridgeline.ops.table import Activation, IntMatrix, Normed, Scaled
 from ridgeline.ops.triton import w8a8
 from ridgeline.ops.triton.fp8 import Vector
@@ -31,7 +32,7 @@ from ridgeline.ops.triton.table import TRITON
 from ridgeline.ops.triton.w8a8 import W8A8_TRITON, Large
 from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
-from ridgeline.quant.integer import IntFormat, in_8_bits
+from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
 from ridgeline.quant.plain import PlainFormat
 
@@ -55,16 +56,16 @@ LARGER = (
 
 
 def formats() -> dict[str, WeightFormat]:
-    cuda, int8 = torch.device("cuda"), TRITON.integer
-    assert int8 is not None and TRITON.fp8 is not None and TRITON.w8a8 is not None
+    cuda, int8 = torch.device("cuda"), TRITON.matmul.integer
     wide, mixed = NUMBER_FORMATS["w8a8"], NUMBER_FORMATS["llm-int8"]
+    unfused = replace(TRITON, matmul=replace(TRITON.matmul, round_inliers=round_inliers))
     return {
-        "bf16": PlainFormat(TRITON, DTYPE, cuda),
-        "fp8": Fp8Format(TRITON.fp8, DTYPE, cuda),
+        "bf16": PlainFormat(TRITON.matmul.plain, DTYPE, cuda),
+        "fp8": Fp8Format(TRITON.matmul.fp8, DTYPE, cuda),
         "int8": IntFormat(int8, NUMBER_FORMATS["int8"], DTYPE, cuda),
-        "w8a8-unfused": IntFormat(int8, wide, DTYPE, cuda, inputs=in_8_bits),
-        "w8a8": IntFormat(TRITON.w8a8, wide, DTYPE, cuda),
-        "llm-int8-unfused": MixedFormat(replace(TRITON, apart=None), mixed, DTYPE, cuda),
+        "w8a8-unfused": IntFormat(rounding_inputs(int8), wide, DTYPE, cuda),
+        "w8a8": IntFormat(TRITON.matmul.w8a8, wide, DTYPE, cuda),
+        "llm-int8-unfused": MixedFormat(unfused, mixed, DTYPE, cuda),
         "llm-int8": MixedFormat(TRITON, mixed, DTYPE, cuda),
     }
 

@@ -120,7 +120,7 @@ class Text:
             ragged, nodes = batch.ragged, batch.nodes
             if ragged is None or batch.shape.even:
                 spread = None if ragged is None else Spread(ragged.n_query, ragged.row_of, nodes.depth)
-                return step.ops.gather(self._behind(step.rows.state), batch.rows, spread).tokens, logprobs
+                return step.ops.sampler.gather(self._behind(step.rows.state), batch.rows, spread).tokens, logprobs
             # Rows that read a prompt, maybe beside rows that verify: nothing that is recorded.
             place = step.rows.ints[batch.owners, Int.KNOWN] + (0 if nodes is None else nodes.depth)
             held = self._behind(step.rows.state).tokens

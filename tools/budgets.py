@@ -55,6 +55,7 @@ HEART: Mapping[str, str] = {
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
     "ops/__init__.py": "empty",
+    "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention over parts of the keys; no step calls it yet",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/cpu": "operations of a CPU",

@@ -70,7 +70,7 @@ def test_naive_attention_is_attention(tmp_path: Path, config: dict[str, object],
     at = pieces.place(model, whole.runner, case.shares)
     q = torch.randn(case.tokens, 4, 8)
     for view in at.views:
-        want, _ = REFERENCE.attention(q, q[:, :2], q[:, :2], view, at.step)
+        want, _ = REFERENCE.attention.attend(q, q[:, :2], q[:, :2], view, at.step)
         torch.testing.assert_close(pieces.naive_attention(q, view, case.shares), want)
 
 

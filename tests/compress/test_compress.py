@@ -27,9 +27,8 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import ModelSpec
 from ridgeline.models.build import build
 from ridgeline.models.config import read_spec
-from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.reference import REFERENCE, in_8_bits
 from ridgeline.quality.texts import Window
-from ridgeline.quant.integer import in_8_bits
 
 from ..cli.conftest import CONFIG, tiny
 from ..models.families import save

@@ -23,11 +23,12 @@ from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 from ridgeline.models.rope import rope_table
 from ridgeline.ops import native_cpu
+from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.reference import INT_REFERENCE, REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
-from ridgeline.ops.table import Ops
+from ridgeline.ops.table import Ops, Programs
 from ridgeline.text.tokenizer import Tokenizer
 
 LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))
@@ -235,7 +236,7 @@ def test_matrices_that_no_format_names_are_in_8_bits(folder: Path) -> None:
     wanted = (codes.float() - 128) * scales.float().unsqueeze(1)
     assert torch.equal(weights.plain("mix", torch.float32, CPU), wanted)
     x = torch.randn(2, SPEC.d_model)
-    torch.testing.assert_close(INT_REFERENCE.linear(x, weights.integer("mix", REFERENCE), None), x @ wanted.T)
+    torch.testing.assert_close(INT_REFERENCE.linear(x, weights.matrices["mix"], None), x @ wanted.T)
 
 
 def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
@@ -274,9 +275,9 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
         pytest.skip(why)
     compiled, plain = (
         drafter(folder, native, nodes=nodes),
-        drafter(folder, replace(native, recurrent=None), nodes=nodes),
+        drafter(folder, replace(native, programs=Programs()), nodes=nodes),
     )
-    assert compiled._run is not None and plain._run is None
+    assert isinstance(compiled._run, NativeRecurrent) and plain._run == plain._node_by_node
     assert bool(compiled.parents) is (nodes is TREE)
     stopped = alike = asked = 0
     for count in range(1, len(nodes) + 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.decoding.verify import accept, until_end
+from ridgeline.ops.verify import accept, until_end
 from tests.decoding.chi import DRAWS, draws, fits
 
 

@@ -40,17 +40,23 @@ def _noting(name: str, operation: Callable[..., Any], noted: Noted) -> Callable[
     return call
 
 
+def _all_noting(interface: Any, noted: Noted) -> Any:
+    """The interface with every operation noting its calls."""
+    operations = {field.name: getattr(interface, field.name) for field in fields(interface)}
+    return replace(interface, **{name: _noting(name, call, noted) for name, call in operations.items()})
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
 def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
     noted: Noted = set()
-    operations: dict[str, Any] = {
-        field.name: _noting(field.name, getattr(REFERENCE, field.name), noted)
-        for field in fields(REFERENCE)
-        if field.name in ("rms_norm", "qkv_write", "attention", "activate", "linear", "linear_add", "linear_activate")
-    }
     with tempfile.TemporaryDirectory() as name:
         save(family, Path(name))
-        ops = replace(REFERENCE, **operations)
+        ops = replace(
+            REFERENCE,
+            tokenwise=_all_noting(REFERENCE.tokenwise, noted),
+            attention=_all_noting(REFERENCE.attention, noted),
+            matmul=replace(REFERENCE.matmul, plain=_all_noting(REFERENCE.matmul.plain, noted)),
+        )
         model = build(Path(name), model=ModelConfig(max_model_len=192), ops=ops, device=torch.device("cpu"))
     step = make_step(model)
     few = step.of_each_kind()

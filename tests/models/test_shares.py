@@ -14,7 +14,7 @@ from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.plain import PlainFormat
 
 SPEC = ModelSpec("test", 8, 24, (), 64)
-FORM = PlainFormat(REFERENCE, torch.float32, torch.device("cpu"))
+FORM = PlainFormat(REFERENCE.matmul.plain, torch.float32, torch.device("cpu"))
 
 
 def filled(shape: LinearShape, share: Share):

@@ -79,7 +79,7 @@ def by_hand(case: Any, token: int) -> tuple[torch.Tensor, float]:
 
 
 def test_reference_equals_attention_by_hand(case: Any) -> None:
-    out, lse = REFERENCE.attention(case.q, case.k, case.v, case.view, case.step)
+    out, lse = REFERENCE.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None
     owned = int(case.step.q_start[-1])
     for token in [*range(0, owned, 7), owned - 1]:
@@ -91,9 +91,9 @@ def test_reference_equals_attention_by_hand(case: Any) -> None:
 
 
 def test_cpu_attention_equals_reference(case: Any) -> None:
-    want, lse = REFERENCE.attention(case.q, case.k, case.v, case.view, case.step)
+    want, lse = REFERENCE.attention.attend(case.q, case.k, case.v, case.view, case.step)
     for _ in range(2):  # the second time from what the step derived
-        out, _ = CPU.attention(case.q, case.k, case.v, case.view, case.step)
+        out, _ = CPU.attention.attend(case.q, case.k, case.v, case.view, case.step)
         assert lse is not None
         seen = torch.isfinite(lse[:, 0])
         torch.testing.assert_close(out[seen], want[seen], atol=2e-5, rtol=1e-4)
@@ -101,8 +101,8 @@ def test_cpu_attention_equals_reference(case: Any) -> None:
 
 def test_cpu_attention_in_bf16(case: Any) -> None:
     low = case.to("cpu", torch.bfloat16)
-    want, lse = REFERENCE.attention(*(one.double() for one in (low.q, low.k, low.v)), low.view, low.step)
-    out, _ = CPU.attention(low.q, low.k, low.v, low.view, low.step)
+    want, lse = REFERENCE.attention.attend(*(one.double() for one in (low.q, low.k, low.v)), low.view, low.step)
+    out, _ = CPU.attention.attend(low.q, low.k, low.v, low.view, low.step)
     assert lse is not None
     seen = torch.isfinite(lse[:, 0])
     assert (out[seen].double() - want[seen]).norm() < 1e-2 * want[seen].norm()
@@ -112,6 +112,6 @@ def test_slots_nobody_sees_may_hold_anything(batch: Callable[..., Any]) -> None:
     """Pages of others, of nobody and behind the window are never mixed in, not even with weight 0 times NaN."""
     clean = batch(MIXED, window=9, junk=0.0)
     dirty = batch(MIXED, window=9, junk=float("nan"))
-    want, _ = REFERENCE.attention(clean.q, clean.k, clean.v, clean.view, clean.step)
-    out, _ = REFERENCE.attention(dirty.q, dirty.k, dirty.v, dirty.view, dirty.step)
+    want, _ = REFERENCE.attention.attend(clean.q, clean.k, clean.v, clean.view, clean.step)
+    out, _ = REFERENCE.attention.attend(dirty.q, dirty.k, dirty.v, dirty.view, dirty.step)
     assert torch.equal(out, want)

@@ -87,7 +87,7 @@ def interpreted(target: tuple[Ops, str, list[torch.dtype]]) -> bool:
 
 def with_lse(ops: Ops, case: Any, view: KvView, step: StepInputs) -> Part:
     """Attention with its log-sum-exp, float32 [T, Hq]."""
-    out, lse = ops.attention(case.q, case.k, case.v, view, step, True)
+    out, lse = ops.attention.attend(case.q, case.k, case.v, view, step, True)
     assert lse is not None and lse.dtype == torch.float32 and lse.shape == case.q.shape[:2]
     return out, lse
 
@@ -103,7 +103,7 @@ def near(part: Part, want: Part, dtype: torch.dtype) -> None:
 
 
 def reference(case: Any) -> Part:
-    out, lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    out, lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert lse is not None
     return out, lse
 
@@ -151,7 +151,7 @@ def test_log_sum_exp_equals_the_reference(name: str, target: Any, batch: Callabl
         if interpreted(target):
             continue
         # The same step is asked with and without it, with what it keeps of the call before.
-        out, _ = target[0].attention(case.q, case.k, case.v, case.view, case.step)
+        out, _ = target[0].attention.attend(case.q, case.k, case.v, case.view, case.step)
         seen = torch.isfinite(want[1][:, 0])
         assert (out[seen].double() - want[0][seen]).norm() < 1e-2 * want[0][seen].norm()
         near(with_lse(target[0], case, case.view, case.step), want, case.q.dtype)

@@ -55,7 +55,7 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
 
     def work() -> torch.Tensor:
         calls.append(1)
-        return native.rms_norm(native.embed(table, ids, 2.0), weight, 1e-5, False)
+        return native.tokenwise.rms_norm(native.tokenwise.embed(table, ids, 2.0), weight, 1e-5, False)
 
     one = native.capture(work)
     for step in range(5):
@@ -81,15 +81,17 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
 )
 def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callable[[torch.Tensor], object]) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    assert recorded(native.capture(lambda: native.embed(table, ids, 1.0)))
-    assert not recorded(native.capture(lambda: more(native.embed(table, ids, 1.0))))
+    assert recorded(native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)))
+    assert not recorded(native.capture(lambda: more(native.tokenwise.embed(table, ids, 1.0))))
 
 
 def test_views_are_recorded(native: Ops) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    one = native.capture(lambda: native.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
+    one = native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
     assert not recorded(one), "of a part a copy is made"
-    part = native.capture(lambda: native.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0])
+    part = native.capture(
+        lambda: native.tokenwise.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0]
+    )
     assert recorded(part)
     ids.fill_(5)
     assert torch.equal(part.replay(), table[[5, 5]])
@@ -100,27 +102,25 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
     """Pointers, whole numbers and floats, as they come."""
     x, weight, bias, base = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128), torch.randn(3, 128)
     normed = Normed(x, torch.rand(64), 0.125, True)
-    assert native.fp8 is not None and native.fp8_weight is not None and native.integer is not None
-    packed, small = native.pack(weight), (weight * 8).to(torch.float8_e4m3fn)
+    packed, small = native.matmul.plain.pack(weight), (weight * 8).to(torch.float8_e4m3fn)
     scales, codes = torch.rand(128), torch.randint(1, 15, (128, 64), dtype=torch.uint8)
-    eight = {"fp8": native.fp8, "weights in fp8": native.fp8_weight}
+    eight = {"fp8": native.matmul.fp8, "weights in fp8": native.matmul.fp8_weight}
     matrices = {name: ops.pack(small, scales) for name, ops in eight.items()}
-    integer = native.integer.pack(codes, torch.rand(128, 2), None, 4, 32)
-    assert native.integer is not None
+    integer = native.matmul.integer.pack(codes, torch.rand(128, 2), None, 4, 32)
 
     def work() -> torch.Tensor:
         if kind == "norm":
-            return native.rms_norm(x, normed.weight, normed.eps, normed.offset)
+            return native.tokenwise.rms_norm(x, normed.weight, normed.eps, normed.offset)
         if kind == "gate":
-            return native.activate(x, "gelu_tanh")
+            return native.tokenwise.activate(x, "gelu_tanh")
         if kind == "linear":
-            return native.linear(normed, packed, bias)
+            return native.matmul.plain.linear(normed, packed, bias)
         if kind == "added":
-            return native.linear_add(x, packed, bias, base)
+            return native.matmul.plain.linear_add(x, packed, bias, base)
         if kind == "gated":
-            return native.linear_activate(normed, packed, bias, "silu")
+            return native.matmul.plain.linear_activate(normed, packed, bias, "silu")
         if kind == "integers":
-            return native.integer.linear(normed, integer, bias)  # type: ignore[union-attr]
+            return native.matmul.integer.linear(normed, integer, bias)
         return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
 
     one = native.capture(work)
@@ -140,7 +140,7 @@ def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
 
     def work(at: int) -> torch.Tensor:
         calls.append(at)
-        return native.embed(table, places[at], 1.0)
+        return native.tokenwise.embed(table, places[at], 1.0)
 
     each = [native.capture(partial(work, at), places[at], "one form") for at in range(4)]
     for at in (2, 0, 1, 0, 3, 2, 3):
@@ -161,7 +161,7 @@ def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
     monkeypatch.setattr(capture, "MOST_BYTES", 3 * 48 * 4 - 1)
-    assert not recorded(native.capture(lambda: native.embed(table, ids, 1.0)))
+    assert not recorded(native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)))
 
 
 def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:

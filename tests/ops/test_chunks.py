@@ -193,17 +193,17 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 128, "page_tokens": 64} | fields
     case = batch(rows, junk=float("nan"), **shape).to(DEVICE, dtype)
     forget(case)
-    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
     assert attention._Call(case.q, case.view, case.step, SMALL).on_hopper == (
         case.step.max_query >= hopper.SHORTEST_CHUNK[case.q.shape[2]]
     )
-    out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    out, lse = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None
     assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()
     assert (lse[owned].double() - want_lse[owned]).norm() < 1e-5 * want_lse[owned].norm()
-    again, _ = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    again, _ = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert torch.equal(again[owned], out[owned])
 
 
@@ -235,8 +235,8 @@ def test_maxima_are_renewed_in_time(fields: dict[str, Any], how: str, batch: Cal
         keys.abs_().add_(2).neg_()
     else:
         case.q.mul_(30)
-    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
+    out, lse = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None and want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
     assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()
@@ -250,10 +250,10 @@ def test_a_captured_graph_follows_chunks(batch: Callable[..., Any]) -> None:
     rows = [(900, 300), (400, 130), (77, 1)]
     case = batch(rows, heads=8, kv_heads=2, head_dim=128, page_tokens=64, junk=0.5).to(DEVICE, torch.bfloat16)
     step = case.step
-    TRITON.attention(case.q, case.k, case.v, case.view, step)
+    TRITON.attention.attend(case.q, case.k, case.v, case.view, step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = TRITON.attention(case.q, case.k, case.v, case.view, step)
+        out, _ = TRITON.attention.attend(case.q, case.k, case.v, case.view, step)
     for counts in ([300, 130, 1], [1, 399, 0], [2, 3, 1]):
         lengths = [held for held, _ in rows]
         step.q_start.copy_(torch.tensor([0, *counts]).cumsum(0))
@@ -263,5 +263,5 @@ def test_a_captured_graph_follows_chunks(batch: Callable[..., Any]) -> None:
         step.row_of[:total].copy_(row_of)
         step.position[:total].copy_(torch.tensor(position))
         graph.replay()
-        want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, step)
+        want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, step)
         assert (out[:total].double() - want[:total]).norm() < 1e-2 * want[:total].norm()

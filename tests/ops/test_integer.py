@@ -27,9 +27,8 @@ def made(
 
 
 def both(ops: Ops, outputs: int, inputs: int, form: NumberFormat) -> tuple[IntOps, IntMatrix, IntMatrix]:
-    assert ops.integer is not None
     given = made(outputs, inputs, form)
-    return ops.integer, ops.integer.pack(*given), INT_REFERENCE.pack(*given)
+    return ops.matmul.integer, ops.matmul.integer.pack(*given), INT_REFERENCE.pack(*given)
 
 
 def close(mine: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -102,6 +101,5 @@ def test_every_code_is_read(ops: Ops) -> None:
     for bits in (3, 4, 8):
         codes = torch.arange(32 * 32).view(32, 32).remainder(1 << bits).to(torch.uint8)
         given = (codes, torch.ones(32, 1), torch.zeros(32, 1, dtype=torch.uint8), bits, 32)
-        assert ops.integer is not None
-        out = ops.integer.linear(torch.eye(32) * 127, ops.integer.pack(*given), None)
+        out = ops.matmul.integer.linear(torch.eye(32) * 127, ops.matmul.integer.pack(*given), None)
         assert torch.equal(out.t().round().to(torch.int32), codes.int() * 127)

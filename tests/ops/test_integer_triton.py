@@ -76,7 +76,9 @@ def test_few_tokens(tokens: int, tile: IntVectorTile, form: tuple[int, int, bool
     close(integer_vector_product(x, packed, bias, tile), product + bias.double(), dtype)
     want = product + bias.double() + stream.double()
     close(integer_vector_product(x, packed, bias, tile, stream), want, dtype)
-    close(integer_vector_product(x, packed, None, tile, kind="silu"), REFERENCE.activate(product, "silu"), dtype)
+    close(
+        integer_vector_product(x, packed, None, tile, kind="silu"), REFERENCE.tokenwise.activate(product, "silu"), dtype
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -85,7 +87,7 @@ def test_few_tokens_are_normed_as_they_are_read(bits: int, offset: bool) -> None
     packed, weight = matrix(24, 2064, (bits, 128, False))
     scale = torch.tensor([[30.0], [1.0], [3.0], [0.1], [8.0]], device=DEVICE, dtype=torch.float16)
     x = Normed(scale * random(5, 2064, dtype=torch.float16), random(2064, dtype=torch.float16), 1e-1, offset)
-    want = REFERENCE.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset) @ weight.T
+    want = REFERENCE.tokenwise.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset) @ weight.T
     close(integer_vector_product(x, packed, None, IntVectorTile(16, 2, 1)), want, torch.float16)
 
 
@@ -109,12 +111,12 @@ def test_operations_agree_with_the_reference(tokens: int, form: tuple[int, int, 
     dtype = DTYPE
     x = Normed(random(tokens, 256, dtype=dtype), random(256, dtype=dtype), 1e-5, False)
     bias, stream = random(48, dtype=dtype), random(tokens, 48, dtype=dtype)
-    values = REFERENCE.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset)
+    values = REFERENCE.tokenwise.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset)
     want = values @ weight.T + bias.double()
     both = INT_TRITON.linear(x, packed, bias), INT_TRITON.linear_activate(x, packed, bias, "silu")
     added = INT_TRITON.linear_add(values.to(dtype), packed, bias, stream.clone())
     if tokens:
         close(both[0], want, dtype)
-        close(both[1], REFERENCE.activate(want, "silu"), dtype)
+        close(both[1], REFERENCE.tokenwise.activate(want, "silu"), dtype)
         close(added, want + stream.double(), dtype)
     assert both[1].shape == (tokens, 24)

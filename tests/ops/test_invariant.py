@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.ops.reference import FP8_REFERENCE, REFERENCE, quantize
-from ridgeline.ops.table import Normed, Ops, Scaled
+from ridgeline.ops.table import Normed, Ops, Programs, Scaled
 from ridgeline.ops.triton import invariant, invariant_attention, qkv
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.invariant import INVARIANT
@@ -83,27 +83,27 @@ def test_a_row_is_the_same_among_any_number_of_tokens(n: int, k: int, dtype: tor
     weight, bias = torch.randn(n, k).to(DEVICE, dtype), torch.randn(n).to(DEVICE, dtype)
     x, stream = torch.randn(MOST, k).to(DEVICE, dtype), torch.randn(MOST, n).to(DEVICE, dtype)
     gain = torch.rand(k).add(0.5).to(DEVICE, dtype)
-    packed = INVARIANT.pack(weight / 8)
+    packed = INVARIANT.matmul.plain.pack(weight / 8)
 
     def run(part: slice) -> tuple[torch.Tensor, ...]:
         deferred = Normed(x[part], gain, 1e-5, False)
         return (
-            INVARIANT.linear(x[part], packed, None),
-            INVARIANT.linear(deferred, packed, bias),
-            INVARIANT.linear_add(x[part], packed, bias, stream[part].clone()),
-            INVARIANT.linear_activate(deferred, packed, bias, "silu"),
-            INVARIANT.linear_activate(x[part], packed, None, "gelu_tanh"),
+            INVARIANT.matmul.plain.linear(x[part], packed, None),
+            INVARIANT.matmul.plain.linear(deferred, packed, bias),
+            INVARIANT.matmul.plain.linear_add(x[part], packed, bias, stream[part].clone()),
+            INVARIANT.matmul.plain.linear_activate(deferred, packed, bias, "silu"),
+            INVARIANT.matmul.plain.linear_activate(x[part], packed, None, "gelu_tanh"),
         )
 
     whole = run(slice(0, MOST))
-    normed = REFERENCE.rms_norm(x.double(), gain.double(), 1e-5, False)
+    normed = REFERENCE.tokenwise.rms_norm(x.double(), gain.double(), 1e-5, False)
     sums, of_normed = x.double() @ packed.double().T, normed @ packed.double().T + bias.double()
     wants = (
         sums,
         of_normed,
         stream.double() + sums + bias.double(),
-        REFERENCE.activate(of_normed, "silu"),
-        REFERENCE.activate(sums, "gelu_tanh"),
+        REFERENCE.tokenwise.activate(of_normed, "silu"),
+        REFERENCE.tokenwise.activate(sums, "gelu_tanh"),
     )
     for out, want in zip(whole, wants, strict=True):
         close(out, want, dtype)
@@ -141,25 +141,24 @@ def test_launches_differ_by_tokens_and_sums_do_not(n: int, k: int) -> None:
 
 def test_rows_of_odd_width_are_refused() -> None:
     with pytest.raises(ConfigError, match="--deterministic"):
-        INVARIANT.pack(torch.zeros(8, 13, dtype=torch.float16))
+        INVARIANT.matmul.plain.pack(torch.zeros(8, 13, dtype=torch.float16))
 
 
 def test_fp8_rows_are_the_same_among_any_number_of_tokens() -> None:
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs fp8 tensor cores")
-    assert INVARIANT.fp8 is not None
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     weight = quantize(torch.randn(130, 512))
-    matrix = INVARIANT.fp8.pack(weight.values.to(DEVICE), weight.scales.to(DEVICE))
+    matrix = INVARIANT.matmul.fp8.pack(weight.values.to(DEVICE), weight.scales.to(DEVICE))
     x, stream = quantize(torch.randn(MOST, 512).to(DEVICE)), torch.randn(MOST, 130).to(DEVICE, dtype)
-    whole = INVARIANT.fp8.linear(x, matrix, None, dtype)
-    added = INVARIANT.fp8.linear_add(x, matrix, None, stream.clone())
+    whole = INVARIANT.matmul.fp8.linear(x, matrix, None, dtype)
+    added = INVARIANT.matmul.fp8.linear_add(x, matrix, None, stream.clone())
     close(whole, FP8_REFERENCE.linear(x, matrix, None, dtype), dtype)
     for tokens in TOKENS:
         part = slice(MOST - tokens, MOST)
         given = Scaled(x.values[part], x.scales[part])
-        assert torch.equal(INVARIANT.fp8.linear(given, matrix, None, dtype), whole[part])
-        assert torch.equal(INVARIANT.fp8.linear_add(given, matrix, None, stream[part].clone()), added[part])
+        assert torch.equal(INVARIANT.matmul.fp8.linear(given, matrix, None, dtype), whole[part])
+        assert torch.equal(INVARIANT.matmul.fp8.linear_add(given, matrix, None, stream[part].clone()), added[part])
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -195,10 +194,10 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
         pytest.skip("one dtype is enough in the slow interpreter")
     rows, fields = ATTENTION[name]
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, dtype)
-    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     owned = slice(0, int(case.step.q_start[-1]))
     for _ in range(2 if DEVICE == "cuda" or name in ("decode", "tree") else 1):  # again with the plan the step derived
-        out, lse = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
+        out, lse = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
         assert want_lse is not None and lse is not None
         seen = torch.isfinite(want_lse[owned, 0])
         close(out[owned][seen], want[owned][seen].to(dtype), dtype)
@@ -214,7 +213,7 @@ def test_a_query_is_the_same_however_its_row_is_cut(
     """A prompt at once; in chunks beside others; its tokens one by one, as they are decoded: every bit the same. Slots
     from 128 and 256 on have longer runs, and tiles of queries lie on both sides."""
     case = batch([(270, 270), (60, 60), (5, 5)], **{"heads": 2, "kv_heads": 1, **fields}).to(DEVICE, dtype)
-    whole, whole_lse = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
+    whole, whole_lse = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert whole_lse is not None
     cuts = [
         [(0, 0, 100)],
@@ -226,7 +225,7 @@ def test_a_query_is_the_same_however_its_row_is_cut(
     ]
     for pieces in cuts:
         q, step, which = pieces_of(case, pieces)
-        out, lse = INVARIANT.attention(q, case.k, case.v, case.view, step)
+        out, lse = INVARIANT.attention.attend(q, case.k, case.v, case.view, step)
         assert lse is not None
         assert torch.equal(out, whole[which]), pieces
         assert torch.equal(lse, whole_lse[which]), pieces
@@ -241,38 +240,25 @@ def test_who_computes_a_run_changes_nothing(
     monkeypatch.setattr(invariant_attention, "RUNS", 8)
     monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", 100)
     case = batch([(400, 1), (330, 1), (380, 1)], heads=3, kv_heads=1).to(DEVICE, torch.float32)
-    want, _ = INVARIANT.attention(case.q, case.k, case.v, case.view, case.step)
+    want, _ = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
     monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", spare)
-    out, _ = INVARIANT.attention(case.q, case.k, case.v, case.view, replace(case.step))
+    out, _ = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, replace(case.step))
     assert torch.equal(out, want)
 
 
 def test_every_operation_was_judged() -> None:
-    """What a token's own program computes may be shared with the faster set (`apart` and `embed` do), sums of integers, which are
-    exact in any order (`w8a8`), and what neither has (`chain`, `capture` and others); a new operation must be looked at."""
-    shared = {one.name for one in fields(Ops) if getattr(INVARIANT, one.name) is getattr(TRITON, one.name)}
-    assert shared == {
-        "rms_norm",
-        "activate",
-        "sample",
-        "gather",
-        "advance",
-        "last",
-        "to_host",
-        "verify",
-        "apart",
-        "w8a8",
-    } | {
-        "cap",
-        "norm_add",
-        "capture",
-        "chain",
-        "draw",
-        "embed",
-        "fp8_weight",
-        "keep",
-        "recurrent",
-    }
+    """What a token's own program computes may be shared with the faster set (`tokenwise`, `sampler`, `round_inliers`), sums of
+    integers, which are exact in any order (`w8a8`), and what neither has (`fp8_weight`, `capture`); a new operation must be looked
+    at."""
+    assert {one.name for one in fields(Ops)} - _shared(INVARIANT, TRITON) == {"name", "attention", "matmul", "programs"}
+    assert not _shared(INVARIANT.attention, TRITON.attention)
+    assert INVARIANT.programs == Programs()
+    assert _shared(INVARIANT.matmul, TRITON.matmul) == {"fp8_weight", "w8a8", "round_inliers", "without_kernel"}
+
+
+def _shared(one: Any, other: Any) -> set[str]:
+    """Names of the fields that both hold alike."""
+    return {field.name for field in fields(one) if getattr(one, field.name) is getattr(other, field.name)}
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -284,8 +270,10 @@ def test_heads_are_normed_alike_among_few_and_many_tokens(
     monkeypatch.setattr(qkv, "MANY_TOKENS", 8)
     case, shape = batch([(20, 20)]).to(DEVICE, torch.float32), qkv_shape(6, 2, 32, 32, True, DEVICE)
     projected = torch.randn(20, 10 * 32, device=DEVICE)
-    whole = INVARIANT.qkv_write(projected.clone(), shape, case.view, case.step)
+    whole = INVARIANT.attention.qkv_write(projected.clone(), shape, case.view, case.step)
     view = replace(case.view, slots=case.view.slots[10:13])
     step = replace(case.step, position=case.step.position[10:13])
-    for out, want in zip(INVARIANT.qkv_write(projected[10:13].clone(), shape, view, step), whole, strict=True):
+    for out, want in zip(
+        INVARIANT.attention.qkv_write(projected[10:13].clone(), shape, view, step), whole, strict=True
+    ):
         assert torch.equal(out, want[10:13])

@@ -28,7 +28,7 @@ def test_reference_rms_norm_by_hand(offset: bool) -> None:
     row = [float(one) for one in x[1]]
     rms = math.sqrt(sum(one * one for one in row) / 8 + 1e-2)
     want = torch.tensor([one / rms * (float(w) + offset) for one, w in zip(row, weight, strict=True)])
-    torch.testing.assert_close(REFERENCE.rms_norm(x, weight, 1e-2, offset)[1], want)
+    torch.testing.assert_close(REFERENCE.tokenwise.rms_norm(x, weight, 1e-2, offset)[1], want)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
@@ -37,7 +37,7 @@ def test_reference_activation_by_hand(kind: str) -> None:
     act = gate / (1 + math.exp(-gate))
     if kind == "gelu_tanh":
         act = 0.5 * gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    out = REFERENCE.activate(torch.tensor([[gate, up]]), kind)
+    out = REFERENCE.tokenwise.activate(torch.tensor([[gate, up]]), kind)
     assert float(out) == pytest.approx(act * up, abs=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_reference_rope_turns_pairs_by_position_times_frequency(
     case = batch([(9, 1)], heads=2, kv_heads=1, head_dim=8)
     shape = qkv_shape(2, 1, 8, 4, norms=False)
     qkv = torch.randn(1, 32)
-    q, k, v = REFERENCE.qkv_write(qkv, shape, case.view, case.step)
+    q, k, v = REFERENCE.attention.qkv_write(qkv, shape, case.view, case.step)
     for pair, frequency in ((0, 1.0), (1, 0.01)):
         angle, (a, b) = 8 * frequency, (float(qkv[0, pair]), float(qkv[0, pair + 2]))
         assert float(q[0, 0, pair]) == pytest.approx(a * math.cos(angle) - b * math.sin(angle), abs=1e-5)
@@ -61,18 +61,18 @@ def test_reference_rope_turns_pairs_by_position_times_frequency(
 @pytest.mark.parametrize("offset", [False, True])
 def test_cpu_norms(dtype: torch.dtype, offset: bool) -> None:
     x, weight = torch.randn(5, 96).to(dtype), torch.randn(96).to(dtype)
-    close(CPU.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x, weight, 1e-5, offset), dtype)
+    close(CPU.tokenwise.rms_norm(x, weight, 1e-5, offset), REFERENCE.tokenwise.rms_norm(x, weight, 1e-5, offset), dtype)
 
 
 def test_cpu_norm_of_zeros_is_zero() -> None:
-    assert torch.equal(CPU.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, False), torch.zeros(2, 8))
+    assert torch.equal(CPU.tokenwise.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, False), torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_cpu_activation(dtype: torch.dtype, kind: str) -> None:
     x = torch.randn(5, 64).to(dtype)
-    close(CPU.activate(x, kind), REFERENCE.activate(x, kind), dtype)
+    close(CPU.tokenwise.activate(x, kind), REFERENCE.tokenwise.activate(x, kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,11 +84,11 @@ def test_cpu_qkv_write(
     shape = qkv_shape(6, 2, 32, fields.get("rope_dim", 32), fields.get("norms", False))
     qkv = torch.randn(28, 10 * 32).to(dtype)
     before = case.view.kv.clone()
-    want = REFERENCE.qkv_write(qkv, shape, case.view, case.step)
+    want = REFERENCE.attention.qkv_write(qkv, shape, case.view, case.step)
     want_kv = case.view.kv.clone()
     case.view.kv.copy_(before)
     for _ in range(2):
-        out = CPU.qkv_write(qkv, shape, case.view, case.step)
+        out = CPU.attention.qkv_write(qkv, shape, case.view, case.step)
         for one, other in zip(out, want, strict=True):
             close(one, other, dtype)
         close(case.view.kv, want_kv, dtype)
@@ -100,10 +100,10 @@ def test_cpu_qkv_write(
 @pytest.mark.parametrize("tokens", [1, 16, 130])
 def test_cpu_linear(dtype: torch.dtype, tokens: int) -> None:
     weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(tokens, 64).to(dtype)
-    packed = CPU.pack(weight)
+    packed = CPU.matmul.plain.pack(weight)
     for one in (None, bias):
         want = F.linear(x.double(), weight.double(), None if one is None else one.double())
-        close(CPU.linear(x, packed, one), want.to(dtype), dtype)
+        close(CPU.matmul.plain.linear(x, packed, one), want.to(dtype), dtype)
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
@@ -113,12 +113,12 @@ def test_what_joins_a_product(ops: Ops, dtype: torch.dtype, tokens: int) -> None
     """A norm before it, the stream added to it, the activation of a merged gate and up: by hand in float64."""
     x, weight, bias = torch.randn(tokens, 64).to(dtype), torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     gain, stream = torch.randn(64).to(dtype), 10 * torch.randn(tokens, 96).to(dtype)
-    wide, packed, normed = x.double(), ops.pack(weight), Normed(x, gain, 1e-2, True)
+    wide, packed, normed = x.double(), ops.matmul.plain.pack(weight), Normed(x, gain, 1e-2, True)
     values = wide / (wide.square().mean(1, keepdim=True) + 1e-2).sqrt() * (gain.double() + 1)
     for added in (None, bias):
         more = 0 if added is None else added.double()
-        close(ops.linear(normed, packed, added), (values @ weight.double().t() + more).to(dtype), dtype, 3)
+        close(ops.matmul.plain.linear(normed, packed, added), (values @ weight.double().t() + more).to(dtype), dtype, 3)
         want = stream.double() + wide @ weight.double().t() + more
-        close(ops.linear_add(x, packed, added, stream.clone()), want.to(dtype), dtype, 3)
+        close(ops.matmul.plain.linear_add(x, packed, added, stream.clone()), want.to(dtype), dtype, 3)
         gate, up = (values @ weight.double().t() + more).chunk(2, 1)
-        close(ops.linear_activate(normed, packed, added, "silu"), (F.silu(gate) * up).to(dtype), dtype, 3)
+        close(ops.matmul.plain.linear_activate(normed, packed, added, "silu"), (F.silu(gate) * up).to(dtype), dtype, 3)

@@ -38,38 +38,42 @@ def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, bf16_error:
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (1, 1), (17, 33), (130, 70), (49, 5), (256, 512), (64, 1100)])
 def test_linear(ops: Ops, threads: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    packed = ops.pack(weight)
+    packed = ops.matmul.plain.pack(weight)
     assert packed.shape[0] == outputs
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 47, 65, 150):
         x = torch.randn(rows, inputs).to(dtype)
         for one in (None, bias):
             want = F.linear(x.double(), weight.double(), None if one is None else one.double())
-            close(ops.linear(x, packed, one), want.to(dtype), dtype)
+            close(ops.matmul.plain.linear(x, packed, one), want.to(dtype), dtype)
 
 
 def test_linear_of_many_rows_and_inputs(ops: Ops, threads: int) -> None:
     """Rows that do not fit the cache at once."""
     weight, x = torch.randn(200, 2080).bfloat16(), torch.randn(700, 2080).bfloat16()
-    close(ops.linear(x, ops.pack(weight), None), F.linear(x.double(), weight.double()).bfloat16(), BF16)
+    close(
+        ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None),
+        F.linear(x.double(), weight.double()).bfloat16(),
+        BF16,
+    )
 
 
 def test_linear_takes_rows_that_do_not_lie_in_order(ops: Ops) -> None:
     weight, x = torch.randn(32, 48), torch.randn(5, 96)[:, ::2]
-    close(ops.linear(x, ops.pack(weight), None), F.linear(x, weight), F32)
+    close(ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None), F.linear(x, weight), F32)
 
 
 def test_a_packed_weight_stands_alone(ops: Ops) -> None:
     weight, x = torch.randn(40, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    packed = ops.pack(weight)
-    want = ops.linear(x, packed, None)
+    packed = ops.matmul.plain.pack(weight)
+    want = ops.matmul.plain.linear(x, packed, None)
     weight.zero_()
-    assert torch.equal(ops.linear(x, packed, None), want)
+    assert torch.equal(ops.matmul.plain.linear(x, packed, None), want)
 
 
 def test_float16_falls_back(ops: Ops) -> None:
     weight, x = torch.randn(40, 64).half(), torch.randn(3, 64).half()
-    assert torch.equal(ops.linear(x, ops.pack(weight), None), F.linear(x, weight))
-    assert ops.rms_norm(x, torch.ones(64).half(), 1e-5, False).dtype == torch.float16
+    assert torch.equal(ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None), F.linear(x, weight))
+    assert ops.tokenwise.rms_norm(x, torch.ones(64).half(), 1e-5, False).dtype == torch.float16
 
 
 # --- what happens to each token alone -----------------------------------------------------------------------------------
@@ -80,7 +84,7 @@ def test_float16_falls_back(ops: Ops) -> None:
 @pytest.mark.parametrize("offset", [False, True])
 def test_norms(ops: Ops, dtype: torch.dtype, rows: int, size: int, offset: bool) -> None:
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
-    close(ops.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x, weight, 1e-5, offset), dtype)
+    close(ops.tokenwise.rms_norm(x, weight, 1e-5, offset), REFERENCE.tokenwise.rms_norm(x, weight, 1e-5, offset), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,32 +94,36 @@ def test_what_joins_a_product(ops: Ops, threads: int, dtype: torch.dtype, rows: 
     """A norm that is still to be done, the stream added to a product, the activation of one."""
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     bias, norm = torch.randn(outputs).to(dtype), torch.randn(inputs).to(dtype)
-    stream, packed = torch.randn(rows, outputs).to(dtype), ops.pack(weight)
+    stream, packed = torch.randn(rows, outputs).to(dtype), ops.matmul.plain.pack(weight)
     normed = Normed(x, norm, 1e-5, False)
     # What is computed in one go is not rounded in between: the reference in float64 on the same numbers.
     wide, wide_normed = x.double(), Normed(x.double(), norm.double(), 1e-5, False)
     wide_weight, wide_bias = weight.double(), bias.double()
-    close(ops.linear(normed, packed, bias), REFERENCE.linear(wide_normed, wide_weight, wide_bias).to(dtype), dtype)
+    close(
+        ops.matmul.plain.linear(normed, packed, bias),
+        REFERENCE.matmul.plain.linear(wide_normed, wide_weight, wide_bias).to(dtype),
+        dtype,
+    )
     for one, wide_one in ((None, None), (bias, wide_bias)):
-        want = REFERENCE.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
-        close(ops.linear_add(x, packed, one, stream.clone()), want, dtype)
+        want = REFERENCE.matmul.plain.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
+        close(ops.matmul.plain.linear_add(x, packed, one, stream.clone()), want, dtype)
     for given, wide_given, kind in ((normed, wide_normed, "silu"), (x, wide, "gelu_tanh")):
-        want = REFERENCE.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
+        want = REFERENCE.matmul.plain.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
         # The rounding of a few large sums weighs most here.
-        close(ops.linear_activate(given, packed, bias, kind), want, dtype, bf16_error=1e-2)
+        close(ops.matmul.plain.linear_activate(given, packed, bias, kind), want, dtype, bf16_error=1e-2)
 
 
 def test_the_stream_holds_the_result(ops: Ops) -> None:
     weight, x, stream = torch.randn(32, 48), torch.randn(5, 48), torch.randn(5, 32)
-    out = ops.linear_add(x, ops.pack(weight), None, stream)
+    out = ops.matmul.plain.linear_add(x, ops.matmul.plain.pack(weight), None, stream)
     assert out.data_ptr() == stream.data_ptr()
     apart = torch.randn(5, 64)[:, ::2]
-    close(ops.linear_add(x, ops.pack(weight), None, apart), apart + F.linear(x, weight), F32)
+    close(ops.matmul.plain.linear_add(x, ops.matmul.plain.pack(weight), None, apart), apart + F.linear(x, weight), F32)
 
 
 def test_norm_of_zeros_is_zero_and_nan_stays(ops: Ops) -> None:
-    assert torch.equal(ops.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, False), torch.zeros(2, 8))
-    assert ops.rms_norm(torch.full((1, 8), float("nan")), torch.ones(8), 1e-5, False).isnan().all()
+    assert torch.equal(ops.tokenwise.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, False), torch.zeros(2, 8))
+    assert ops.tokenwise.rms_norm(torch.full((1, 8), float("nan")), torch.ones(8), 1e-5, False).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,15 +131,17 @@ def test_norm_of_zeros_is_zero_and_nan_stays(ops: Ops) -> None:
 @pytest.mark.parametrize("rows, size", [(1, 1536), (5, 64), (3, 7), (90, 260)])
 def test_activation(ops: Ops, dtype: torch.dtype, kind: str, rows: int, size: int) -> None:
     x = (4 * torch.randn(rows, 2 * size)).to(dtype)
-    close(ops.activate(x, kind), REFERENCE.activate(x, kind), dtype)
+    close(ops.tokenwise.activate(x, kind), REFERENCE.tokenwise.activate(x, kind), dtype)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_activation_far_out(ops: Ops, kind: str) -> None:
     gate = torch.tensor([-1e30, -300.0, -100.0, -88.0, 0.0, 88.0, 300.0, 1e30])
     x = torch.cat((gate, torch.ones(8))).unsqueeze(0)
-    torch.testing.assert_close(ops.activate(x, kind), REFERENCE.activate(x, kind), rtol=1e-6, atol=1e-30)
-    assert ops.activate(torch.full((1, 2), float("nan")), kind).isnan().all()
+    torch.testing.assert_close(
+        ops.tokenwise.activate(x, kind), REFERENCE.tokenwise.activate(x, kind), rtol=1e-6, atol=1e-30
+    )
+    assert ops.tokenwise.activate(torch.full((1, 2), float("nan")), kind).isnan().all()
 
 
 def shape_of(heads: int, kv_heads: int, dim: int, rope_dim: int, norms: bool, dtype: torch.dtype) -> QkvShape:
@@ -159,11 +169,11 @@ def test_qkv_write(
     shape = shape_of(6, 2, dim, rope_dim, norms, dtype)
     qkv = torch.randn(28, 10 * dim).to(dtype)
     given, before = qkv.clone(), case.view.kv.clone()
-    want = REFERENCE.qkv_write(qkv, shape, case.view, case.step)
+    want = REFERENCE.attention.qkv_write(qkv, shape, case.view, case.step)
     want_kv = case.view.kv.clone()
     case.view.kv.copy_(before)
     for _ in range(2):  # the second time with what the step derived
-        out = ops.qkv_write(qkv, shape, case.view, case.step)
+        out = ops.attention.qkv_write(qkv, shape, case.view, case.step)
         assert torch.equal(qkv, given)
         for one, other in zip(out, want, strict=True):
             close(one, other, dtype)
@@ -221,10 +231,10 @@ def check(ops: Ops, case: Any, dtype: torch.dtype) -> None:
     case = case.to("cpu", dtype)
     given = case.view.kv.clone()
     wide = [one.double() for one in (case.q, case.k, case.v)]
-    want, lse = REFERENCE.attention(*wide, case.view, case.step)
+    want, lse = REFERENCE.attention.attend(*wide, case.view, case.step)
     assert lse is not None
     for _ in range(2):  # the second time with what the step derived
-        out, _ = ops.attention(case.q, case.k, case.v, case.view, case.step)
+        out, _ = ops.attention.attend(case.q, case.k, case.v, case.view, case.step)
         assert out.dtype == dtype and out.shape == want.shape
         assert torch.equal(case.view.kv.nan_to_num(7.0), given.nan_to_num(7.0))
         if dtype == F32:
@@ -254,16 +264,16 @@ def test_large_scores(ops: Ops, batch: Callable[..., Any]) -> None:
     """Softmax over scores far apart: nothing overflows."""
     case = batch([(200, 3), (50, 50)], head_dim=64)
     case.q.mul_(300.0)
-    want, _ = REFERENCE.attention(case.q, case.k, case.v, case.view, case.step)
-    out, _ = ops.attention(case.q, case.k, case.v, case.view, case.step)
+    want, _ = REFERENCE.attention.attend(case.q, case.k, case.v, case.view, case.step)
+    out, _ = ops.attention.attend(case.q, case.k, case.v, case.view, case.step)
     torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-3)
 
 
 def test_attention_takes_queries_as_qkv_write_leaves_them(ops: Ops, batch: Callable[..., Any]) -> None:
     case = batch(MIXED)
     merged = torch.cat((case.q, case.k, case.v), 1)
-    want, _ = ops.attention(case.q, case.k, case.v, case.view, case.step)
-    out, _ = ops.attention(*merged.split((6, 2, 2), 1), case.view, case.step)
+    want, _ = ops.attention.attend(case.q, case.k, case.v, case.view, case.step)
+    out, _ = ops.attention.attend(*merged.split((6, 2, 2), 1), case.view, case.step)
     assert torch.equal(out, want)
 
 
@@ -324,12 +334,12 @@ def run_layers(
     for parts, view in zip(layers, views, strict=True):
         eps, offset = parts.shape.norm_eps, parts.shape.norm_offset
         normed = Normed(stream, parts.attention_norm, eps, offset)
-        qkv = ops.linear(normed, parts.qkv.packed, parts.qkv.bias)
-        out, _ = ops.attention(*ops.qkv_write(qkv, parts.shape, view, step), view, step)
-        stream = ops.linear_add(out.flatten(1), parts.out.packed, parts.out.bias, stream)
+        qkv = ops.matmul.plain.linear(normed, parts.qkv.packed, parts.qkv.bias)
+        out, _ = ops.attention.attend(*ops.attention.qkv_write(qkv, parts.shape, view, step), view, step)
+        stream = ops.matmul.plain.linear_add(out.flatten(1), parts.out.packed, parts.out.bias, stream)
         normed = Normed(stream, parts.feed_forward_norm, eps, offset)
-        inner = ops.linear_activate(normed, parts.gate_up.packed, parts.gate_up.bias, parts.activation)
-        stream = ops.linear_add(inner, parts.down.packed, parts.down.bias, stream)
+        inner = ops.matmul.plain.linear_activate(normed, parts.gate_up.packed, parts.gate_up.bias, parts.activation)
+        stream = ops.matmul.plain.linear_add(inner, parts.down.packed, parts.down.bias, stream)
     return stream
 
 
@@ -356,14 +366,14 @@ def test_layers_in_one_call(
     packed: list[LayerParts] = []
     apart: list[LayerParts] = []
     for seed in range(3):
-        for kept, pack in ((packed, ops.pack), (apart, single.pack)):
+        for kept, pack in ((packed, ops.matmul.plain.pack), (apart, single.matmul.plain.pack)):
             torch.manual_seed(seed)
             kept.append(layer_parts(dtype, pack, options))
     stream = torch.randn(len(case.q), 96).to(dtype)
     # The layers differ in cache, and the second in its window.
     views, twins = ([replace(case.view, kv=case.view.kv.clone(), window=w) for w in (None, 11, None)] for _ in range(2))
     want = run_layers(single, apart, stream.clone(), twins, case.step)
-    out = ops.layers(packed, refuse)(stream, views, case.step)
+    out = ops.programs.layers(packed, refuse)(stream, views, case.step)
     owned = int(case.step.q_start[-1])
     close(out[:owned], want[:owned], dtype)
     for view, twin in zip(views, twins, strict=True):
@@ -380,7 +390,7 @@ def test_layers_by_any_number_of_threads(
     case, options = batch(rows).to("cpu", F32), {"d_ff": 1536}
     packed, apart = [], []
     for seed in range(3):
-        for kept, pack in ((packed, ops.pack), (apart, REFERENCE.pack)):
+        for kept, pack in ((packed, ops.matmul.plain.pack), (apart, REFERENCE.matmul.plain.pack)):
             torch.manual_seed(seed)
             kept.append(layer_parts(F32, pack, options))
     stream = torch.randn(len(case.q), 96)
@@ -390,7 +400,7 @@ def test_layers_by_any_number_of_threads(
     torch.set_num_threads(many)
     try:
         for _ in range(5):
-            close(ops.layers(packed, refuse)(stream.clone(), views, case.step), want, F32)
+            close(ops.programs.layers(packed, refuse)(stream.clone(), views, case.step), want, F32)
     finally:
         torch.set_num_threads(before)
     for view, twin in zip(views, twins, strict=True):
@@ -400,11 +410,11 @@ def test_layers_by_any_number_of_threads(
 def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[..., Any]) -> None:
     case = batch(MIXED).to("cpu", F32)
     torch.manual_seed(0)
-    parts = [layer_parts(F32, ops.pack, {}) for _ in range(3)]
-    run, stream = ops.layers(parts, lambda stream, views, step: stream), torch.randn(len(case.q), 96)
+    parts = [layer_parts(F32, ops.matmul.plain.pack, {}) for _ in range(3)]
+    run, stream = ops.programs.layers(parts, lambda stream, views, step: stream), torch.randn(len(case.q), 96)
     views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in parts] for _ in range(2))
     before = views[2].kv.clone()
-    want = ops.layers(parts[:2], refuse)(stream.clone(), twins[:2], case.step)
+    want = ops.programs.layers(parts[:2], refuse)(stream.clone(), twins[:2], case.step)
     assert torch.equal(run(stream.clone(), views[:2], case.step), want)
     assert torch.equal(views[1].kv, twins[1].kv) and torch.equal(views[2].kv, before)
     assert torch.equal(run(stream, [], case.step), stream)
@@ -412,14 +422,14 @@ def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[...
 
 @pytest.mark.parametrize("options", [{"d_ff": 40}])
 def test_layers_of_other_sizes_run_one_by_one(ops: Ops, options: dict[str, Any]) -> None:
-    assert ops.layers([layer_parts(F32, ops.pack, options)], refuse) is refuse
+    assert ops.programs.layers([layer_parts(F32, ops.matmul.plain.pack, options)], refuse) is refuse
     half = layer_parts(torch.float16, lambda weight: weight, {})
-    assert ops.layers([half], refuse) is refuse
+    assert ops.programs.layers([half], refuse) is refuse
 
 
 def test_layers_over_a_cache_of_other_numbers_run_one_by_one(ops: Ops, batch: Callable[..., Any]) -> None:
     case = batch(DECODE).to("cpu", BF16)
-    run = ops.layers([layer_parts(F32, ops.pack, {})], refuse)
+    run = ops.programs.layers([layer_parts(F32, ops.matmul.plain.pack, {})], refuse)
     with pytest.raises(AssertionError, match="one call"):
         run(torch.randn(len(case.q), 96), [case.view], case.step)
 

@@ -16,7 +16,7 @@ from ridgeline.ops import native_cpu
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
-from ridgeline.ops.table import Ops, no_chain
+from ridgeline.ops.table import Ops, Programs
 from tests.models.families import save
 
 PAGE, PAGES, WIDTH, LIMIT = 4, 12, 48, 40
@@ -92,7 +92,7 @@ def test_a_chain_is_what_single_steps_draft(native: Ops, tmp_path: Path, dtype: 
     save(family, tmp_path)
     for heat in (0.0, 0.9):
         found = []
-        for ops in (native, replace(native, chain=no_chain)):
+        for ops in (native, replace(native, programs=Programs())):
             model = load(family, tmp_path, dtype, ops)
             vocabulary = range(1, model.spec.vocab_size, 3) if few else ()
             model.decoder.scale = 3.1 if family == "qwen2" else 1.0  # as Gemma has one

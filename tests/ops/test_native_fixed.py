@@ -37,12 +37,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_row_is_the_same_among_any_number_of_rows(ops: Ops, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, stream = torch.randn(70, inputs).to(dtype), torch.randn(70, outputs).to(dtype)
     weight, gain = torch.randn(outputs, inputs).to(dtype) / 8, torch.rand(inputs).to(dtype)
-    packed = ops.pack(weight)
+    packed = ops.matmul.plain.pack(weight)
 
     def run(part: slice) -> tuple[torch.Tensor, ...]:
-        gated = [ops.linear_activate(x[part], packed, None, "silu")] if outputs % 2 == 0 else []
+        gated = [ops.matmul.plain.linear_activate(x[part], packed, None, "silu")] if outputs % 2 == 0 else []
         deferred = Normed(x[part], gain, 1e-5, False)
-        return ops.linear(deferred, packed, None), ops.linear_add(x[part], packed, None, stream[part].clone()), *gated
+        return (
+            ops.matmul.plain.linear(deferred, packed, None),
+            ops.matmul.plain.linear_add(x[part], packed, None, stream[part].clone()),
+            *gated,
+        )
 
     whole = run(slice(0, 70))
     want = stream.double() + x.double() @ weight.double().T
@@ -69,8 +73,8 @@ def test_a_query_is_the_same_however_its_row_is_cut(
 ) -> None:
     """A prompt at once, in chunks beside others, token by token."""
     case = batch([(430, 430), (90, 90), (5, 5)], **fields).to("cpu", dtype)
-    whole, _ = ops.attention(case.q, case.k, case.v, case.view, case.step)
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    whole, _ = ops.attention.attend(case.q, case.k, case.v, case.view, case.step)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     error = (whole.double() - want).norm() / want.norm()
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), float(error)
     cuts = [
@@ -84,5 +88,5 @@ def test_a_query_is_the_same_however_its_row_is_cut(
     ]
     for pieces in cuts:
         q, step, which = pieces_of(case, pieces)
-        out, _ = ops.attention(q, case.k, case.v, case.view, step)
+        out, _ = ops.attention.attend(q, case.k, case.v, case.view, step)
         assert torch.equal(out, whole[which]), pieces

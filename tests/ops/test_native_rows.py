@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from ridgeline.decoding.verify import verify
 from ridgeline.ops import native_cpu, rows
 from ridgeline.ops.native.binding import library_path
 from ridgeline.ops.rows import Drafted, Int, Knob, RowState, Spread
 from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops
+from ridgeline.ops.verify import verify
 
 ROWS, WIDTH, STOPS, VOCAB = 6, 64, 4, 3
 GROUPS, PAGE_TOKENS = 3, 4
@@ -92,7 +92,7 @@ def test_gather(native: Ops, state: RowState, own: list[int], data: some.DataObj
         told = [torch.tensor(one, dtype=torch.int32) for one in (counts, row_of, place)]
         spread = Spread(*told, -told[2] // 2 if data.draw(some.booleans()) else None)
     given_rows = torch.tensor(own, dtype=torch.int32)
-    got, want = native.gather(state, given_rows, spread), rows.gather(state, given_rows, spread)
+    got, want = native.sampler.gather(state, given_rows, spread), rows.gather(state, given_rows, spread)
     for name in ("tokens", "position", "slots", "length"):
         same(getattr(got, name), getattr(want, name))
 
@@ -112,7 +112,7 @@ def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide
     first = torch.randint(0, 9, (count,), generator=chance, dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
         hidden = torch.randn(9 + wide, 48, generator=chance).to(dtype)
-        got = native.last(packed, path, hidden, first)
+        got = native.sampler.last(packed, path, hidden, first)
         same(got, rows.last(packed, path, hidden, first))
         node = max(0, int(packed[-1, 0]) - 1)
         same(got[-1], hidden[int(first[-1]) + (node if path is None else int(path[-1, node]))])
@@ -123,7 +123,7 @@ def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide
 def test_advance(native: Ops, state: RowState, own: list[int], data: some.DataObject) -> None:
     said = data.draw(some.lists(some.integers(0, VOCAB - 1), min_size=len(own), max_size=len(own)))
     drawn, given_rows, other = torch.tensor(said, dtype=torch.int32), torch.tensor(own, dtype=torch.int32), copy(state)
-    same(native.advance(state, given_rows, drawn), rows.advance(other, given_rows, drawn))
+    same(native.sampler.advance(state, given_rows, drawn), rows.advance(other, given_rows, drawn))
     moved_alike(state, other)
 
 
@@ -154,8 +154,7 @@ def test_verify(native: Ops, state: RowState, own: list[int], wide: int, data: s
             state.tokens[row, known : known + wide] = drawn[0]
     drafted = Drafted((nodes.cumsum(0) - nodes).int(), n_draft, wide, parent)
     given_rows, other = torch.tensor(own, dtype=torch.int32), copy(state)
-    assert native.verify is not None
-    got, path = native.verify(state, given_rows, drawn, drafted)
+    got, path = native.sampler.verify(state, given_rows, drawn, drafted)
     want, want_path = verify(other, given_rows, drawn, drafted)
     same(got, want)
     assert (path is None) == (want_path is None)
@@ -173,8 +172,7 @@ def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     state.tokens[1, 10:14] = torch.tensor([5, 6, 7, 8])
     drawn, one, four = (torch.tensor(given, dtype=torch.int32) for given in ([3, 5, 6, 7, 8, 9], [1], [4]))
     parent = torch.tensor([[0, 0, 1, 2, 3]]) if tree else None
-    assert native.verify is not None
-    packed, path = native.verify(state, one, drawn, Drafted(one, four, 5, parent))
+    packed, path = native.sampler.verify(state, one, drawn, Drafted(one, four, 5, parent))
     assert packed[0, :5].tolist() == [3, 1, 5, 6, 7]
     assert ints[1, :4].tolist() == [12, 12, 13, 1]
     assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]
@@ -201,9 +199,14 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
         for depth in range(1, count):
             (page, place), (old, old_place) = (divmod(root + at, PAGE_TOKENS) for at in (depth, path[depth]))
             wanted[tables[1, row, page], :, place] = before[tables[1, row, old], :, old_place]
-    assert native.keep is not None and not torch.equal(wanted, before)
-    native.keep(state, torch.tensor(own, dtype=torch.int32), packed, torch.tensor(paths), 1, run)
+    assert not torch.equal(wanted, before)
+    plain = run.clone()
+    given = (state, torch.tensor(own, dtype=torch.int32), packed, torch.tensor(paths))
+    native.sampler.keep(*given, [[], [run]], 3)
+    rows.keep(*given, [[], [plain]], 3)
     same(run, wanted)
+    # Page 0 is the scratch page, where nodes that stay are moved.
+    same(plain[1:], wanted[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -226,7 +229,6 @@ def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, deep: bool) 
     limits = Limits(ints[each, Int.TOP_K], top_p, min_p)
     depth = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0], dtype=torch.int32) if deep else None
     place = place if depth is None else place + depth
-    assert native.draw is not None
-    got = native.draw(state, knobs, each, logits, depth)
+    got = native.sampler.draw(state, knobs, each, logits, depth)
     same(got, sample(logits, heat, key, place, limits=limits))
     assert not torch.equal(got, sample(logits, heat, key, place))

@@ -276,7 +276,9 @@ def one_after_the_other(layers: list[LayerParts], x: torch.Tensor, views: list[A
     """stream [model] in float64; attention by the reference."""
     for parts, view in zip(layers, views, strict=True):
         qkv = times(parts.qkv, normed(x, parts.attention_norm)).to(torch.bfloat16)[None]
-        attended, _ = REFERENCE.attention(*REFERENCE.qkv_write(qkv, parts.shape, view, step), view, step)
+        attended, _ = REFERENCE.attention.attend(
+            *REFERENCE.attention.qkv_write(qkv, parts.shape, view, step), view, step
+        )
         x = (x + times(parts.out, attended.flatten())).to(torch.bfloat16).double()
         gate, up = times(parts.gate_up, normed(x, parts.feed_forward_norm)).chunk(2)
         x = (x + times(parts.down, torch.nn.functional.silu(gate) * up)).to(torch.bfloat16).double()

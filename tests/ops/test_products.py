@@ -29,7 +29,7 @@ def error(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, plain: torch.Tensor | None = None) -> None:
-    """Error against float64; shape and dtype as Ops.linear promises. plain: the reference's result, one operation after
+    """Error against float64; shape and dtype as PlainOps.linear promises. plain: the reference's result, one operation after
     the other, each rounded to dtype: an error no larger than its own is right too."""
     assert out.shape == want.shape
     assert out.dtype == dtype
@@ -81,7 +81,7 @@ def normed(tokens: int, k: int, dtype: torch.dtype, offset: bool) -> Normed:
 
 
 def values(x: Normed) -> torch.Tensor:
-    return REFERENCE.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset)
+    return REFERENCE.tokenwise.rms_norm(x.x.double(), x.weight.double(), x.eps, x.offset)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +162,7 @@ def test_gate_and_up_come_out_activated(
     wide = values(given) if isinstance(given, Normed) else given.double()
     for added in (None, bias / 20):
         sums = wide @ weight.double().T + (0 if added is None else added.double())
-        close(product(given, weight, added, tile, None, kind), REFERENCE.activate(sums, kind), dtype)
+        close(product(given, weight, added, tile, None, kind), REFERENCE.tokenwise.activate(sums, kind), dtype)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 5, 64, 300])
@@ -174,17 +174,21 @@ def test_what_joins_a_product(tokens: int) -> None:
     stream = torch.randn(tokens, 96, device=DEVICE).to(dtype)
     for added in (None, bias):
         outs = (
-            TRITON.linear(deferred, TRITON.pack(weight), added),
-            TRITON.linear_add(x, TRITON.pack(weight), added, stream.clone()),
-            TRITON.linear_activate(deferred, TRITON.pack(weight), added, "silu"),
+            TRITON.matmul.plain.linear(deferred, TRITON.matmul.plain.pack(weight), added),
+            TRITON.matmul.plain.linear_add(x, TRITON.matmul.plain.pack(weight), added, stream.clone()),
+            TRITON.matmul.plain.linear_activate(deferred, TRITON.matmul.plain.pack(weight), added, "silu"),
         )
         more = 0 if added is None else added.double()
         sums = values(deferred) @ weight.double().T + more
-        wants = (sums, stream.double() + x.double() @ weight.double().T + more, REFERENCE.activate(sums, "silu"))
+        wants = (
+            sums,
+            stream.double() + x.double() @ weight.double().T + more,
+            REFERENCE.tokenwise.activate(sums, "silu"),
+        )
         plains = (
-            REFERENCE.linear(deferred, weight, added),
-            REFERENCE.linear_add(x, weight, added, stream),
-            REFERENCE.linear_activate(deferred, weight, added, "silu"),
+            REFERENCE.matmul.plain.linear(deferred, weight, added),
+            REFERENCE.matmul.plain.linear_add(x, weight, added, stream),
+            REFERENCE.matmul.plain.linear_activate(deferred, weight, added, "silu"),
         )
         for out, want, plain in zip(outs, wants, plains, strict=True):
             assert out.shape == want.shape
@@ -206,7 +210,7 @@ def test_rows_may_be_part_of_a_wider_tensor() -> None:
     x = wide[:, 256:]
     near(vector_product(x[:3], weight, bias, VectorTile(1, 256, 2)), x[:3], weight, bias)
     near(matrix_product(x, weight, bias, MatrixTile(16, 64, 64, 4, 2)), x, weight, bias)
-    near(TRITON.linear(x, weight, bias), x, weight, bias)
+    near(TRITON.matmul.plain.linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 5, 64, 256, 300])
@@ -214,7 +218,7 @@ def test_rows_may_be_part_of_a_wider_tensor() -> None:
 def test_linear(tokens: int, n: int, k: int) -> None:
     """Whatever path a shape takes."""
     x, weight, bias = operands(tokens, n, k, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    out = TRITON.linear(x, TRITON.pack(weight), bias)
+    out = TRITON.matmul.plain.linear(x, TRITON.matmul.plain.pack(weight), bias)
     assert out.shape == (tokens, n)
     if tokens:
         near(out, x, weight, bias)
@@ -278,7 +282,7 @@ def test_a_captured_chain_of_products(tokens: int) -> None:
     def chain() -> list[torch.Tensor]:
         outs = [first]
         for weight in weights:
-            outs.append(TRITON.linear(outs[-1], weight, None))
+            outs.append(TRITON.matmul.plain.linear(outs[-1], weight, None))
         return outs
 
     chain()

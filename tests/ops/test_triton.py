@@ -85,10 +85,10 @@ RUNS = [
 def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> None:
     rows, fields = ATTENTION[name]
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, dtype)
-    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     owned = slice(0, int(case.step.q_start[-1]))
     for _ in range(2):  # the second time with the plan the step derived
-        out, lse = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+        out, lse = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
         assert want_lse is not None and lse is not None
         seen = torch.isfinite(want_lse[owned, 0])
         near(out[owned][seen], want[owned][seen], dtype)
@@ -99,13 +99,13 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
 def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) -> None:
     rows, fields = ATTENTION[name]
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, torch.float32)
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     tokens = torch.tensor([3, 6, 40, 63][-len(rows) :], dtype=torch.int32, device=DEVICE)
     step = case.step.alone(tokens)
     assert step is not None and step.decode
     q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
     for ops in (TRITON, REFERENCE):
-        near(ops.attention(q, k, v, case.view, step)[0], want.index_select(0, tokens), torch.float32)
+        near(ops.attention.attend(q, k, v, case.view, step)[0], want.index_select(0, tokens), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["tree", "compacted-window"])
@@ -125,8 +125,8 @@ def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     count = 7 * module._processors(torch.device(DEVICE)) // 4
     case = batch([(30 + row * 37 % 150, 1) for row in range(count)], head_dim=128).to(DEVICE, torch.float16)
     assert module._Call(case.q, case.view, case.step, 2).snug
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
 @pytest.mark.gpu
@@ -136,8 +136,8 @@ def test_long_chunks_of_wide_heads(window: int | None, batch: Callable[..., Any]
     """Tiles that only some devices hold."""
     fields = {"heads": 4, "kv_heads": 2, "head_dim": 256, "window": window, "softcap": 20.0, "junk": float("nan")}
     case = batch([(1700, 1500), (30, 1), (1100, 1100)], **fields).to(DEVICE, torch.bfloat16)
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.bfloat16)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("share", "early"), [(3.5, True), (7, True), (9, False)])
@@ -151,10 +151,10 @@ def test_several_rows_that_ask_for_keys_early(share: float, early: bool, batch: 
     case = batch(rows, head_dim=128, junk=float("nan")).to(DEVICE, torch.float16)
     call = module._Call(case.q, case.view, case.step, 2)
     assert call.early == bool(call.ahead) == early and call.snug == (share < 4) and not call.sparse
-    want, want_lse = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
+    want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     seen = torch.isfinite(want_lse[:, 0])
-    out, _ = TRITON.attention(case.q, case.k, case.v, case.view, case.step)
+    out, _ = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     near(out[seen], want[seen], torch.float16)
 
 
@@ -167,8 +167,8 @@ def test_long_contexts_of_few_rows(batch: Callable[..., Any], monkeypatch: pytes
     case = batch([(700, 1), (21, 1)]).to(DEVICE, torch.float16)
     call = module._Call(case.q, case.view, case.step, 2)
     assert call.lone and call.ahead and not call.wide and call.sparse
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -180,8 +180,8 @@ def test_a_row_that_is_split_among_many(mixed: bool, batch: Callable[..., Any]) 
     case = batch([(900, 1), *[(50, 40)] * mixed, *[(30, 1)] * count], head_dim=64).to(DEVICE, torch.float16)
     call = module._Call(case.q, case.view, case.step, 2)
     assert not call.sparse and call.programs < call.wave < call.programs + call.spare * case.view.kv.shape[2]
-    want, _ = REFERENCE.attention(case.q.double(), case.k, case.v, case.view, case.step)
-    near(TRITON.attention(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
+    want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
+    near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,10 +189,14 @@ def test_a_row_that_is_split_among_many(mixed: bool, batch: Callable[..., Any]) 
 @pytest.mark.parametrize("size", [96, 576])
 def test_norms(size: int, offset: bool, dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, size).to(DEVICE, dtype), torch.randn(size).to(DEVICE, dtype)
-    near(TRITON.rms_norm(x, weight, 1e-5, offset), REFERENCE.rms_norm(x.double(), weight, 1e-5, offset), dtype)
+    near(
+        TRITON.tokenwise.rms_norm(x, weight, 1e-5, offset),
+        REFERENCE.tokenwise.rms_norm(x.double(), weight, 1e-5, offset),
+        dtype,
+    )
     stream = torch.randn_like(x)
-    want = stream + TRITON.rms_norm(x, weight, 1e-5, offset)
-    joined = TRITON.norm_onto(x, weight, 1e-5, offset, stream.clone())
+    want = stream + TRITON.tokenwise.rms_norm(x, weight, 1e-5, offset)
+    joined = TRITON.tokenwise.norm_add(x, weight, 1e-5, offset, stream.clone())
     near(joined, want, dtype)
     assert dtype == torch.float32 or torch.equal(joined, want), "what joins a stream of 16 bits is rounded before"
 
@@ -201,14 +205,14 @@ def test_norms(size: int, offset: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_activation(kind: str, dtype: torch.dtype) -> None:
     x = torch.randn(5, 2 * 1100).to(DEVICE, dtype)
-    near(TRITON.activate(x, kind), REFERENCE.activate(x.double(), kind), dtype)
+    near(TRITON.tokenwise.activate(x, kind), REFERENCE.tokenwise.activate(x.double(), kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_capped(dtype: torch.dtype) -> None:
     logits = torch.cat((torch.linspace(-300, 300, 2500), torch.linspace(-0.1, 0.1, 500))).to(DEVICE, dtype).view(-1, 3)
     for given in (logits, logits[:, :2]):
-        out = TRITON.cap(given, 30.0)
+        out = TRITON.tokenwise.cap(given, 30.0)
         assert out.dtype == torch.float32
         torch.testing.assert_close(out.double(), 30 * torch.tanh(given.double() / 30), rtol=1e-5, atol=1e-5)
 
@@ -222,10 +226,10 @@ def test_qkv_write(
     shape = qkv_shape(6, 2, 32, fields.get("rope_dim", 32), fields.get("norms", False), DEVICE)
     qkv = torch.randn(13, 10 * 32).to(DEVICE, dtype)
     before = case.view.kv.clone()
-    want = REFERENCE.qkv_write(qkv.clone(), shape, case.view, case.step)
+    want = REFERENCE.attention.qkv_write(qkv.clone(), shape, case.view, case.step)
     want_kv = case.view.kv.clone()
     case.view.kv.copy_(before)
-    for out, one in zip(TRITON.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
+    for out, one in zip(TRITON.attention.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
         near(out, one, dtype)
     near(case.view.kv, want_kv, dtype)
     untouched = before == want_kv
@@ -239,8 +243,12 @@ def test_attention_reads_queries_out_of_the_projection(
     case = batch([(40, 7), (3, 1), (20, 20)]).to(DEVICE, torch.float32)
     shape = qkv_shape(6, 2, 32, 32, False, DEVICE)
     qkv = torch.randn(28, 10 * 32, device=DEVICE)
-    want, _ = REFERENCE.attention(*REFERENCE.qkv_write(qkv.clone(), shape, case.view, case.step), case.view, case.step)
-    out, _ = TRITON.attention(*TRITON.qkv_write(qkv, shape, case.view, case.step), case.view, case.step)
+    want, _ = REFERENCE.attention.attend(
+        *REFERENCE.attention.qkv_write(qkv.clone(), shape, case.view, case.step), case.view, case.step
+    )
+    out, _ = TRITON.attention.attend(
+        *TRITON.attention.qkv_write(qkv, shape, case.view, case.step), case.view, case.step
+    )
     near(out, want, torch.float32)
 
 
@@ -257,7 +265,7 @@ def test_sample_draws_what_the_sampler_draws(purpose: Purpose) -> None:
     knobs, ints = knobs.to(DEVICE), ints.to(DEVICE)
     temperature, key, position = knobs[:, 1], ints[:, 8:10], ints[:, 2]
     want = sample_plainly(logits, temperature, key, position, purpose)
-    assert torch.equal(TRITON.sample(logits, temperature, key, position, purpose), want)
+    assert torch.equal(TRITON.sampler.sample(logits, temperature, key, position, purpose), want)
     assert len(set(want.tolist())) > rows // 2
 
 
@@ -272,7 +280,9 @@ def test_the_first_of_equals_is_drawn_and_never_a_token_that_is_not_there() -> N
     logits[2, :4096] = float("-inf")
     logits[3] = float("nan")
     zeros = torch.zeros(5, 2, dtype=torch.int32, device=DEVICE)
-    drawn = TRITON.sample(logits.to(DEVICE), torch.zeros(5, device=DEVICE), zeros, zeros[:, 0], Purpose.TOKEN).tolist()
+    drawn = TRITON.sampler.sample(
+        logits.to(DEVICE), torch.zeros(5, device=DEVICE), zeros, zeros[:, 0], Purpose.TOKEN
+    ).tolist()
     assert drawn[:2] == [70, 4321] and drawn[4] == 5
     assert all(0 <= token < vocab for token in drawn)
 
@@ -290,10 +300,9 @@ def test_draw_finds_what_sample_is_given(deep: bool) -> None:
     logits = torch.randn(len(rows), 5000).to(DEVICE)
     depth = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE) if deep else None
     place = ints[rows, Int.KNOWN] if depth is None else ints[rows, Int.KNOWN] + depth
-    want = TRITON.sample(logits, heat[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
-    assert TRITON.draw is not None
+    want = TRITON.sampler.sample(logits, heat[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
     state = RowState(tokens, ints, tables, 16)
-    assert torch.equal(TRITON.draw(state, knobs, rows, logits, depth), want)
+    assert torch.equal(TRITON.sampler.draw(state, knobs, rows, logits, depth), want)
 
 
 def row_state(rows: int = 9, width: int = 90) -> RowState:
@@ -325,12 +334,12 @@ def test_gather() -> None:
     place = torch.cat((torch.arange(3), torch.arange(1), torch.arange(70), torch.zeros(5))).int()
     told = (n_query, row_of, place)
     for spread in (None, Spread(*told), Spread(*told, -place // 2)):
-        want = REFERENCE.gather(state, own, spread)
+        want = REFERENCE.sampler.gather(state, own, spread)
         there = None
         if spread is not None:
             shift = None if spread.shift is None else spread.shift.to(DEVICE)
             there = Spread(*(one.to(DEVICE) for one in told), shift)
-        got = TRITON.gather(moved(state), own.to(DEVICE), there)
+        got = TRITON.sampler.gather(moved(state), own.to(DEVICE), there)
         for name in Gathered.__slots__:
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
@@ -340,7 +349,7 @@ def test_what_a_step_tells_comes_to_the_host(shape: tuple[int, int]) -> None:
     """Few numbers, more than a kernel writes, none; a part of wider rows; and other types."""
     told = torch.randint(-(1 << 31), (1 << 31) - 1, (shape[0], shape[1] + 4), dtype=torch.int32, device=DEVICE)
     for one in (told[:, 1:4].contiguous(), told[:, 1:4], told[:, 2], told[:, 0:2].float(), told.long()):
-        found = TRITON.to_host(one)
+        found = TRITON.sampler.to_host(one)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         assert found.device.type == "cpu" and found.dtype == one.dtype and torch.equal(found, one.cpu())
@@ -351,7 +360,10 @@ def test_advance() -> None:
     rows = torch.tensor([3, 1, 4, 2, 5, 6, 0, 0], dtype=torch.int32)
     drawn = torch.full((8,), 31, dtype=torch.int32)
     there = moved(row_state())
-    want, got = REFERENCE.advance(state, rows, drawn), TRITON.advance(there, rows.to(DEVICE), drawn.to(DEVICE))
+    want, got = (
+        REFERENCE.sampler.advance(state, rows, drawn),
+        TRITON.sampler.advance(there, rows.to(DEVICE), drawn.to(DEVICE)),
+    )
     assert torch.equal(got.cpu(), want)
     assert torch.equal(there.ints.cpu(), state.ints) and torch.equal(there.tokens.cpu(), state.tokens)
     assert set(want[:, 1].tolist()) == {0, 1, 2, 3}
@@ -363,13 +375,13 @@ def test_a_captured_graph_follows_the_device(batch: Callable[..., Any]) -> None:
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
     first = batch([(300, 1), (20, 1), (700, 1)], heads=8, head_dim=128, page_tokens=64).to(DEVICE, torch.bfloat16)
-    TRITON.attention(first.q, first.k, first.v, first.view, first.step)
+    TRITON.attention.attend(first.q, first.k, first.v, first.view, first.step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = TRITON.attention(first.q, first.k, first.v, first.view, first.step)
+        out, _ = TRITON.attention.attend(first.q, first.k, first.v, first.view, first.step)
     for lengths in ([300, 20, 700], [5, 650, 1], [64, 128, 640]):
         first.step.length.copy_(torch.tensor(lengths))
         first.step.position.copy_(first.step.length - 1)
         graph.replay()
-        want, _ = REFERENCE.attention(first.q.double(), first.k, first.v, first.view, first.step)
+        want, _ = REFERENCE.attention.attend(first.q.double(), first.k, first.v, first.view, first.step)
         near(out, want, torch.bfloat16)

@@ -68,7 +68,7 @@ def on_device(draw: Draw) -> Draw:
 
 def drawn(draw: Draw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     z, heat, key, place, limits = on_device(draw)
-    return TRITON.sample(z.to(dtype), heat, key, place, Purpose.TOKEN, limits).cpu()
+    return TRITON.sampler.sample(z.to(dtype), heat, key, place, Purpose.TOKEN, limits).cpu()
 
 
 def to_the_edge(draw: Draw, row: int, token: int) -> float:
@@ -85,13 +85,13 @@ def test_limits_leave_what_the_reference_leaves(kind: str) -> None:
     draw = draw_of(logits(kind))
     z, heat, key, place, limits = on_device(draw)
     # By the same noise on both sides, whose logarithms differ between devices.
-    want = TRITON.sample(within(z, heat, limits), heat, key, place, Purpose.TOKEN).cpu()
+    want = TRITON.sampler.sample(within(z, heat, limits), heat, key, place, Purpose.TOKEN).cpu()
     got = drawn(draw)
     for row in (got != want).nonzero()[:, 0].tolist():
         assert min(to_the_edge(draw, row, int(token[row])) for token in (got, want)) < 1e-6, (kind, row)
     free = drawn((*draw[:4], Limits(limits.top_k.cpu() * 0, limits.top_p.cpu() * 0 + 1, limits.min_p.cpu() * 0)))
     assert (got != free).sum() > len(got) // 16, "limits that refuse nothing would not be tested"
-    assert torch.equal(free, TRITON.sample(draw[0].to(DEVICE), heat, key, place, Purpose.TOKEN).cpu())
+    assert torch.equal(free, TRITON.sampler.sample(draw[0].to(DEVICE), heat, key, place, Purpose.TOKEN).cpu())
 
 
 def test_few_of_near_equals_are_left_to_the_last_one() -> None:
@@ -101,7 +101,7 @@ def test_few_of_near_equals_are_left_to_the_last_one() -> None:
     heat, limits = heat.clamp(min=0.8), replace(limits, min_p=limits.min_p * 0)
     limits.top_k[:] = torch.arange(100) % 25 + 1
     left = within(z, heat, limits)
-    want = TRITON.sample(*(one.to(DEVICE) for one in (left, heat, key, place)), Purpose.TOKEN).cpu()
+    want = TRITON.sampler.sample(*(one.to(DEVICE) for one in (left, heat, key, place)), Purpose.TOKEN).cpu()
     assert torch.equal(drawn((z, heat, key, place, limits)), want)
 
 
@@ -133,9 +133,8 @@ def test_draw_takes_the_limits_of_the_rows(wide: int) -> None:
     limits = Limits(ints[each, Int.TOP_K], knobs[each, Knob.TOP_P], knobs[each, Knob.MIN_P])
     heat, key = knobs[each, Knob.TEMPERATURE], ints[each, Int.KEY : Int.KEY + 2]
     state = RowState(ints.new_zeros(9, 90), ints, ints.new_zeros(1, 9, 4), 16)
-    assert TRITON.draw is not None
-    got = TRITON.draw(state, knobs, each, z, depth)
-    assert torch.equal(got, TRITON.sample(z, heat, key, place, Purpose.TOKEN, limits))
+    got = TRITON.sampler.draw(state, knobs, each, z, depth)
+    assert torch.equal(got, TRITON.sampler.sample(z, heat, key, place, Purpose.TOKEN, limits))
     assert torch.equal(got.cpu(), sample_plainly(z, heat, key, place, Purpose.TOKEN, limits).cpu())
 
 

@@ -1,4 +1,4 @@
-"""Verification in one kernel: what counts of it is what decoding.verify says."""
+"""Verification in one kernel: what counts of it is what ops.verify says."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeline.decoding.verify import verify as plainly
 from ridgeline.ops.rows import Drafted, Int, RowState
 from ridgeline.ops.rows import last as plainly_last
+from ridgeline.ops.verify import verify as plainly
 
 pytest.importorskip("triton")
 

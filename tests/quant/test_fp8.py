@@ -77,10 +77,10 @@ def test_what_joins_a_product_is_the_plain_operation() -> None:
     x, gain, stream = (torch.randn(3, 64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(3))
     weight = filled(LinearShape(64, (Part(64, 1),)), dtype=torch.bfloat16)
     normed = Normed(x, gain[0], 1e-5, False)
-    product = weight.apply(REFERENCE.rms_norm(x, gain[0], 1e-5, False))
+    product = weight.apply(REFERENCE.tokenwise.rms_norm(x, gain[0], 1e-5, False))
     assert torch.equal(weight.apply(normed), product)
     assert torch.equal(weight.add(normed, stream.clone()), stream + product)
-    gated, want = weight.activate(normed, "silu"), quantize(REFERENCE.activate(product, "silu"))
+    gated, want = weight.activate(normed, "silu"), quantize(REFERENCE.tokenwise.activate(product, "silu"))
     assert torch.equal(gated.values.float(), want.values.float()) and torch.equal(gated.scales, want.scales)
 
 

@@ -9,10 +9,17 @@ import torch
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import NUMBER_FORMATS, NumberFormat
-from ridgeline.ops.reference import INT_REFERENCE, REFERENCE, dequantized, unpack_bits
+from ridgeline.ops.reference import (
+    INT_REFERENCE,
+    REFERENCE,
+    dequantized,
+    in_8_bits,
+    round_inliers,
+    unpack_bits,
+)
 from ridgeline.ops.table import Normed
 from ridgeline.quant.format import LinearShape, Part, Share
-from ridgeline.quant.integer import IntFormat, IntWeight, in_8_bits, outliers_apart, round_to_nearest
+from ridgeline.quant.integer import IntFormat, IntWeight, round_to_nearest
 from ridgeline.quant.layouts import Published, encode
 
 CPU = torch.device("cpu")
@@ -84,7 +91,7 @@ def test_what_joins_a_product_is_the_plain_operation(numbers: NumberFormat) -> N
     torch.testing.assert_close(weight.apply(x), product, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(weight.add(x, stream.clone()), stream + product, rtol=1e-4, atol=1e-4)
     normed = Normed(x, gain, 1e-5, False)
-    want = REFERENCE.activate(weight.apply(REFERENCE.rms_norm(x, gain, 1e-5, False)), "silu")
+    want = REFERENCE.tokenwise.activate(weight.apply(REFERENCE.tokenwise.rms_norm(x, gain, 1e-5, False)), "silu")
     torch.testing.assert_close(weight.activate(normed, "silu"), want, rtol=1e-4, atol=1e-4)
 
 
@@ -194,7 +201,10 @@ def test_inputs_in_8_bits(mixed: bool) -> None:
     """The formula in integers: sums of integer products times both scales; inputs of 6 and above beside them in floats."""
     x, weight = noise(4, 96, seed=3), noise(16, 96, seed=4)
     x[1, 5], x[2, 7], x[3] = 60.0, -7.0, 0.0
-    eight = IntFormat(INT_REFERENCE, NumberFormat(8), torch.float32, CPU, inputs=outliers_apart if mixed else in_8_bits)
+    ops, given = REFERENCE.matmul.w8a8, x
+    if mixed:
+        ops, given = INT_REFERENCE, round_inliers(x, torch.zeros(96, dtype=torch.bool))
+    eight = IntFormat(ops, NumberFormat(8, inputs_8bit=True), torch.float32, CPU)
     mine = eight.create(LinearShape(96, (Part(16, 1),)), Share())
     mine.load(0, "weight", weight)
     codes, scales, _ = round_to_nearest(weight, NumberFormat(8))
@@ -204,7 +214,7 @@ def test_inputs_in_8_bits(mixed: bool) -> None:
     integers = (near / step).round().long() @ (codes.long() - 128).t()
     want = integers.double() * step.double() * scales.double().t()
     want = want + (x - near).double() @ rounded(weight, NumberFormat(8)).double().t()
-    torch.testing.assert_close(mine.apply(x).double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.apply(given).double(), want, rtol=1e-4, atol=1e-4)
     assert mine.matrix() is None
 
 
@@ -216,9 +226,9 @@ def test_outliers_spoil_w8a8_and_not_llm_int8() -> None:
     exact = x @ weight.t()
 
     def error(inputs: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        one = IntFormat(INT_REFERENCE, NumberFormat(8), torch.float32, CPU, inputs=inputs)
+        one = IntFormat(INT_REFERENCE, NumberFormat(8), torch.float32, CPU)
         mine = one.create(LinearShape(256, (Part(32, 1),)), Share())
         mine.load(0, "weight", weight)
-        return float((mine.apply(x) - exact).norm() / exact.norm())
+        return float((mine.apply(inputs(x)) - exact).norm() / exact.norm())
 
-    assert 4 * error(outliers_apart) < error(in_8_bits)
+    assert 4 * error(lambda x: round_inliers(x, torch.zeros(256, dtype=torch.bool))) < error(in_8_bits)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.reference import FP8_REFERENCE, REFERENCE, quantize
+from ridgeline.ops.reference import REFERENCE, fp8_activate, quantize
 from ridgeline.ops.table import Activation, Fp8Matrix, Normed, Scaled, plain
 
 pytest.importorskip("triton")
@@ -69,7 +69,7 @@ def test_rows_wider_than_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -
     x = noise(3, size)
     for mine, want in (
         (inputs.quantize(x), quantize(x)),
-        (inputs.activate(x, "silu"), FP8_REFERENCE.activate(x, "silu")),
+        (inputs.activate(x, "silu"), fp8_activate(x, "silu")),
     ):
         same(mine, want, torch.float32)
 
@@ -79,7 +79,7 @@ def test_rows_wider_than_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -
 def test_norms(dtype: torch.dtype, size: int) -> None:
     x, weight = noise(5, size).to(dtype), noise(size, seed=1).to(dtype)
     for offset in (False, True):
-        want = quantize(REFERENCE.rms_norm(x, weight, 1e-5, offset))
+        want = quantize(REFERENCE.tokenwise.rms_norm(x, weight, 1e-5, offset))
         same(inputs.rms_norm(x, weight, 1e-5, offset), want, dtype)
 
 
@@ -87,7 +87,7 @@ def test_norms(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_activate(dtype: torch.dtype, kind: str) -> None:
     x = (3 * noise(5, 2 * 96)).to(dtype)
-    same(inputs.activate(x, kind), FP8_REFERENCE.activate(x, kind), dtype)
+    same(inputs.activate(x, kind), fp8_activate(x, kind), dtype)
 
 
 def matrix(outputs: int, inputs: int) -> Fp8Matrix:
@@ -97,7 +97,7 @@ def matrix(outputs: int, inputs: int) -> Fp8Matrix:
 
 def exact(x: Activation, weights: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """The formula in float64."""
-    given = x if isinstance(x, Scaled) else quantize(plain(x, REFERENCE.rms_norm))
+    given = x if isinstance(x, Scaled) else quantize(plain(x, REFERENCE.tokenwise.rms_norm))
     wide = given.values.double() * given.scales.double().unsqueeze(1)
     out = wide @ (weights.values.double() * weights.scales.double().unsqueeze(1)).t()
     return out if bias is None else out + bias.double()
@@ -165,7 +165,7 @@ def test_gate_and_up(dtype: torch.dtype, tokens: int, shape: tuple[int, int]) ->
         gate_up = (exact(given, weights, added) / 100).float()
         scaled = Fp8Matrix(weights.values, weights.scales / 100, weights.counters)
         out = FP8_TRITON.linear_activate(given, scaled, None if added is None else added / 100, dtype, "silu")
-        want = REFERENCE.activate(gate_up, "silu").double()
+        want = REFERENCE.tokenwise.activate(gate_up, "silu").double()
         wide = out.values.double() * out.scales.double().unsqueeze(1) if isinstance(out, Scaled) else out
         assert isinstance(wide, torch.Tensor)
         # Values of 8 bits are off by up to 6 %, 2.5 % in the mean square.

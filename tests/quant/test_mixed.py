@@ -18,10 +18,9 @@ from ridgeline.core.spec import NUMBER_FORMATS, NumberFormat
 from ridgeline.models.build import build
 from ridgeline.models.hub import resolve_model
 from ridgeline.ops.choose import choose
-from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.reference import REFERENCE, in_8_bits
 from ridgeline.ops.table import Normed, Ops
 from ridgeline.quant.format import LinearShape, Part, Share
-from ridgeline.quant.integer import in_8_bits, outliers_apart
 from ridgeline.quant.mixed import MixedFormat, MixedWeight, lost_inputs
 from ridgeline.text.tokenizer import Tokenizer
 from tests.models.paged import PagedRows
@@ -82,21 +81,10 @@ def test_what_joins_a_product_is_the_plain_operation() -> None:
     x, stream, gain = noise(3, 96, seed=2), noise(3, 64, seed=3), noise(96, seed=4)
     torch.testing.assert_close(weight.add(x, stream.clone()), stream + weight.apply(x), rtol=1e-4, atol=1e-4)
     normed = Normed(x, gain, 1e-5, False)
-    product = weight.apply(REFERENCE.rms_norm(x, gain, 1e-5, False))
+    product = weight.apply(REFERENCE.tokenwise.rms_norm(x, gain, 1e-5, False))
     torch.testing.assert_close(weight.apply(normed), product)
-    torch.testing.assert_close(weight.activate(normed, "silu"), REFERENCE.activate(product, "silu"))
+    torch.testing.assert_close(weight.activate(normed, "silu"), REFERENCE.tokenwise.activate(product, "silu"))
     assert weight.matrix() is None
-
-
-def test_a_device_may_round_inputs_in_one_pass() -> None:
-    """Then nothing is rounded twice, and the kept inputs are told apart by the same list."""
-    ops = replace(REFERENCE, apart=lambda x, empty: outliers_apart(x.masked_fill(empty.bool(), 0.0)))
-    shape, tensors = LinearShape(160, (Part(64, 1),)), {(0, "weight"): noise(64, 160, seed=1)}
-    x, stream = noise(5, 160, seed=2) * 4, noise(5, 64, seed=3)
-    mine, plain = made(shape, tensors, ops=ops), made(shape, tensors)
-    assert bool((x.abs() > 6).any())
-    assert torch.equal(mine.apply(x), plain.apply(x))
-    assert torch.equal(mine.add(x, stream.clone()), plain.add(x, stream.clone()))
 
 
 @pytest.mark.parametrize("inputs", [20, 96, 100, 2080])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ridgeline.quant.integer import OUTLIER, in_8_bits
+from ridgeline.ops.reference import OUTLIER, in_8_bits
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [..., in], weight [out, in], bias [out] or None) -> [..., out]: how a linear multiplies."""

@@ -1,4 +1,4 @@
-"""What a draft is, and what makes one on the host. Every draft is verified (decoding.verify), so a drafter decides how fast a
+"""What a draft is, and what makes one on the host. Every draft is verified (ops.verify), so a drafter decides how fast a
 request is and never what it says.
 
 A draft is a tree of tokens behind the last known one. Each node takes a query token of the next step; the target draws once

@@ -2,7 +2,7 @@
 et al. 2023).
 
 Its layers lie in the target's pages: a slot of a row holds keys and values of both, so that one lease, one prefix hit and
-one compaction serve both. It draws with the target's own noise, see decoding.verify.
+one compaction serve both. It draws with the target's own noise, see ops.verify.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class DraftModel(DeviceDrafter):
             model.decoder.narrow(self._ids)
         self._usual: dict[int, LastTokens] = {}
         """By rows: what is read."""
-        self._chain: RunChain = _chain_of(model, self._ids) or self._step_by_step
+        parts = _chain_parts(model, self._ids)
+        self._chain: RunChain = self._step_by_step
+        if parts is not None:
+            self._chain = self._ops.programs.chain(parts, self._step_by_step)
 
     def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""
@@ -71,9 +74,9 @@ class DraftModel(DeviceDrafter):
         state, rows, hidden = start.state, start.rows, self._catch_up(start, views)
         row_of = start.last.q_start // _UNREAD
         for node in range(start.count):
-            self._ops.advance(state, rows, self._draw(start, hidden))
+            self._ops.sampler.advance(state, rows, self._draw(start, hidden))
             if node + 1 < start.count:
-                got = self._ops.gather(state, rows, None)
+                got = self._ops.sampler.gather(state, rows, None)
                 step = StepInputs(rows, row_of, got.length, got.position, row_of[:-1], 1, start.longest)
                 hidden = self._decoder.forward(got.tokens, views(got.slots), step)
 
@@ -86,14 +89,14 @@ class DraftModel(DeviceDrafter):
     def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
         """Read each row's last tokens; hidden states of the last one, [S, d_model]."""
         rows, last = start.rows, start.last
-        got = self._ops.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
+        got = self._ops.sampler.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
         step = StepInputs(rows, last.q_start, got.length, got.position, last.row_of, last.most, start.longest)
         hidden = self._decoder.forward(got.tokens, views(got.slots), step)
         return hidden[_UNREAD - 1 :: _UNREAD].contiguous()
 
 
-def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:
-    """What drafts a chain at once, where the operations know how."""
+def _chain_parts(model: LoadedModel, ids: torch.Tensor | None) -> ChainParts | None:
+    """What a program that drafts a whole chain needs; None for a decoder that none knows."""
     decoder, spec = model.decoder, model.spec
     parts, head = decoder.parts(), None if decoder.head is None else decoder.head.matrix()
     if parts is None or head is None or not isinstance(head.packed, torch.Tensor) or head.bias is not None:
@@ -101,4 +104,4 @@ def _chain_of(model: LoadedModel, ids: torch.Tensor | None) -> RunChain | None:
     if spec.final_softcap is not None:
         return None
     norm = (decoder.final_norm, spec.norm_eps, spec.norm_offset)
-    return model.ops.chain(ChainParts(parts, decoder.embedding, decoder.scale, *norm, head.packed, ids))
+    return ChainParts(parts, decoder.embedding, decoder.scale, *norm, head.packed, ids)

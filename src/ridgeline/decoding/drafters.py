@@ -68,7 +68,7 @@ def draw_among(
         every = logits.new_full((len(logits), vocab), float("-inf"))
         logits = every.index_copy_(1, ids.long(), logits)
     key = behind.state.ints.index_select(0, behind.rows)[:, Int.KEY : Int.KEY + 2]
-    return ops.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
+    return ops.sampler.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
 
 
 class DeviceDrafter:

@@ -74,7 +74,7 @@ class MedusaHeads:
     """Heads on a device. heads, layers: how many, and blocks in each. width: of the hidden states they read. accuracies: as `tree`
     reads them, measured when the heads were trained; empty where the folder does not say."""
 
-    __slots__ = ("accuracies", "heads", "layers", "width", "_bias", "_first", "_ops", "_unembed", "_weight")
+    __slots__ = ("accuracies", "heads", "layers", "width", "_bias", "_first", "_linear", "_unembed", "_weight")
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], ops: Ops, accuracies: Sequence[Sequence[float]] = ()
@@ -84,21 +84,21 @@ class MedusaHeads:
         self.heads, self.layers = _counts(tensors)
         self.width = tensors["0.0.linear.weight"].shape[1]
         self.accuracies = tuple(tuple(row) for row in accuracies)
-        self._ops = ops
+        self._linear = ops.matmul.plain.linear
 
         def stacked(suffix: str) -> torch.Tensor:
             return torch.stack([tensors[f"{head}.{suffix}"] for head in range(self.heads)])
 
         self._weight = [stacked(f"{layer}.linear.weight") for layer in range(self.layers)]
         self._bias = [stacked(f"{layer}.linear.bias") for layer in range(self.layers)]
-        self._first = ops.pack(self._weight[0].flatten(0, 1).contiguous())
+        self._first = ops.matmul.plain.pack(self._weight[0].flatten(0, 1).contiguous())
         own = f"0.{self.layers}.weight" in tensors
         self._unembed = stacked(f"{self.layers}.weight") if own else None
 
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
         """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
         rows = hidden.shape[0]
-        inner = self._ops.linear(hidden, self._first, self._bias[0].flatten()).view(rows, self.heads, self.width)
+        inner = self._linear(hidden, self._first, self._bias[0].flatten()).view(rows, self.heads, self.width)
         out = hidden.unsqueeze(1) + F.silu(inner[:, :heads])
         for weight, bias in zip(self._weight[1:], self._bias[1:], strict=True):
             inner = torch.baddbmm(bias[:heads].unsqueeze(1), out.transpose(0, 1), weight[:heads].mT)

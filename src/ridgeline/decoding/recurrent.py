@@ -8,7 +8,7 @@ to keys and values that one of the target's layers has written (Du et al. 2024, 
 the last known one, at every place of a draft. So nothing of its own is kept from step to step: a draft reads no prompt, catches up
 on nothing and has no pages, and a level of the tree is six products with a few million weights, stored in integers.
 
-It draws with the target's own noise, see decoding.verify.
+It draws with the target's own noise, see ops.verify.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
 from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
-from ridgeline.ops.reference import int_plain, int_unpack, rotate
+from ridgeline.ops.reference import int_plain, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
@@ -60,12 +60,6 @@ class RecurrentWeights:
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A matrix in floating point, [out, in]."""
         return int_plain(self.matrices[name]).to(device, dtype)
-
-    def integer(self, name: str, ops: Ops) -> IntMatrix:
-        """A matrix as the integer products of `ops` read it."""
-        assert ops.integer is not None
-        one = self.matrices[name]
-        return ops.integer.pack(int_unpack(one), one.scales.float(), None, one.bits, one.group)
 
 
 def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
@@ -146,36 +140,32 @@ class Recurrent(DeviceDrafter):
         self._turn = rope_table(self._layer.rope, spec.max_len + SPARE_POSITIONS, device)
         self._ids = weights.ids.to(device)
         self._embedding = weights.plain("embedding", dtype, device)
-        self._run = self._compiled(weights) if device.type == "cpu" else None
-        if self._run is not None:
-            return
-        self._matrices = {name: ops.pack(weights.plain(name, dtype, device)) for name in MATRICES}
-        self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
-
-    def _compiled(self, weights: RecurrentWeights) -> RunRecurrent | None:
-        """What drafts a tree at once, where the operations know how."""
-        ops, spec = self._ops, self._spec
-        if ops.recurrent is None or ops.integer is None:
-            return None
         parts = RecurrentParts(
             self._embedding,
-            {name: weights.integer(name, ops) for name in MATRICES},
+            weights.matrices,
             weights.norms,
             self._turn,
             self._layer.head_dim,
             self._ids,
-            torch.tensor([node.parent for node in self._nodes], dtype=torch.int32),
-            torch.tensor([node.rank for node in self._nodes], dtype=torch.int32),
+            torch.tensor(parents, dtype=torch.int32),
+            torch.tensor([node.rank for node in nodes], dtype=torch.int32),
             spec.activation,
             spec.norm_eps,
             spec.norm_offset,
         )
-        return ops.recurrent(parts)
+
+        def by_nodes() -> RunRecurrent:
+            self._matrices = {name: ops.matmul.plain.pack(weights.plain(name, dtype, device)) for name in MATRICES}
+            self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
+            return self._node_by_node
+
+        self._run = ops.programs.recurrent(parts, by_nodes)
 
     def draft(self, behind: Behind, count: int, views: Views) -> Tensor | None:
+        return self._run(behind, count, views)
+
+    def _node_by_node(self, behind: Behind, count: int, views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
-        if self._run is not None:
-            return self._run(behind.state, behind.rows, behind.heat, behind.hidden, count, views)
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
         states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
@@ -183,7 +173,7 @@ class Recurrent(DeviceDrafter):
             depth = 0 if above < 0 else nodes[above].head + 1
             before = states[-2 if above < 0 else nodes[above].parent]
             states[above] = self._next(before, said[above], known + (depth - 1), behind, views)
-            logits = self._ops.linear(states[above], self._matrices["head"], None)
+            logits = self._ops.matmul.plain.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
                 token = draw_among(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
@@ -196,17 +186,20 @@ class Recurrent(DeviceDrafter):
 
     def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: Behind, views: Views) -> Tensor:
         """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
-        ops, matrices, norms = self._ops, self._matrices, self._norms
+        matmul, matrices, norms = self._ops.matmul.plain, self._matrices, self._norms
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
-        mixed = ops.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
-        q = ops.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
+        mixed = matmul.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
+        q = matmul.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
         q = rotate(q.view(len(q), -1, self._layer.head_dim), self._turn, place)
         # As if it were asked by the last token whose key is there; a row of padding reads the scratch page.
         held = behind.state.ints.index_select(0, behind.rows)[:, Int.LENGTH].clamp(min=1)
         number = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         step = StepInputs(behind.rows, number, held, place, number[:-1], 1, behind.longest)
         [view] = views(torch.zeros(len(behind.state.tables), len(q), dtype=torch.int64, device=q.device))
-        mixed = ops.linear_add(ops.attention(q, q, q, view, step)[0].flatten(1), matrices["out"], None, mixed)
+        mixed = matmul.linear_add(
+            self._ops.attention.attend(q, q, q, view, step)[0].flatten(1), matrices["out"], None, mixed
+        )
         normed = Normed(mixed, norms["inner_norm"], eps, offset)
-        gated = ops.linear_activate(normed, matrices["gate_up"], None, self._spec.activation)
-        return ops.rms_norm(ops.linear_add(gated, matrices["down"], None, mixed), norms["norm"], eps, offset)
+        gated = matmul.linear_activate(normed, matrices["gate_up"], None, self._spec.activation)
+        mixed = matmul.linear_add(gated, matrices["down"], None, mixed)
+        return self._ops.tokenwise.rms_norm(mixed, norms["norm"], eps, offset)

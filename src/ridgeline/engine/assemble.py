@@ -26,7 +26,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.runner import Sizes, build_runner
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.hardware.probe import host_memory
-from ridgeline.models.build import DTYPES, LoadedModel, build, quantized_ops, served_spec
+from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
@@ -143,8 +143,8 @@ def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
     if not config.deterministic:
         return choose(device, dtype, eager=config.enforce_eager)
     ops = choose_invariant(device, dtype)
-    if spec.quantization and quantized_ops(spec.quantization, ops) is None:
-        others = [f"--quantization {name}" for name in ("fp8", "int8") if quantized_ops(name, ops) is not None]
+    if spec.quantization and not ops.matmul.has_kernel(spec.quantization):
+        others = [f"--quantization {name}" for name in ("fp8", "int8") if ops.matmul.has_kernel(name)]
         raise ConfigError(
             f"--deterministic does not support --quantization {spec.quantization} on {device.type}: use "
             f"{' or '.join([*others, 'no quantization'])}.",

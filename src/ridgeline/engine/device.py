@@ -17,7 +17,6 @@ from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
-from ridgeline.decoding.verify import verify
 from ridgeline.engine.batch import Batch, Scores, Wishes
 from ridgeline.engine.row_table import RowTable
 from ridgeline.kv.store import KvStore
@@ -130,7 +129,7 @@ class DeviceStep:
         else:
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place, None if tree is None else tree.shift)
-        got, ancestors = self.ops.gather(self.rows.state, own, spread), None if tree is None else tree.ancestors
+        got, ancestors = self.ops.sampler.gather(self.rows.state, own, spread), None if tree is None else tree.ancestors
         step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
         return got, step
 
@@ -153,7 +152,7 @@ class DeviceStep:
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
         packed, path = self._advance(batch, drawn)
         if batch.nodes is not None and batch.ahead:
-            hidden = self.ops.last(packed, path, hidden, batch.nodes.drafted.first)
+            hidden = self.ops.sampler.last(packed, path, hidden, batch.nodes.drafted.first)
         return Outcome(packed, _along(logprobs, batch, path), scores), hidden
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
@@ -179,12 +178,12 @@ class DeviceStep:
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None) -> tuple[Tensor, Ranked | None]:
         """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
-        nodes, fused, rows = batch.nodes, self.ops.draw, self.rows
+        nodes, rows = batch.nodes, self.rows
         learn = self.drafter.learns() if learn is None else learn
-        if fused is None or not batch.shape.plain or batch.wishes.logprobs is not None or learn:
+        if not batch.shape.plain or batch.wishes.logprobs is not None or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if nodes is None else nodes.depth
-        return fused(rows.state, rows.knobs, batch.owners, self.decoder.logits(hidden), depth), None
+        return self.ops.sampler.draw(rows.state, rows.knobs, batch.owners, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
@@ -197,7 +196,7 @@ class DeviceStep:
         else:
             heat, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
             key, limits = wanted.ints[:, Int.KEY : Int.KEY + 2], Limits(wanted.ints[:, Int.TOP_K], top_p, min_p)
-            drawn = self.ops.sample(logits, heat, key, wanted.place, Purpose.TOKEN, limits)
+            drawn = self.ops.sampler.sample(logits, heat, key, wanted.place, Purpose.TOKEN, limits)
         if asked is None or wishes.logprobs is None:
             return drawn, None
         return drawn, rank(asked, drawn.index_select(0, wishes.logprobs), max(wishes.tops))
@@ -224,33 +223,14 @@ class DeviceStep:
         return logits
 
     def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Verify, write the drawn tokens, flag ends, move the rows on. -> Outcome.packed; of trees the path (decoding.verify)."""
+        """Verify, write the drawn tokens, flag ends, move the rows on. -> Outcome.packed; of trees the path (ops.verify)."""
         state = self.rows.state
         if batch.nodes is None:
-            return self.ops.advance(state, batch.sampled, drawn), None
-        packed, path = (self.ops.verify or verify)(state, batch.sampled, drawn, batch.nodes.drafted)
-        if path is not None and self.ops.keep is not None:
-            for group, runs in enumerate(self.store.runs):
-                for run in runs:
-                    self.ops.keep(state, batch.sampled, packed, path, group, run)
-        elif path is not None:
-            self._gather_path(batch, path, packed[:, 0])
+            return self.ops.sampler.advance(state, batch.sampled, drawn), None
+        packed, path = self.ops.sampler.verify(state, batch.sampled, drawn, batch.nodes.drafted)
+        if path is not None:
+            self.ops.sampler.keep(state, batch.sampled, packed, path, self.store.runs, batch.shape.deep)
         return packed, path
-
-    def _gather_path(self, batch: Batch, path: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the keys and values of kept nodes to where those of a chain would lie. count int32 [S]: tokens gained, the nodes
-        kept and one more, by which the rows have moved on."""
-        root = self.rows.ints[:, Int.LENGTH].index_select(0, batch.sampled) - count
-        depth = self._count[1 : batch.shape.deep + 1].long()
-        source = path[:, 1 : batch.shape.deep + 1]
-        goes = (depth < count.unsqueeze(1)) & (source != depth)
-        slots = root.long().unsqueeze(1) + torch.stack((source, depth.expand_as(source)))
-        size, own = self.rows.page_tokens, batch.sampled.long().unsqueeze(1)
-        for group, table in enumerate(self.rows.tables.unbind(0)):
-            pages = table.long()[own, slots // size]
-            # Whoever stays moves within the scratch page.
-            source_slot, target_slot = (goes * (pages * size + slots % size)).flatten(1).unbind(0)
-            self.store.move_slots(group, source_slot, target_slot)
 
 
 def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ranked | None:

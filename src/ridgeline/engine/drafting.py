@@ -101,7 +101,7 @@ def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[Devi
         rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
         nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
         recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
-        return recurrent, OnDevice(len(nodes), recurrent.parents, cuts=target.ops.recurrent is not None)
+        return recurrent, OnDevice(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)

@@ -147,7 +147,7 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
     shape = shape_of([1] * rows)
     told = step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)[0].packed
     assert told is not None
-    step.ops.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
+    step.ops.sampler.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
     if rows > MOST_ASKING:
         return
     for greedy in (False, True):

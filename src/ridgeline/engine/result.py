@@ -73,7 +73,7 @@ class Pending:
     def of(
         cls, plan: StepPlan, batch: Batch, outcome: Outcome, clock: Clock, to_host: ToHost, lost: Sequence[int] = ()
     ) -> Pending:
-        """Start the copies to the host (Ops.to_host) and mark the end of the step."""
+        """Start the copies to the host (SamplerOps.to_host) and mark the end of the step."""
         if clock.cuda:
             packed = None if outcome.packed is None else to_host(outcome.packed)
             logprobs, scores = (_ranked_to_host(one, to_host) for one in (outcome.logprobs, outcome.scores))

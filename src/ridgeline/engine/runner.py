@@ -231,7 +231,9 @@ class Runner:
             self._remember(built)
         self._built = plan, built
         built.served += 1
-        pending = Pending.of(plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.to_host, lost)
+        pending = Pending.of(
+            plan, built.batch, self._run(built, plan.bound), clock, self._step.ops.sampler.to_host, lost
+        )
         pending.fresh = built.graph is None and built.served <= RECORDED and not (plan.masks or plan.score_ids)
         return pending
 

@@ -62,14 +62,6 @@ class KvStore:
                 )
         return {transfer.ticket: transfer.origin == OWN_BLOCKS for transfer in transfers}
 
-    def move_slots(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy keys and values of all layers of a group from slots to slots, int64 [M] each (page * page_tokens + place in
-        the page): all are read before any is written. Only a scratch slot may be a target more than once."""
-        size = self.layout.page_tokens
-        pages, places = source // size, source % size
-        for run in self.runs[group]:
-            run[target // size, :, target % size] = run[pages, :, places]
-
     def _stacked(self, members: Sequence[int], layers: Sequence[LayerSpec]) -> list[torch.Tensor]:
         """Layers of a group as few views [pages, heads of keys and values, page_tokens, dim]: one for neighbours of one size."""
         first, tokens, runs = 0, self.layout.page_tokens, []

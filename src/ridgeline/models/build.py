@@ -15,12 +15,11 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
-from ridgeline.ops.reference import FP8_REFERENCE, FP8_WEIGHT_REFERENCE, INT_REFERENCE
-from ridgeline.ops.table import Fp8Ops, IntOps, Ops
+from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
-from ridgeline.quant.integer import IntFormat, in_8_bits
+from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
 from ridgeline.quant.plain import PlainFormat
 
@@ -55,32 +54,25 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     return replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
 
 
-def quantized_ops(quantization: str, ops: Ops) -> Fp8Ops | IntOps | None:
-    """What of a device's operations multiplies linears of a number format; None: the reference does it."""
-    return {"fp8": ops.fp8, "fp8-weight": ops.fp8_weight}.get(quantization, ops.integer)
-
-
 def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
     """The format of the layers' linears. Raises ConfigError where the device cannot multiply in it."""
-    dtype = DTYPES[spec.dtype]
+    dtype, matmul = DTYPES[spec.dtype], ops.matmul
     if not spec.quantization:
-        return PlainFormat(ops, dtype, device)
+        return PlainFormat(matmul.plain, dtype, device)
     if spec.quantization == "fp8-weight":
-        return Fp8Format(ops.fp8_weight or FP8_WEIGHT_REFERENCE, dtype, device, stored.scales, inputs=False)
+        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False)
     if spec.quantization != "fp8":
         numbers = NUMBER_FORMATS[spec.quantization]
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
-        if numbers.inputs_8bit and ops.w8a8 is not None:
-            return IntFormat(ops.w8a8, numbers, dtype, device, stored.integers)
-        inputs = in_8_bits if numbers.inputs_8bit else None
-        return IntFormat(ops.integer or INT_REFERENCE, numbers, dtype, device, stored.integers, inputs)
+        integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
+        return IntFormat(integer, numbers, dtype, device, stored.integers)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(
             "--quantization fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): use another format.",
             param="quantization",
         )
-    return Fp8Format(ops.fp8 or FP8_REFERENCE, dtype, device, stored.scales)
+    return Fp8Format(matmul.fp8, dtype, device, stored.scales)
 
 
 def build(

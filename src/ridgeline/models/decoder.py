@@ -34,7 +34,7 @@ class Decoder:
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in spec.layers)
         self.embedding = torch.empty(spec.vocab_size, spec.d_model, dtype=build.dtype, device=build.device)
         self.final_norm = build.vector(spec.d_model)
-        self._plain = PlainFormat(build.ops, build.dtype, build.device)
+        self._plain = PlainFormat(build.ops.matmul.plain, build.dtype, build.device)
         vocabulary = Part(spec.vocab_size, spec.vocab_size)
         self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds its scale to the weights' type.
@@ -55,7 +55,7 @@ class Decoder:
     def settle(self) -> None:
         """Every weight is loaded and stays where it is: the operations may run the layers in a way of their own."""
         if (parts := self.parts()) is not None:
-            self._run = self._build.ops.layers(parts, self._one_by_one)
+            self._run = self._build.ops.programs.layers(parts, self._one_by_one)
 
     def parts(self) -> list[LayerParts] | None:
         """What operations that run whole layers need; None if a layer is of a kind that they do not know."""
@@ -72,7 +72,7 @@ class Decoder:
     ) -> torch.Tensor:
         """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype. wanted int32
         [W]: those of these query tokens alone, [W, d_model]. Of the others the last layer makes keys and values and no more."""
-        stream = self._build.ops.embed(self.embedding, tokens, self.scale)
+        stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
         if wanted is None or len(wanted) >= len(tokens):
             stream = self._run(stream, views, step)
             stream = stream if wanted is None else stream.index_select(0, wanted)
@@ -80,14 +80,14 @@ class Decoder:
             stream = self._run(stream, views[:-1], step)
             stream = self.layers[-1](stream, views[-1], step, wanted)
         spec = self.spec
-        return self._build.ops.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
+        return self._build.ops.tokenwise.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, d_model] -> [L, vocab] as the head gives them, or float32 and soft-capped where the model says so
         (Gemma 2); see also narrow."""
         assert self.head is not None
         out, cap = self.head.apply(hidden), self.spec.final_softcap
-        return out if cap is None else self._build.ops.cap(out, cap)
+        return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every weight it holds, a tied head once; rotary tables are not weights."""

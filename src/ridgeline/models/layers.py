@@ -63,10 +63,10 @@ def join(
     """(x, stream) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
     if post_norm is None:
         return last.add
-    ops, rest = build.ops, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
+    norm_add, rest = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
     def joined(x: Activation, stream: torch.Tensor) -> torch.Tensor:
-        return ops.norm_onto(last.apply(x), *rest, stream)
+        return norm_add(last.apply(x), *rest, stream)
 
     return joined
 
@@ -74,7 +74,7 @@ def join(
 class Attention:
     """Merged q, k, v projection, attention over the paged cache, output projection into the stream."""
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_ops", "_join")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attend", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
@@ -97,19 +97,20 @@ class Attention:
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
         )
-        self._ops, self._join = build.ops, join(build, self.out, post_norm)
+        self._qkv_write, self._attend = build.ops.attention.qkv_write, build.ops.attention.attend
+        self._join = join(build, self.out, post_norm)
 
     def __call__(
         self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = self._ops.qkv_write(self.qkv.weight.apply(x), self.shape, view, step)
+        q, k, v = self._qkv_write(self.qkv.weight.apply(x), self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
         if wanted is not None and (alone := step.alone(wanted)) is not None:
             q, stream = q.index_select(0, wanted), stream.index_select(0, wanted)
             k, v = (one if one is None else one.index_select(0, wanted) for one in (k, v))
             step, wanted = alone, None
-        out, _ = self._ops.attention(q, k, v, view, step)
+        out, _ = self._attend(q, k, v, view, step)
         if wanted is not None:
             out, stream = out.index_select(0, wanted), stream.index_select(0, wanted)
         return self._join(out.flatten(1), stream)

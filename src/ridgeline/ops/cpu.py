@@ -7,14 +7,14 @@ The pool must have been zeroed when it was made: slots behind a row's end are re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.reference import TREE_BITS
+from ridgeline.ops.reference import REFERENCE, TREE_BITS
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Ops, Plain, QkvShape, plain
+from ridgeline.ops.table import AttentionOps, Ops, Plain, PlainOps, QkvShape, TokenwiseOps, norm_then_add, plain
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _vectors(kv: torch.Tensor, width: int) -> torch.Tensor:
 def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See Ops. Values pass through the rotation with factors 1 and 0, so that one call serves q, k and v."""
+    """See AttentionOps. Values pass through the rotation with factors 1 and 0, so that one call serves q, k and v."""
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     heads = qkv.view(qkv.shape[0], sum(sizes), shape.head_dim)
     if shape.q_norm is not None or shape.k_norm is not None:
@@ -261,7 +261,7 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops."""
+    """See AttentionOps."""
     by_hand = lse_needed or view.softcap is not None
     parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, by_hand)
     if len(parts) == 1 and isinstance(parts[0], _Part) and len(parts[0].tokens) == len(q):
@@ -315,12 +315,11 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 CPU = Ops(
     name="cpu",
-    rms_norm=rms_norm,
-    qkv_write=qkv_write,
-    attention=attention,
-    activate=activate,
-    pack=pack,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
+    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    attention=AttentionOps(qkv_write, attention),
+    matmul=replace(
+        REFERENCE.matmul,
+        plain=PlainOps(pack, linear, linear_add, linear_activate),
+        without_kernel=frozenset({"fp8", "fp8_weight", "integer"}),
+    ),
 )

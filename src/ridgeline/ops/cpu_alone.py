@@ -15,10 +15,20 @@ import torch
 
 from ridgeline.ops import cpu
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.sample import Limits
+from ridgeline.ops.sample import Limits, draw_with
 from ridgeline.ops.sample import sample as sample_together
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Plain, QkvShape, plain
+from ridgeline.ops.table import (
+    AttentionOps,
+    Ops,
+    Plain,
+    PlainOps,
+    QkvShape,
+    SamplerOps,
+    TokenwiseOps,
+    norm_then_add,
+    plain,
+)
 
 
 def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -63,7 +73,7 @@ def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, St
 def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See Ops."""
+    """See AttentionOps."""
     parts = [
         cpu.qkv_write(one, shape, own, alone) for one, (own, alone) in zip(_rows(qkv), _steps(view, step), strict=True)
     ]
@@ -81,7 +91,7 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. Query tokens of draft trees, which see one another by more than their order, are computed together."""
+    """See AttentionOps. Query tokens of draft trees, which see one another by more than their order, are computed together."""
     if step.ancestors is not None:
         return cpu.attention(q, k, v, view, step, lse_needed)
     # The fresh keys and values of a single token are read from the cache.
@@ -127,15 +137,10 @@ def sample(
     return _joined([sample_together(*one, purpose, own) for one, own in zip(given, each, strict=True)], position.int())
 
 
-CPU_ALONE = replace(
-    cpu.CPU,
+CPU_ALONE = Ops(
     name="cpu, batch-invariant",
-    rms_norm=rms_norm,
-    qkv_write=qkv_write,
-    attention=attention,
-    activate=activate,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
-    sample=sample,
+    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    attention=AttentionOps(qkv_write, attention),
+    matmul=replace(cpu.CPU.matmul, plain=PlainOps(cpu.pack, linear, linear_add, linear_activate)),
+    sampler=SamplerOps(sample=sample, draw=draw_with(sample)),
 )

@@ -33,7 +33,7 @@ class _Parts(ctypes.Structure):
 
 
 class NativeChain:
-    """See Ops.chain; weights stay where they are for good."""
+    """See Programs.chain; weights stay where they are for good."""
 
     __slots__ = ("_dtype", "_kept", "_parts", "_pointers", "_run", "_view_of")
 

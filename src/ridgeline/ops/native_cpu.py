@@ -7,7 +7,8 @@ are gathered once per group of layers and kept in step.derived.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,21 +25,30 @@ from ridgeline.ops.native_layers import NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
+from ridgeline.ops.reference import int_unpack, round_inliers, rounding_inputs
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
+    AttentionOps,
     ChainParts,
     Fp8Matrix,
+    IntOps,
     LayerParts,
+    MatmulOps,
     Normed,
     Ops,
     Plain,
+    PlainOps,
+    Programs,
     QkvShape,
     RecurrentParts,
     RunChain,
     RunLayers,
     RunRecurrent,
+    SamplerOps,
+    TokenwiseOps,
     embedded,
+    norm_then_add,
     plain,
 )
 
@@ -67,7 +77,7 @@ class NativeOps:
         return out
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
-        """See Ops."""
+        """See TokenwiseOps."""
         kernels = self._kernels.get(table.dtype)
         if kernels is None or ids.dtype is not torch.int32 or not (table.is_contiguous() and ids.is_contiguous()):
             return embedded(table, ids, scale)
@@ -123,7 +133,7 @@ class NativeOps:
         step: StepInputs,
         lse_needed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Ops."""
+        """See AttentionOps."""
         kernels = self._of(q, view)
         if kernels is None or view.kv.shape[4] > MAX_HEAD_DIM or view.kv.shape[4] % 2:
             return (cpu_alone if self._fixed else cpu).attention(q, k, v, view, step, lse_needed)
@@ -248,28 +258,34 @@ class NativeOps:
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-        """See Ops: one foreign call for all of them, where the kernels know their numbers and sizes."""
+        """See Programs: one foreign call for all of them, where the kernels know their numbers and sizes."""
         kernels = self._kernels.get(parts[0].attention_norm.dtype)
         if kernels is None or not all(_known(one, parts[0].attention_norm.dtype) for one in parts):
             return run
         return NativeLayers(parts, kernels, self._view, run)
 
-    def chain(self, parts: ChainParts) -> RunChain | None:
-        """See Ops."""
+    def chain(self, parts: ChainParts, otherwise: RunChain) -> RunChain:
+        """See Programs."""
         kernels, dtype = self._kernels.get(parts.embedding.dtype), parts.embedding.dtype
         if (
             kernels is None
             or parts.embedding.device.type != "cpu"
             or not all(_known(one, dtype) for one in parts.layers)
         ):
-            return None
+            return otherwise
         return NativeChain(parts, kernels, self._view, self._fixed)
 
-    def recurrent(self, parts: RecurrentParts) -> RunRecurrent | None:
-        """See Ops."""
+    def recurrent(self, integer: IntOps, parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:
+        """See Programs; integer: the library's, whose order its matrices get."""
         kernels = self._kernels.get(parts.embedding.dtype)
         known = parts.matrices["gate_up"].out % (2 * LANES) == 0 and _known_size(parts.head_dim)
-        return NativeRecurrent(parts, kernels, self._view) if kernels is not None and known else None
+        if kernels is None or not known or parts.embedding.device.type != "cpu":
+            return otherwise()
+        packed = {
+            name: integer.pack(int_unpack(one), one.scales.float(), None, one.bits, one.group)
+            for name, one in parts.matrices.items()
+        }
+        return NativeRecurrent(replace(parts, matrices=packed), kernels, self._view)
 
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
         return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
@@ -348,32 +364,39 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
         library = open_library(path)
     except OSError as error:
         return None, f"cannot open {path}: {error}; run `python -m ridgeline.ops.native.build` again"
+    return _table(library, fixed), library.instructions
+
+
+def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
-    table = Ops(
+    integer = int_ops(library, arena, ops.rms_norm, ops.activate)
+    return Ops(
         name="native, batch-invariant" if fixed else "native",
-        rms_norm=ops.rms_norm,
-        qkv_write=ops.qkv_write,
-        attention=ops.attention,
-        activate=ops.activate,
-        pack=ops.pack,
-        linear=ops.linear,
-        linear_add=ops.linear_add,
-        linear_activate=ops.linear_activate,
-        fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=False),
-        fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=True),
-        integer=int_ops(library, arena, ops.rms_norm, ops.activate),
-        sample=ops.sample,
-        embed=ops.embed,
-        gather=rows.gather,
-        advance=rows.advance,
-        last=rows.last,
+        tokenwise=TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed),
+        attention=AttentionOps(ops.qkv_write, ops.attention),
+        matmul=MatmulOps(
+            plain=PlainOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
+            fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=False),
+            fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=True),
+            integer=integer,
+            w8a8=rounding_inputs(integer),
+            round_inliers=round_inliers,
+        ),
+        sampler=SamplerOps(
+            sample=ops.sample,
+            draw=rows.draw,
+            gather=rows.gather,
+            advance=rows.advance,
+            verify=rows.verify,
+            keep=rows.keep,
+            last=rows.last,
+        ),
+        programs=Programs(
+            layers=ops.layers,
+            chain=ops.chain,
+            recurrent=partial(ops.recurrent, integer),
+            prunes_drafts=True,
+        ),
         capture=CallListCapture(library),
-        layers=ops.layers,
-        verify=rows.verify,
-        keep=rows.keep,
-        draw=rows.draw,
-        chain=ops.chain,
-        recurrent=ops.recurrent,
     )
-    return table, library.instructions

@@ -108,10 +108,4 @@ def fp8_ops(
     ) -> torch.Tensor:
         return activate(ops.linear(x, matrix, bias, dtype), kind)
 
-    return Fp8Ops(
-        activate=activate,
-        pack=ops.pack,
-        linear=ops.linear,
-        linear_add=ops.linear_add,
-        linear_activate=linear_activate,
-    )
+    return Fp8Ops(ops.pack, ops.linear, ops.linear_add, linear_activate)

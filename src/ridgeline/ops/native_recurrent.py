@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from struct import Struct
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from ridgeline.ops.native.binding import GATES, IntWeights, Kernels
 from ridgeline.ops.native_integer import int_weights
 from ridgeline.ops.native_layers import ViewOf
 from ridgeline.ops.native_rows import STATE, at, state_of
-from ridgeline.ops.rows import RowState
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import RecurrentParts, Views
 
@@ -34,7 +34,7 @@ class _Parts(ctypes.Structure):
 
 
 class NativeRecurrent:
-    """See Ops.recurrent; weights stay where they are for good."""
+    """See Programs.recurrent; matrices as the library packs them. Weights stay where they are for good."""
 
     __slots__ = ("_attended", "_dtype", "_kept", "_parts", "_run", "_view_of", "_views")
 
@@ -56,15 +56,9 @@ class NativeRecurrent:
             parts.offset,
         )
 
-    def __call__(
-        self,
-        state: RowState,
-        rows: torch.Tensor,
-        heat: torch.Tensor,
-        hidden: torch.Tensor,
-        count: int,
-        views: Views,
-    ) -> torch.Tensor:
+    def __call__(self, drawn: Any, count: int, views: Views) -> torch.Tensor:
+        """drawn: see RunRecurrent."""
+        state, rows, heat, hidden = drawn.state, drawn.rows, drawn.heat, drawn.hidden
         assert hidden.dtype is self._dtype
         if views != self._views:
             self._attend(views, len(state.tables))

@@ -1,4 +1,4 @@
-"""The row operations (ops.rows, decoding.verify) as one foreign call each: see native/rows.cpp.
+"""The row operations (ops.rows, ops.verify) as one foreign call each: see native/rows.cpp.
 
 The call's arguments are packed into the struct that it reads: for so many of them that is the cheapest way out of Python.
 """
@@ -10,7 +10,7 @@ from struct import Struct
 import torch
 
 from ridgeline.ops.native.binding import Library
-from ridgeline.ops.rows import Drafted, Gathered, RowState, Spread
+from ridgeline.ops.rows import Drafted, Gathered, RowState, Runs, Spread
 
 STATE = 9
 """Numbers that state_of gives."""
@@ -56,7 +56,7 @@ class NativeRows:
         logits: torch.Tensor,
         depth: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See Ops.draw."""
+        """See ops.sample.draw_with."""
         kernels = self._kernels.get(logits.dtype)
         logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
         drawn = torch.empty(logits.shape[0], dtype=torch.int32)
@@ -74,7 +74,7 @@ class NativeRows:
     def verify(
         self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See decoding.verify.verify."""
+        """See ops.verify.verify."""
         count, wide, parent = rows.shape[0], drafted.wide, drafted.parent
         path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
         packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
@@ -90,15 +90,16 @@ class NativeRows:
         rows: torch.Tensor,
         packed: torch.Tensor,
         path: torch.Tensor,
-        group: int,
-        run: torch.Tensor,
+        runs: Runs,
+        depth: int,
     ) -> None:
-        """See Ops.keep."""
-        count, wide = path.shape
-        size = run.element_size()
-        sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
-        given = (at(rows), at(packed), packed.stride(0), at(path), count, wide, group, run.data_ptr())
-        self._keep(_KEEP.pack(*state_of(state), *given, *sizes))
+        """See ops.rows.keep."""
+        given = (*state_of(state), at(rows), at(packed), packed.stride(0), at(path), *path.shape)
+        for number, group in enumerate(runs):
+            for run in group:
+                size = run.element_size()
+                sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
+                self._keep(_KEEP.pack(*given, number, run.data_ptr(), *sizes))
 
     def last(
         self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor

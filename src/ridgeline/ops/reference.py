@@ -12,14 +12,19 @@ import torch.nn.functional as F
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     Activation,
+    AttentionOps,
     Fp8Matrix,
     Fp8Ops,
     IntMatrix,
     IntOps,
+    MatmulOps,
     Ops,
     Plain,
+    PlainOps,
     QkvShape,
     Scaled,
+    TokenwiseOps,
+    norm_then_add,
     plain,
 )
 
@@ -207,13 +212,7 @@ def fp8_linear_activate(
     return fp8_activate(fp8_linear(x, matrix, bias, dtype), kind)
 
 
-FP8_REFERENCE = Fp8Ops(
-    activate=fp8_activate,
-    pack=fp8_pack,
-    linear=fp8_linear,
-    linear_add=fp8_linear_add,
-    linear_activate=fp8_linear_activate,
-)
+FP8_REFERENCE = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
 
 
 def fp8_weight_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -237,13 +236,7 @@ def fp8_weight_linear_activate(
     return activate(fp8_weight_linear(x, matrix, bias, dtype), kind)
 
 
-FP8_WEIGHT_REFERENCE = Fp8Ops(
-    activate=activate,
-    pack=fp8_pack,
-    linear=fp8_weight_linear,
-    linear_add=fp8_weight_linear_add,
-    linear_activate=fp8_weight_linear_activate,
-)
+FP8_WEIGHT_REFERENCE = Fp8Ops(fp8_pack, fp8_weight_linear, fp8_weight_linear_add, fp8_weight_linear_activate)
 
 # --- integer linears --------------------------------------------------------------------------------------------------
 
@@ -319,19 +312,54 @@ def int_linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, 
     return activate(int_linear(x, matrix, bias), kind)
 
 
-INT_REFERENCE = IntOps(pack=int_pack, linear=int_linear, linear_add=int_linear_add, linear_activate=int_linear_activate)
+INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate)
+
+OUTLIER = 6.0
+"""Magnitude from which LLM.int8() leaves an input in floating point (Dettmers et al. 2022, section 3.2)."""
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] as integers of -127..127 times a scale per token hold it: W8A8's inputs."""
+    wide = x.float()
+    steps = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
+    return ((wide / steps).round() * steps).to(x.dtype)
+
+
+def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """x [T, D] as LLM.int8() multiplies it: 0 where `empty`, bool [D]; inputs of OUTLIER and above as they are, the rest in 8 bits.
+
+    Which inputs are outliers each token decides for itself, where the paper takes a column for all tokens of a batch: so a
+    token's result depends on no other. The two products of the paper are one, because both take the same weights.
+    """
+    x = x.masked_fill(empty, 0.0)
+    far = x.abs() >= OUTLIER
+    return torch.where(far, x, in_8_bits(x.masked_fill(far, 0.0)))
+
+
+def rounding_inputs(ops: IntOps) -> IntOps:
+    """MatmulOps.w8a8 where no kernel rounds inputs as it reads them."""
+
+    def rounded(x: Plain) -> torch.Tensor:
+        return in_8_bits(plain(x, rms_norm))
+
+    return IntOps(
+        pack=ops.pack,
+        linear=lambda x, matrix, bias: ops.linear(rounded(x), matrix, bias),
+        linear_add=lambda x, matrix, bias, stream: ops.linear_add(rounded(x), matrix, bias, stream),
+        linear_activate=lambda x, matrix, bias, kind: ops.linear_activate(rounded(x), matrix, bias, kind),
+    )
+
 
 REFERENCE = Ops(
     name="reference",
-    rms_norm=rms_norm,
-    qkv_write=qkv_write,
-    attention=attention,
-    activate=activate,
-    pack=pack,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
-    fp8=FP8_REFERENCE,
-    fp8_weight=FP8_WEIGHT_REFERENCE,
-    integer=INT_REFERENCE,
+    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    attention=AttentionOps(qkv_write, attention),
+    matmul=MatmulOps(
+        plain=PlainOps(pack, linear, linear_add, linear_activate),
+        fp8=FP8_REFERENCE,
+        fp8_weight=FP8_WEIGHT_REFERENCE,
+        integer=INT_REFERENCE,
+        w8a8=rounding_inputs(INT_REFERENCE),
+        round_inliers=round_inliers,
+    ),
 )

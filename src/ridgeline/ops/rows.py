@@ -5,7 +5,7 @@ Here in plain PyTorch; a GPU has one kernel for each (ops.triton.rows).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -141,11 +141,39 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
 
 def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Of hidden states [N, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
-    packed int32 [S, 2 + ..], path int64 [S, wide]: of decoding.verify; path None for chains. first: as in Drafted."""
+    packed int32 [S, 2 + ..], path int64 [S, wide]: of ops.verify; path None for chains. first: as in Drafted."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
         node = path.gather(1, node.unsqueeze(1)).squeeze(1)
     return hidden.index_select(0, node + first)
+
+
+Runs = Sequence[Sequence[torch.Tensor]]
+"""Of each group of layers its cache as few views [pages, heads of keys and values, page_tokens, dim]."""
+
+
+def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.Tensor, runs: Runs, depth: int) -> None:
+    """Move keys and values of kept draft nodes to the slots that those of a chain would have.
+
+    Args:
+        state: of device rows int32 [S], which `verify` has moved on already.
+        packed, path: of ops.verify; packed[:, 0] is the tokens gained, the nodes kept and one more.
+        runs: the whole cache.
+        depth: of the deepest node that any of these drafts may have.
+    """
+    count = packed[:, 0]
+    root = state.ints[:, Int.LENGTH].index_select(0, rows) - count
+    place = torch.arange(1, depth + 1, device=path.device)
+    source = path[:, 1 : depth + 1]
+    goes = (place < count.unsqueeze(1)) & (source != place)
+    slots = root.long().unsqueeze(1) + torch.stack((source, place.expand_as(source)))
+    size, own = state.page_tokens, rows.long().unsqueeze(1)
+    for table, group in zip(state.tables.unbind(0), runs, strict=True):
+        # Who stays moves within the scratch page.
+        moved = goes * (table.long()[own, slots // size] * size + slots % size)
+        (from_page, to_page), (from_place, to_place) = (moved // size).flatten(1), (moved % size).flatten(1)
+        for run in group:
+            run[to_page, :, to_place] = run[from_page, :, from_place]
 
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]

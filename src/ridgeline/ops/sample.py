@@ -10,6 +10,7 @@ a kernel draws among all, looks whether that was allowed, and if not, draws agai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from ridgeline.ops.mass import masses
 from ridgeline.ops.noise import Purpose, draw_key, exponential
+from ridgeline.ops.rows import Int, Knob, RowState
 
 _IN_CACHE = 1 << 16
 """Logits that a CPU draws from at a time, so that the dozen passes over them stay in its cache."""
@@ -56,6 +58,8 @@ def sample(
     """logits [N, V] of any float type, -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
     (noise.row_key); position int32 [N], place in the request of the token to be drawn; limits: what may be drawn, None: all
     -> tokens int32 [N]."""
+    if logits.device.type == "cpu" and not temperature.any():
+        return greedy(logits)
     keys = draw_key(key, position, purpose)
     cold = temperature.neg().unsqueeze(1)
     n_rows, vocab = logits.shape
@@ -68,6 +72,34 @@ def sample(
         noise = exponential(keys[part], tokens).log_()
         drawn.append(greedy(torch.addcmul(own.float(), cold[part], noise, out=noise)))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+DrawRows = Callable[[RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def draw_with(sample: Callable[..., torch.Tensor]) -> DrawRows:
+    """What draws for device rows by `sample`, a function like the one above."""
+
+    def draw(
+        state: RowState, knobs: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, depth: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The tokens int32 [N] that device rows int32 [N] draw, with their own noise and limits.
+
+        Args:
+            knobs: float32 [R, KNOBS], columns as in Knob.
+            logits: [N, V], behind the rows' last known tokens and their drafts.
+            depth: int32 [N], the drawn token's place behind the first unknown one; None: 0.
+        """
+        ints, own = state.ints.index_select(0, rows), knobs.index_select(0, rows)
+        heat, top_p, min_p = (own[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+        place = ints[:, Int.KNOWN] if depth is None else ints[:, Int.KNOWN] + depth
+        limits = Limits(ints[:, Int.TOP_K], top_p, min_p)
+        return sample(logits, heat, ints[:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN, limits)
+
+    return draw
+
+
+draw = draw_with(sample)
 
 
 def within(logits: torch.Tensor, temperature: torch.Tensor, limits: Limits) -> torch.Tensor:

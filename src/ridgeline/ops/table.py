@@ -1,10 +1,14 @@
-"""The set of operations a decoder runs on, as one value: the reference, the CPU's or the GPU's, chosen once."""
+"""The interfaces between a decoder and a device's operations, as one value that `choose` picks at start-up.
+
+Every operation exists on every device: a device's table names the reference or a default for what it has no kernel of. T query
+tokens; D = d_model; dtype of x is the model's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +16,11 @@ import torch.nn.functional as F
 from ridgeline.ops import rows
 from ridgeline.ops.capture import Capture, Uncaptured
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.sample import Limits
+from ridgeline.ops.sample import DrawRows, Limits
+from ridgeline.ops.sample import draw as draw_plainly
 from ridgeline.ops.sample import sample as sample_plainly
 from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A linear's input before its RMS norm: value = rms_norm(x, weight, eps, offset), x [T, D]; see Ops.
+    """A linear's input before its RMS norm: value = rms_norm(x, weight, eps, offset), x [T, D]; see TokenwiseOps.
 
     A product of few tokens norms while it reads x; every other asks the norm of its device for the values.
     """
@@ -59,15 +65,14 @@ class Normed:
     offset: bool
 
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q [T, Hq, d], k and v [T, Hkv, d]."""
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
 Activation = Plain | Scaled
 """What any linear takes; Scaled: quantized by the operation that made it."""
 
 
-def plain(x: Plain, rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]) -> torch.Tensor:
+def plain(x: Plain, rms_norm: RmsNorm) -> torch.Tensor:
     """x as a tensor, normed with `rms_norm` where that is still to be done."""
     return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else x
 
@@ -95,7 +100,7 @@ class IntMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A loaded linear: packed as Ops.pack made it of floating-point numbers, in integers, or in 8 bits with its inputs in 8
+    """A loaded linear: packed as PlainOps.pack made it of floating-point numbers, in integers, or in 8 bits with its inputs in 8
     bits too; bias [out] or None."""
 
     packed: torch.Tensor | IntMatrix | Fp8Matrix
@@ -125,13 +130,13 @@ RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
 
 
 def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
-    """See Ops.embed."""
+    """See TokenwiseOps."""
     found = F.embedding(ids, table)
     return found if scale == 1.0 else found * scale
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """See Ops.cap."""
+    """See TokenwiseOps."""
     return torch.tanh(logits.float() / cap) * cap
 
 
@@ -154,21 +159,37 @@ class Fp8Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainOps:
+    """Linears in floating point.
+
+    pack(weight [out, in]) -> opaque packed weight.
+    linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel that norms as it reads keeps float32 where the plain
+        norm rounds to x's dtype.
+    linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. The caller gives the stream up: the
+        result may lie in its memory.
+    linear_activate(x, packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
+    """
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    linear: Callable[[Plain, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+    linear_activate: Callable[[Plain, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Ops:
-    """What fp8 linears run on: the products, and the activation, which quantizes as it goes.
+    """Linears with weights in e4m3.
 
     A token's values are x * (448 / amax), rounded to the nearest even; its scale is amax / 448 (448: the largest e4m3,
     Micikevicius et al. 2022). x is the plain operation's result in the model's dtype, amax its largest magnitude.
-    activate: as in Ops, with a Scaled for the result, or plain where products quantize what they read.
-    pack(values, scales) -> Fp8Matrix over the same memory. linear(x, matrix, bias, dtype) -> [T, out] in dtype: products
-        and sums of the 8-bit values in float32, times both scales, plus bias, rounded once; an x that is not quantized
-        yet is first, after its norm where that is still to be done.
+    pack(values, scales) -> Fp8Matrix over the same memory.
+    linear(x, matrix, bias, dtype) -> [T, out] in dtype: products and sums of the 8-bit values in float32, times both scales,
+        plus bias, rounded once. An x that is not quantized is quantized first, after its norm where x is Normed.
     linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype; its memory may hold the result.
-    linear_activate(x, matrix, bias, dtype, kind) -> activate(linear(x, matrix, bias, dtype), kind), of a merged gate and up;
-        within one kernel linear's results keep float32.
+    linear_activate(x, matrix, bias, dtype, kind) -> activate(linear(x, matrix, bias, dtype), kind), of a merged gate and up,
+        quantized or left to the next product; within one kernel linear's results keep float32.
     """
 
-    activate: Callable[[torch.Tensor, str], Activation]
     pack: Callable[[torch.Tensor, torch.Tensor], Fp8Matrix]
     linear: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.dtype], torch.Tensor]
     linear_add: Callable[[Activation, Fp8Matrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -177,19 +198,43 @@ class Fp8Ops:
 
 @dataclass(frozen=True, slots=True)
 class IntOps:
-    """What weight-only integer linears run on.
+    """Linears with integer weights.
 
     pack(codes uint8 [out, in], scales float32 [out, groups], zeros uint8 [out, groups] or None, bits, group) -> IntMatrix;
         bits 3, 4 or 8; group a multiple of 32, or at least `in`. Scales are numbers that float16 holds.
     linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus
-        bias, rounded once. x may be Normed, as in Ops.linear.
-    linear_add, linear_activate: as in Ops.
+        bias, rounded once. x may be Normed, as in PlainOps.
+    linear_add, linear_activate: as in PlainOps.
     """
 
     pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int], IntMatrix]
     linear: Callable[[Plain, IntMatrix, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, IntMatrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[Plain, IntMatrix, torch.Tensor | None, str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulOps:
+    """Linears by the number format of their weights.
+
+    plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights alone. integer: weights alone. w8a8: integer
+    weights of 8 bits and one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits).
+    round_inliers(x [T, D], empty bool [D]) -> [T, D]: the inputs of LLM.int8()'s integers: 0 where `empty`, outliers as they
+        are, the rest rounded to 8 bits (reference.round_inliers).
+    without_kernel: fields that the reference serves on this device.
+    """
+
+    plain: PlainOps
+    fp8: Fp8Ops
+    fp8_weight: Fp8Ops
+    integer: IntOps
+    w8a8: IntOps
+    round_inliers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    without_kernel: frozenset[str] = frozenset()
+
+    def has_kernel(self, quantization: str) -> bool:
+        """Whether kernels of the device, not the reference, multiply linears of this number format (--quantization)."""
+        return {"fp8": "fp8", "fp8-weight": "fp8_weight"}.get(quantization, "integer") not in self.without_kernel
 
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
@@ -242,17 +287,18 @@ RunChain = Callable[[ChainStart, Views], None]
 """Drafts the chain over the views of the drafting layers."""
 
 
-def no_chain(parts: ChainParts) -> RunChain | None:
-    """Chains are drafted token by token."""
-    return None
+def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
+    """The chain token by token."""
+    return otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParts:
     """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
-    [2 F, D], down [D, F], head [N, D]; norms query_norm, inner_norm and norm float32 [D]; cos_sin: of its queries, as in QkvShape;
-    ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes of its largest draft tree, parents
-    before children, -1 for the last known token; a node is the child of that rank, 0 the likeliest."""
+    [2 F, D], down [D, F], head [N, D], as reference.int_pack lays them out; norms query_norm, inner_norm and norm float32 [D];
+    cos_sin: of its queries, as in QkvShape; ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes
+    of its largest draft tree, parents before children, -1 for the last known token; a node is the child of that rank, 0 the
+    likeliest."""
 
     embedding: torch.Tensor
     matrices: Mapping[str, IntMatrix]
@@ -267,21 +313,35 @@ class RecurrentParts:
     offset: bool
 
 
-RunRecurrent = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, Views], torch.Tensor]
-"""(state, rows int32 [S], heat float32 [R], hidden [S, D], count, views of the layer that is attended to): writes up to that
-many nodes behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything."""
+RunRecurrent = Callable[[Any, int, Views], torch.Tensor | None]
+"""(rows that have drawn, as decoding.drafters.Behind; count; views of the layer that is attended to): writes up to that many nodes
+behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything. None: all are
+worth it."""
 
 
-Verify = Callable[[rows.RowState, torch.Tensor, torch.Tensor, rows.Drafted], tuple[torch.Tensor, torch.Tensor | None]]
+def recurrent_by_nodes(parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:
+    """The tree node by node."""
+    return otherwise()
 
 
-KeepPath = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Whole layers or drafts in one call of the device, where it has such kernels.
+
+    layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or a program that calls `run` for
+        the steps it does not take.
+    chain(parts, otherwise) -> what drafts chains of this decoder: `otherwise`, or a program.
+    recurrent(parts, otherwise) -> what drafts with a recurrent draft: what `otherwise` makes, or a program.
+    prunes_drafts: the program of `recurrent` says how many of its nodes are worth verifying.
+    """
+
+    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
+    chain: Callable[[ChainParts, RunChain], RunChain] = chain_by_tokens
+    recurrent: Callable[[RecurrentParts, Callable[[], RunRecurrent]], RunRecurrent] = recurrent_by_nodes
+    prunes_drafts: bool = False
 
 
-DrawRows = Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class Attention(Protocol):
+class Attend(Protocol):
     def __call__(
         self,
         q: torch.Tensor,
@@ -291,7 +351,55 @@ class Attention(Protocol):
         step: StepInputs,
         lse_needed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Ops."""
+        """See AttentionOps."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOps:
+    """The KV cache: written, then attended to.
+
+    qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]): per-head norms,
+        rotary embedding at step.position, keys and values written into view at view.slots.
+    attend(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
+        tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
+        kernels that prefer them contiguous). With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that
+        a token sees, scores scaled and capped; ops.merge combines parts of the keys by it. A token that sees no key gets out 0
+        and lse -inf. Without lse_needed lse may be None, and out and lse of tokens of no row are undefined.
+    """
+
+    qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    attend: Attend
+
+
+NormAdd = Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenwiseOps:
+    """What is computed of each token's vector by itself.
+
+    rms_norm(x [T, D], weight [D], eps, offset) -> [T, D]: x / rms(x) * (weight + offset as 0 or 1), statistics in float32.
+    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): how a block with a post norm ends. The caller gives
+        the stream up.
+    activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
+    embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
+    cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
+    """
+
+    rms_norm: RmsNorm
+    norm_add: NormAdd
+    activate: Callable[[torch.Tensor, str], torch.Tensor]
+    embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
+    cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
+
+
+def norm_then_add(rms_norm: RmsNorm) -> NormAdd:
+    """TokenwiseOps.norm_add as two operations."""
+
+    def norm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor) -> torch.Tensor:
+        return stream + rms_norm(x, weight, eps, offset)
+
+    return norm_add
 
 
 class Sample(Protocol):
@@ -307,81 +415,35 @@ class Sample(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ops:
-    """Every operation with one signature for all devices. T query tokens; D = d_model; dtype of x is the model's.
+class SamplerOps:
+    """The device's rows before and after a forward pass: gather what they compute next, draw, verify drafts, move on.
 
-    rms_norm(x [T, D], weight [D], eps, offset) -> [T, D]: x / rms(x) * (weight + offset as 0 or 1), statistics in float32.
-    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): how a block with a post norm ends. The caller gives
-        the stream up. None: one after the other.
-    cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
-    qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]):
-        per-head norms, rotary embedding at step.position, keys and values written into view at view.slots.
-    attention(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
-        tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
-        kernels that prefer them contiguous). With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that
-        a token sees, scores scaled and capped; ops.merge combines parts of the keys by it. A token that sees no key gets out 0
-        and lse -inf. Without lse_needed lse may be None, and out and lse of tokens of no row are undefined.
-    activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
-    pack(weight [out, in]) -> opaque packed weight; linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel
-        that norms as it reads keeps float32 where the plain norm rounds to x's dtype.
-    linear_add(x [T, in], packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. The caller gives the
-        stream up: the result may lie in its memory.
-    linear_activate(x [T, in], packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
+    gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
     sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
         same tokens on every device, but where a sum of chances is within its rounding of top_p.
-    embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
-    capture: see ops.capture.Capture.
-    gather, advance, last, to_host: see ops.rows. verify: as decoding.verify.verify, which serves where it is None.
-    keep(state, rows int32 [S], packed, path int64 [S, wide], group, run [pages, heads, page_tokens, dim]): of rows that `verify`
-        has moved on, keys and values of the kept nodes to where those of a chain would lie; None: nothing here does it in one call.
-    draw(state, knobs float32 [R, KNOBS], rows int32 [N], logits [N, V], depth int32 [N] or None) -> tokens int32 [N]: what device
-        rows draw at places KNOWN + depth (None: 0), behind their last known tokens and their drafts, with the rows' noise and
-        limits, as `sample`. None: nothing here does it in one call.
-    chain(parts) -> what drafts chains of this decoder in one call, or None: nothing here does.
-    recurrent(parts) -> what drafts with them in one call, or None: these numbers are not known here. None: nothing here does.
-    layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or something faster.
-    fp8, fp8_weight, integer: the same for linears in e4m3, for those whose activations stay plain, and for integers; None:
-        this device has no kernels for them, the reference serves.
-    w8a8: integer linears of 8 bits and one scale per output, whose inputs are rounded to 8 bits with a scale per token as they
-        are read (quant.integer.in_8_bits); None: they are rounded first.
-    apart(x [T, D], empty uint8 [D]) -> [T, D]: quant.integer.outliers_apart of x with zeros where `empty` is not 0; None: it
-        is done operation by operation.
+    draw: see ops.sample.draw_with; as `sample`, with the rows' own noise and limits.
     """
 
-    name: str
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-    qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    attention: Attention
-    activate: Callable[[torch.Tensor, str], torch.Tensor]
-    pack: Callable[[torch.Tensor], torch.Tensor]
-    linear: Callable[[Plain, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-    linear_activate: Callable[[Plain, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
-    fp8: Fp8Ops | None = None
-    fp8_weight: Fp8Ops | None = None
-    integer: IntOps | None = None
-    w8a8: IntOps | None = None
-    apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     sample: Sample = sample_plainly
-    embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
-    cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
-    norm_add: Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor] | None = None
-    capture: Capture = Uncaptured
+    draw: DrawRows = draw_plainly
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
+    verify: Callable[
+        [rows.RowState, torch.Tensor, torch.Tensor, rows.Drafted], tuple[torch.Tensor, torch.Tensor | None]
+    ] = verify
+    keep: Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, rows.Runs, int], None] = rows.keep
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor] = rows.last
     to_host: rows.ToHost = rows.to_host
-    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
-    verify: Verify | None = None
-    keep: KeepPath | None = None
-    draw: DrawRows | None = None
-    chain: Callable[[ChainParts], RunChain | None] = no_chain
-    recurrent: Callable[[RecurrentParts], RunRecurrent | None] | None = None
 
-    def norm_onto(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor
-    ) -> torch.Tensor:
-        """stream + rms_norm(x, ..), by norm_add where there is one."""
-        if self.norm_add is None:
-            return stream + self.rms_norm(x, weight, eps, offset)
-        return self.norm_add(x, weight, eps, offset, stream)
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operations of one device. capture: see ops.capture.Capture."""
+
+    name: str
+    tokenwise: TokenwiseOps
+    attention: AttentionOps
+    matmul: MatmulOps
+    sampler: SamplerOps = SamplerOps()
+    programs: Programs = Programs()
+    capture: Capture = Uncaptured

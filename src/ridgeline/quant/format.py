@@ -146,7 +146,7 @@ class Weight(Protocol):
 
     def activate(self, x: Activation, kind: str) -> Activation:
         """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
-        it; kind as in Ops.activate."""
+        it; kind as in TokenwiseOps.activate."""
         ...
 
     def matrix(self) -> Matrix | None:

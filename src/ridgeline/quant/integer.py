@@ -9,7 +9,7 @@ same numbers as one device would.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,6 @@ from ridgeline.quant.layouts import Decoded, Published, decode
 SMALLEST_SCALE = 2.0**-24
 """The smallest number above 0 that float16 holds."""
 LARGEST_SCALE = 65504.0
-OUTLIER = 6.0
-"""Magnitude from which LLM.int8() leaves an input in floating point (Dettmers et al. 2022, section 3.2)."""
 
 
 def round_to_nearest(
@@ -64,34 +62,16 @@ def _held(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).half().float()
 
 
-def in_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] as integers of -127..127 times a scale per token hold it: W8A8's inputs."""
-    wide = x.float()
-    steps = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
-    return ((wide / steps).round() * steps).to(x.dtype)
-
-
-def outliers_apart(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] as LLM.int8() multiplies it: inputs of OUTLIER and above as they are, the rest in 8 bits.
-
-    Which inputs those are each token decides for itself, where the paper takes a column for all tokens of a batch: so a
-    token's result depends on no other. The two products of the paper are one, because both take the same weights.
-    """
-    far = x.abs() >= OUTLIER
-    return torch.where(far, x, in_8_bits(x.masked_fill(far, 0.0)))
-
-
 @dataclass(frozen=True, slots=True)
 class IntFormat:
     """numbers: bits, group and zero points. dtype: of activations, biases and results. published: how the checkpoint holds
-    its integers; None: it holds floats. inputs: what becomes of x before a product; None: nothing."""
+    its integers; None: it holds floats."""
 
     ops: IntOps
     numbers: NumberFormat
     dtype: torch.dtype
     device: torch.device
     published: Published | None = None
-    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
     name: str = "integer"
 
     def create(self, shape: LinearShape, share: Share) -> IntWeight:
@@ -211,16 +191,9 @@ class IntWeight(Weight):
         self._codes = None
 
     def _given(self, x: Activation) -> Plain:
-        """x with its inputs in the order of the groups, rounded where the format says so."""
+        """x with its inputs in the order of the groups."""
         assert not isinstance(x, Scaled)
-        if self._order is None and self._form.inputs is None:
-            return x
-        return self._rounded(plain(x, rms_norm))
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if self._order is not None:
-            x = x.index_select(1, self._order)
-        return x if self._form.inputs is None else self._form.inputs(x)
+        return x if self._order is None else plain(x, rms_norm).index_select(1, self._order)
 
     def apply(self, x: Activation) -> torch.Tensor:
         assert self._matrix is not None
@@ -228,15 +201,15 @@ class IntWeight(Weight):
 
     def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None and isinstance(x, torch.Tensor)
-        return self._form.ops.linear_add(self._rounded(x), self._matrix, self._bias, stream)
+        x = x if self._order is None else x.index_select(1, self._order)
+        return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
 
     def activate(self, x: Activation, kind: str) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear_activate(self._given(x), self._matrix, self._bias, kind)
 
     def matrix(self) -> Matrix | None:
-        rounds = self._form.inputs is not None or self._form.numbers.inputs_8bit
-        if self._matrix is None or self._order is not None or rounds:
+        if self._matrix is None or self._order is not None or self._form.numbers.inputs_8bit:
             return None
         return Matrix(self._matrix, self._bias)
 

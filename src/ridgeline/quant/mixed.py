@@ -15,10 +15,9 @@ import torch
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
-from ridgeline.ops.reference import INT_REFERENCE
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, largest
-from ridgeline.quant.integer import IntFormat, outliers_apart
+from ridgeline.quant.integer import IntFormat
 
 
 def lost_inputs(weight: torch.Tensor, count: int) -> torch.Tensor:
@@ -52,8 +51,7 @@ class MixedWeight(Weight):
     __slots__ = ("expects", "_columns", "_cut", "_empty", "_form", "_integers", "_kept", "_missing", "_waiting")
 
     def __init__(self, form: MixedFormat, shape: LinearShape, share: Share) -> None:
-        inputs = outliers_apart if form.ops.apart is None else None
-        integers = IntFormat(form.ops.integer or INT_REFERENCE, form.numbers, form.dtype, form.device, inputs=inputs)
+        integers = IntFormat(form.ops.matmul.integer, form.numbers, form.dtype, form.device)
         self._form, self._integers, self._cut = form, integers.create(shape, share), Cut.of(shape, share)
         self.expects: Mapping[tuple[int, str], Expected] = self._integers.expects
         self._missing = {part for part, name in self.expects if name == "weight"}
@@ -83,13 +81,12 @@ class MixedWeight(Weight):
         rows = [one[mine].index_select(1, kept + own.start) for one, mine in zip(parts, self._cut.rows, strict=True)]
         for part, one in enumerate(parts):
             self._integers.load(part, "weight", one.index_fill(1, kept + own.start, 0.0))
-        self._kept, self._columns = kept, form.ops.pack(torch.cat(rows).to(form.dtype))
-        if form.ops.apart is not None:
-            self._empty = torch.zeros(inputs, dtype=torch.uint8, device=form.device).index_fill_(0, kept, 1)
+        self._kept, self._columns = kept, form.ops.matmul.plain.pack(torch.cat(rows).to(form.dtype))
+        self._empty = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
 
     def apply(self, x: Activation) -> torch.Tensor:
         assert not isinstance(x, Scaled)
-        given = plain(x, self._form.ops.rms_norm)
+        given = plain(x, self._form.ops.tokenwise.rms_norm)
         return self._beside(given, self._integers.apply(self._rest(given)))
 
     def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
@@ -97,19 +94,17 @@ class MixedWeight(Weight):
         return self._beside(x, self._integers.add(self._rest(x), stream))
 
     def _rest(self, x: torch.Tensor) -> torch.Tensor:
-        """x without the kept inputs; rounded already where the device does that in one pass."""
-        assert self._kept is not None
-        if self._form.ops.apart is None or self._empty is None:
-            return x.index_fill(1, self._kept, 0.0)
-        return self._form.ops.apart(x, self._empty)
+        """x without the kept inputs, as the integers multiply it."""
+        assert self._empty is not None
+        return self._form.ops.matmul.round_inliers(x, self._empty)
 
     def _beside(self, x: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         """rest + the kept inputs times their columns."""
         assert self._kept is not None and self._columns is not None
-        return self._form.ops.linear_add(x.index_select(1, self._kept), self._columns, None, rest)
+        return self._form.ops.matmul.plain.linear_add(x.index_select(1, self._kept), self._columns, None, rest)
 
     def activate(self, x: Activation, kind: str) -> torch.Tensor:
-        return self._form.ops.activate(self.apply(x), kind)
+        return self._form.ops.tokenwise.activate(self.apply(x), kind)
 
     def matrix(self) -> Matrix | None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.ops.table import Activation, Matrix, Ops, Scaled
+from ridgeline.ops.table import Activation, Matrix, PlainOps, Scaled
 from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected
 
 
@@ -15,7 +15,7 @@ from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weig
 class PlainFormat:
     """bfloat16, float16 or float32 weights on one device."""
 
-    ops: Ops
+    ops: PlainOps
     dtype: torch.dtype
     device: torch.device
     name: str = "plain"

@@ -1,4 +1,4 @@
-// The device's rows: a step's query tokens, and what a draw writes back; see ridgeline.ops.rows and ridgeline.decoding.verify.
+// The device's rows: a step's query tokens, and what a draw writes back; see ridgeline.ops.rows and ridgeline.ops.verify.
 //
 // Every argument is one struct of pointers and sizes, which costs Python one call that packs numbers. Nothing here is worth a
 // second thread.

@@ -365,7 +365,7 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
+    """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
     group = q.shape[1] // view.kv.shape[2]
     packed = step.max_query * group
     few = packed <= tuning.LARGER_SPLIT_QUERIES[-1]

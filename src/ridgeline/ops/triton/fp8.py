@@ -432,10 +432,4 @@ def linear_activate(
     return activate(linear(x, matrix, bias, dtype), kind) if out is None else out
 
 
-FP8_TRITON = Fp8Ops(
-    activate=activate,
-    pack=pack,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
-)
+FP8_TRITON = Fp8Ops(pack, linear, linear_add, linear_activate)

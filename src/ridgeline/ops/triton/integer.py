@@ -13,7 +13,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops, Plain, plain
+from ridgeline.ops.table import IntMatrix, IntOps, Normed, Plain, PlainOps, plain
 from ridgeline.ops.triton import cublas, integer_stream
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize
@@ -112,7 +112,7 @@ def linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind
 INT_TRITON = IntOps(pack=pack, linear=linear, linear_add=linear_add, linear_activate=linear_activate)
 
 
-def widened(ops: Ops) -> IntOps:
+def widened(ops: PlainOps) -> IntOps:
     """Integer linears whose every product widens the matrix for `ops`, with what these promise of their sums."""
 
     def weight(x: Plain, matrix: IntMatrix) -> torch.Tensor:

@@ -19,7 +19,18 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Plain, Scaled, one_by_one, plain
+from ridgeline.ops.table import (
+    Activation,
+    AttentionOps,
+    Fp8Matrix,
+    Fp8Ops,
+    Normed,
+    Plain,
+    PlainOps,
+    Programs,
+    Scaled,
+    plain,
+)
 from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.fp8 import Small
@@ -270,26 +281,15 @@ def fp8_linear_activate(
     return quantize.activate(fp8_linear(x, matrix, bias, dtype), kind)
 
 
-FP8_INVARIANT = Fp8Ops(
-    activate=quantize.activate,
-    pack=fp8.pack,
-    linear=fp8_linear,
-    linear_add=fp8_linear_add,
-    linear_activate=fp8_linear_activate,
-)
+FP8_INVARIANT = Fp8Ops(fp8.pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
+_PLAIN = PlainOps(pack, linear, linear_add, linear_activate)
 
 
-_FLOATS = replace(
+INVARIANT = replace(
     TRITON,
     name="triton, batch-invariant",
     # A program's share of the heads decides how they are normed; one KV head whatever the number of tokens.
-    qkv_write=partial(qkv_write, kv_heads=1),
-    attention=attention,
-    pack=pack,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
-    layers=one_by_one,
-    fp8=FP8_INVARIANT,
+    attention=AttentionOps(partial(qkv_write, kv_heads=1), attention),
+    matmul=replace(TRITON.matmul, plain=_PLAIN, fp8=FP8_INVARIANT, integer=widened(_PLAIN)),
+    programs=Programs(),
 )
-INVARIANT = replace(_FLOATS, integer=widened(_FLOATS))

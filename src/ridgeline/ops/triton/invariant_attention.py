@@ -430,7 +430,7 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See Ops. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
+    """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if lse_needed:  # the kernels do not write tokens of no row

@@ -46,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def norm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor) -> torch.Tensor:
-    """See Ops.norm_add; the result takes the stream's memory."""
+    """See TokenwiseOps.norm_add; the result takes the stream's memory."""
     return _normed(x, weight, eps, offset, stream.contiguous())
 
 

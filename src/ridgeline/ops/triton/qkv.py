@@ -172,7 +172,7 @@ def _kv_heads(tokens: int, shape: QkvShape) -> int:
 def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs, kv_heads: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See Ops. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads of a program, 0 to
+    """See AttentionOps. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads of a program, 0 to
     choose by the number of tokens."""
     tokens, dim = qkv.shape[0], shape.head_dim
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)

@@ -292,7 +292,7 @@ def draw(
     logits: torch.Tensor,
     depth: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See Ops.draw: the rows' columns are read where they are, without a kernel that gathers them."""
+    """See ops.sample.draw_with: the rows' columns are read where they are, without a kernel that gathers them."""
     key, known = state.ints[:, Int.KEY : Int.KEY + 2], state.ints[:, Int.KNOWN]
     limits = Limits(state.ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P])
     return _Draws(knobs[:, Knob.TEMPERATURE], key, known, limits, rows, depth).tokens(logits, Purpose.TOKEN)

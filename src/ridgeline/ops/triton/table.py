@@ -7,7 +7,21 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.table import LayerParts, Normed, Ops, Plain, RunLayers, plain
+from ridgeline.ops.reference import FP8_WEIGHT_REFERENCE
+from ridgeline.ops.table import (
+    AttentionOps,
+    LayerParts,
+    MatmulOps,
+    Normed,
+    Ops,
+    Plain,
+    PlainOps,
+    Programs,
+    RunLayers,
+    SamplerOps,
+    TokenwiseOps,
+    plain,
+)
 from ridgeline.ops.triton import cublas, wide
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
@@ -24,7 +38,7 @@ from ridgeline.ops.triton.rows import advance, gather, to_host
 from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, tile_for
 from ridgeline.ops.triton.verify import last, verify
-from ridgeline.ops.triton.w8a8 import W8A8_TRITON, apart
+from ridgeline.ops.triton.w8a8 import W8A8_TRITON, round_inliers
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -100,33 +114,26 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """See Ops: one kernel for one token of large layers."""
+    """See Programs: one kernel for one token of large layers."""
     module = gluon(parts[0].attention_norm.device, "one_token")
     return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 
 
 TRITON = Ops(
     name="triton",
-    rms_norm=rms_norm,
-    norm_add=norm_add,
-    cap=capped,
-    qkv_write=qkv_write,
-    attention=attention,
-    activate=activate,
-    pack=pack,
-    linear=linear,
-    linear_add=linear_add,
-    linear_activate=linear_activate,
-    sample=sample,
-    gather=gather,
-    advance=advance,
-    last=last,
-    to_host=to_host,
-    fp8=FP8_TRITON,
-    integer=INT_TRITON,
-    w8a8=W8A8_TRITON,
-    apart=apart,
-    layers=layers,
-    verify=verify,
-    draw=draw,
+    tokenwise=TokenwiseOps(rms_norm, norm_add, activate, cap=capped),
+    attention=AttentionOps(qkv_write, attention),
+    matmul=MatmulOps(
+        plain=PlainOps(pack, linear, linear_add, linear_activate),
+        fp8=FP8_TRITON,
+        fp8_weight=FP8_WEIGHT_REFERENCE,
+        integer=INT_TRITON,
+        w8a8=W8A8_TRITON,
+        round_inliers=round_inliers,
+        without_kernel=frozenset({"fp8_weight"}),
+    ),
+    sampler=SamplerOps(
+        sample=sample, draw=draw, gather=gather, advance=advance, verify=verify, last=last, to_host=to_host
+    ),
+    programs=Programs(layers=layers),
 )

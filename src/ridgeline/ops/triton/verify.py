@@ -1,4 +1,4 @@
-"""Verifying drafts and moving rows on, one program per row; see decoding.verify."""
+"""Verifying drafts and moving rows on, one program per row; see ops.verify."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _verify_kernel(
 def verify(
     state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See decoding.verify.verify; what lies behind the tokens gained means nothing there either."""
+    """See ops.verify.verify; what lies behind the tokens gained means nothing there either."""
     count, wide, parent = len(rows), drafted.wide, drafted.parent
     packed = torch.empty((count, 2 + (1 if parent is None else 3) * wide), dtype=torch.int32, device=rows.device)
     path = None if parent is None else torch.empty((count, wide), dtype=torch.int64, device=rows.device)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ridgeline.ops.reference import OUTLIER
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, IntOps, Normed, Plain, Scaled
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.fp8 import LARGEST_SMALL, SMALL, WIDE, Small, Vector, _finish, ringed, small
@@ -30,8 +31,6 @@ from ridgeline.ops.triton.shapes import PROCESSORS
 
 CHUNK = 64
 """Inputs whose order integer.pack changes among themselves; rows of codes are filled up to a multiple."""
-OUTLIER = 6.0
-"""See quant.integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _codes_kernel(
 
 
 def codes(x: Plain) -> Scaled:
-    """x [T, D], rows contiguous, its norm done first where it is still to be, as quant.integer.in_8_bits holds it: values int8
+    """x [T, D], rows contiguous, its norm done first where it is still to be, as reference.in_8_bits holds it: values int8
     [T, D rounded up to chunks], in the order of integer.pack."""
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
@@ -187,15 +186,15 @@ def _apart_kernel(
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def apart(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """quant.integer.outliers_apart of x [T, D], rows contiguous, with zeros where `empty`, uint8 [D], is not 0."""
+def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """See reference.round_inliers; rows of x contiguous."""
     tokens, size = x.shape
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     block = min(WIDEST_ROW, triton.next_power_of_2(size))
     if tokens:
         _apart_kernel[(tokens,)](
             x,
-            empty,
+            empty.view(torch.uint8),
             out,
             x.stride(0),
             size,
@@ -383,17 +382,17 @@ def _product(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: tor
 
 
 def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """See Ops.w8a8."""
+    """See MatmulOps.w8a8."""
     return _product(x, matrix, bias, None)
 
 
 def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """See Ops.w8a8; the result takes the stream's memory."""
+    """See MatmulOps.w8a8; the result takes the stream's memory."""
     return _product(x, matrix, bias, stream.contiguous())
 
 
 def linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """See Ops.w8a8."""
+    """See MatmulOps.w8a8."""
     return activate(linear(x, matrix, bias), kind)
 
 
