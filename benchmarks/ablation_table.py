@@ -289,14 +289,7 @@ VARIANTS = (
         "gemm_small (matrix tiles)",
         ("gemm_small.matrix_kernel",),
         (Switch("table:tile_for", _without(MatrixTile)),),
-        _rows(
-            {
-                LLAMA: {"decode:2x256": 0.5, "decode:16x256": 0.5},
-                QWEN: {"decode:2x256": 2.0, "decode:4x256": 2.0, "decode:8x256": 1.8, "decode:16x256": 2.0},
-                "llama-3.2-1b": {"decode:4x256": 1.0, "decode:16x256": 1.0},
-                "gemma-2-2b": {"decode:4x256": 1.0, "decode:16x256": 1.0},
-            }
-        ),
+        _rows({LLAMA: {"decode:96x256": 1.0, "decode:128x256": 1.0}, "qwen3-4b": {"decode:128x256": 1.0}}),
     ),
     Variant(
         "gemv (one token)",
@@ -323,12 +316,6 @@ VARIANTS = (
         ("fp8_vector._kernel",),
         (Switch("fp8_vector:takes", _returns(False)),),
         _rows({QWEN + ":fp8": {"decode:1x256": 20.0}, GEMMA + ":fp8": {"decode:1x256": 8.0}}),
-    ),
-    Variant(
-        "integer_vector",
-        ("integer_vector.integer_vector_kernel",),
-        (Switch("integer_shapes:FEWEST_STREAMS", _value(1)),),
-        _rows({GEMMA + ":int4": {"decode:1x256": 10.0}}),
     ),
     Variant(
         "qkv_write",

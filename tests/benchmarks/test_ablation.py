@@ -81,9 +81,9 @@ def test_the_next_best_path_is_taken() -> None:
     with of["gemv with the norm inside"].off():
         assert table.tile_for(1, 6144, 1024, True) is None and table.tile_for(1, 6144, 1024) is not None
     with of["gemm_small (matrix tiles)"].off():
-        assert table.tile_for(16, 128_256, 4096) is None and table.tile_for(1, 128_256, 4096) is not None
+        assert table.tile_for(128, 128_256, 4096) is None and table.tile_for(1, 128_256, 4096) is not None
     with of["gemv (one token)"].off():
-        assert table.tile_for(16, 128_256, 4096) is not None and table.tile_for(1, 128_256, 4096) is None
+        assert table.tile_for(128, 128_256, 4096) is not None and table.tile_for(1, 128_256, 4096) is None
 
 
 def test_integer_products_without_the_ring() -> None:
@@ -96,15 +96,13 @@ def test_integer_products_without_the_ring() -> None:
         tiles = (integer.tile_for(tokens, matrix, False, rings) for tokens in (1, 16, 64, 200, 512))
         return [type(tile).__name__ for tile in tiles]
 
-    vector, stream, ring, widened = "IntVectorTile", "IntStreamTile", "IntRingTile", "NoneType"
-    assert kinds(True) == [vector, stream, ring, ring, ring]
+    stream, ring, widened = "IntStreamTile", "IntRingTile", "NoneType"
+    assert kinds(True) == [stream, stream, ring, ring, ring]
     with of["integer_ring"].off():
         assert integer.gluon(torch.device("cuda"), "integer_ring") is None
-        assert kinds(False) == [vector, stream, widened, widened, widened]
+        assert kinds(False) == [stream, stream, widened, widened, widened]
     with of["integer_ring (streams to 256 tokens)"].off():
-        assert kinds(False) == [vector, stream, stream, stream, widened]
-    with of["integer_vector"].off():
-        assert kinds(True) == [stream, stream, ring, ring, ring]
+        assert kinds(False) == [stream, stream, stream, stream, widened]
 
 
 def test_launches_are_counted_by_kernel_and_form() -> None:

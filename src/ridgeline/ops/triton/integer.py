@@ -1,7 +1,7 @@
 """Integer linears: weights of 8, 4 or 3 bits, activations in floating point.
 
-One token, and elsewhere a few, are products of a warp's matrix unit (integer_vector); on Hopper some tokens (integer_stream)
-and some hundred (integer_ring) are products of the tensor cores whose weights are widened on their way. Beyond, arithmetic is
+On Hopper, products of up to 64 tokens (integer_stream) and of up to 1,024 (integer_ring) run on the tensor cores, and weights are
+widened on their way. On other GPUs up to four tokens are products of a warp's matrix unit (integer_vector). Beyond, arithmetic is
 the limit: the matrix is widened as a whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four: they
 save nothing here.
 """

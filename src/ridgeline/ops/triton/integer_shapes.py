@@ -111,7 +111,6 @@ _RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
         MOST_TOKENS: (IntRingTile(128, 128, 8, 3), IntRingTile(128, 128, 8, 4)),
     },
 }
-FEWEST_STREAMS = 2
 FINEST = 128
 """Inputs of a scale below which a thread holds those of no more than as many inputs."""
 # Bits below 8 or not -> tokens -> (tiles of gate and up, tiles of others); other counts take the next, and no tiles leave it to
@@ -136,7 +135,7 @@ _STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamT
 
 def _streamed(tokens: int, matrix: IntMatrix, gate: bool) -> IntStreamTile | None:
     table = _STREAMS[matrix.bits < 8]
-    key = next((key for key in table if FEWEST_STREAMS <= tokens <= key), None)
+    key = next((key for key in table if tokens <= key), None)
     tiles = () if key is None else table[key][0 if gate else 1]
     if not tiles:
         return None

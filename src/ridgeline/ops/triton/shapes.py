@@ -96,37 +96,11 @@ _PLAIN: _Table = {
         _For(2048, 4096, VectorTile(4, 2048, 8)),
         _For(2048, 2049, ResidentTile(8, 16, 132)),
         _For(2048, 2048, ResidentTile(4, 4, 528)),
-        _For(16384, 4096, MatrixTile(16, 64, 256, 4, 3, asked=512)),
+        _For(16384, 4096, None),
         _For(16384, 0, VectorTile(4, 512, 2)),
-        _For(65536, 0, MatrixTile(16, 64, 128, 4, 5)),
-        _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
     ),
-    4: (
-        _For(2048, 0, VectorTile(2, 1024, 4)),
-        _For(16384, 4096, MatrixTile(16, 64, 256, 4, 3, asked=512)),
-        _For(16384, 0, MatrixTile(16, 64, 128, 4, 5, asked=512)),
-        _For(65536, 0, MatrixTile(16, 64, 128, 4, 5)),
-        _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
-    ),
-    16: (
-        _For(2048, 0, MatrixTile(16, 32, 128, 4, 6, asked=512)),
-        _For(16384, 4096, MatrixTile(16, 64, 256, 4, 3, asked=512)),
-        _For(16384, 0, MatrixTile(16, 64, 128, 4, 5, asked=512)),
-        _For(65536, 0, MatrixTile(16, 64, 128, 4, 5)),
-        _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
-    ),
-    32: (
-        _For(2048, 0, MatrixTile(32, 32, 128, 4, 6, asked=512)),
-        _For(16384, 4096, MatrixTile(32, 64, 256, 4, 4, asked=512)),
-        _For(16384, 0, MatrixTile(32, 64, 128, 4, 4, asked=512)),
-        _For(ANY, 0, MatrixTile(32, 64, 128, 4, 4)),
-    ),
-    64: (
-        _For(4095, 0, None),
-        _For(16384, 0, MatrixTile(64, 64, 128, 4, 6, asked=512)),
-        _For(ANY, 2048, MatrixTile(64, 128, 128, 8, 4)),
-        _For(ANY, 0, MatrixTile(64, 64, 128, 4, 3)),
-    ),
+    4: (_For(2048, 0, VectorTile(2, 1024, 4)),),
+    64: (),
     128: (
         _For(16383, 0, None),
         _For(ANY, 2048, MatrixTile(128, 128, 64, 8, 3)),
@@ -155,19 +129,7 @@ _NORM_GATE: _Table = {
 }
 # The activation alone. Small weights: the product by itself has tiles that fill the chip.
 _GATE: _Table = {
-    1: (),
-    16: (
-        _For(16384, 0, None),
-        _For(ANY, 0, MatrixTile(16, 128, 128, 4, 3)),
-    ),
-    32: (
-        _For(16384, 0, None),
-        _For(ANY, 0, MatrixTile(32, 128, 128, 4, 4)),
-    ),
-    64: (
-        _For(16384, 0, None),
-        _For(ANY, 0, MatrixTile(64, 128, 128, 4, 4)),
-    ),
+    64: (),
     96: (
         _For(16384, 0, None),
         _For(ANY, 0, MatrixTile(128, 256, 64, 8, 4)),
