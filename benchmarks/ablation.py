@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import gpu
 import torch
-from ablation_table import ENGINE, NAMED, SCALED, VARIANTS, Asked, Variant
+from ablation_table import ENGINE, SCALED, VARIANTS, Asked, Variant
 from common import HERE, provenance, write_rows
 from ledger import Case, Whole
 from measuring import interval
@@ -83,7 +83,7 @@ class Launches:
         def counted_product(product: Any, *given: Any) -> bool:
             done = multiply(product, *given)
             if done:
-                self._note(SCALED if product._scaled else NAMED)
+                self._note(SCALED)
             return done
 
         with (

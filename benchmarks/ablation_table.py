@@ -14,8 +14,8 @@ from ridgeline.ops.triton.integer_shapes import IntStreamTile
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, VectorTile
 
 PACKAGE = "ridgeline.ops.triton"
-NAMED, SCALED = "cublasLt of 16 bits", "cublasLt of 8 bits"
-"""Names under which benchmarks/ablation.py counts products through cuBLASLt's C interface."""
+SCALED = "cublasLt of 8 bits"
+"""The name under which benchmarks/ablation.py counts products through cuBLASLt's C interface."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,6 @@ def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, 
 
 
 GATED = Switch("table:gated_product", _returns(None))
-TILES = Switch("cublas:kernel_for", _returns(None))
 INTEGER_RING = Switch("integer:gluon", _returns(None))
 
 LLAMA, QWEN, GEMMA = "llama-3.1-8b", "qwen3-0.6b", "gemma-2-9b"
@@ -148,30 +147,6 @@ VARIANTS = (
                 "llama-3.2-1b": {"prefill:8192": 3.0},
             }
         ),
-    ),
-    Variant(
-        "cublas_tiles",
-        (NAMED,),
-        (TILES,),
-        _rows(
-            {
-                LLAMA: {
-                    "decode:448x256": 20.0,
-                    "prefill:512": 0.5,
-                    "prefill:640": 4.0,
-                    "prefill:1024": 2.0,
-                    "prefill:1400": 0.5,
-                    "prefill:1664": 2.5,
-                },
-                "qwen2.5-7b": {"prefill:512": 1.0, "decode:448x256": 4.0},
-            }
-        ),
-    ),
-    Variant(
-        "gated+cublas_tiles",
-        ("gated_product",),
-        (GATED, TILES),
-        _rows({ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 3.7}, LLAMA: {"prefill:8192": 4.5}}),
     ),
     Variant(
         "integer_ring",

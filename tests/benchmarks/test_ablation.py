@@ -15,7 +15,7 @@ import torch
 from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
 
 from ridgeline.core.spec import NUMBER_FORMATS
-from ridgeline.ops.triton import cublas, fp8, integer, ring_shapes, table, wide
+from ridgeline.ops.triton import fp8, integer, ring_shapes, table, wide
 from ridgeline.ops.triton.norm import rms_norm
 from tests.benchmarks.test_shapes import SMALL
 
@@ -58,16 +58,6 @@ def test_rows_exist_and_names_are_unique() -> None:
                 assert asked.row in {row.name for row in gpu.TABLE[name, quantization]}
             else:
                 assert name in shapes.MODELS and shapes.case_of(asked.row).tokens
-
-
-@pytest.mark.parametrize("row", ["decode:448x256", "prefill:640", "prefill:1024", "prefill:1664"])
-def test_cublas_tiles_are_off(row: str) -> None:
-    """The tables name a kernel for this row, and none while the variant is off."""
-    tokens = shapes.case_of(row).tokens
-    (variant,) = (variant for variant in VARIANTS if variant.name == "cublas_tiles")
-    assert cublas.kernel_for(tokens, 28_672, 4096) is not None
-    with variant.off():
-        assert cublas.kernel_for(tokens, 28_672, 4096) is None
 
 
 def test_the_next_best_path_is_taken() -> None:
@@ -256,7 +246,8 @@ def test_arguments_that_ask_for_nothing_are_refused(words: list[str], message: s
 def test_arguments() -> None:
     args = ablation.parse([])
     assert args.table == list(VARIANTS) and args.sources == ablation.sources_of(VARIANTS)
-    args = ablation.parse(["--variants", "gated", "--sources", "qwen3-1.7b,llama-3.1-8b"])
-    assert [variant.name for variant in args.table] == ["gated", "gated+cublas_tiles"]
+    args = ablation.parse(["--variants", "gated,gemv (", "--sources", "qwen3-1.7b,llama-3.1-8b"])
+    assert [variant.name for variant in args.table] == ["gated", "gemv (one token)"]
     assert args.sources == ["qwen3-1.7b", "llama-3.1-8b"]
-    assert [name for name in ablation.sources_of(args.table) if name.startswith(ENGINE)] == [ENGINE + "llama-3.1-8b"]
+    engines = [name for name in ablation.sources_of(args.table) if name.startswith(ENGINE)]
+    assert engines == [ENGINE + "llama-3.1-8b", ENGINE + "qwen3-0.6b"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Plain, PlainOps, plain
-from ridgeline.ops.triton import cublas, integer_stream
+from ridgeline.ops.triton import integer_stream
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
@@ -86,7 +86,7 @@ def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tens
         return out
     if isinstance(x, Normed):
         return linear(plain(x, rms_norm), matrix, bias)
-    return cublas.linear(x, dequantize(matrix, x.dtype), bias)
+    return F.linear(x, dequantize(matrix, x.dtype), bias)
 
 
 def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
     plain,
 )
-from ridgeline.ops.triton import cublas, wide
+from ridgeline.ops.triton import wide
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.fp8 import FP8_TRITON
@@ -84,7 +84,7 @@ def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.T
         return out
     if isinstance(x, Normed):
         return linear(plain(x, rms_norm), packed, bias)
-    return cublas.linear(x, packed, bias)
+    return F.linear(x, packed, bias)
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     out = _streamed(x, packed, bias, stream, None) if stream.is_contiguous() else None
     if out is not None:
         return out
-    if bias is None and (wide.added(x, packed, stream) or cublas.added(x, packed, stream)):
+    if bias is None and wide.added(x, packed, stream):
         return stream
     # A bias is the one summand that cuBLAS takes, the stream the other.
     return stream.addmm_(x, packed.t()) if bias is None else stream.add_(F.linear(x, packed, bias))
