@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 from ridgeline.ops.reference import qkv_write
 from ridgeline.ops.triton.integer_shapes import IntStreamTile
-from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, VectorTile
+from ridgeline.ops.triton.registry import Registry, Shape
 
 PACKAGE = "ridgeline.ops.triton"
 SCALED = "cublasLt of 8 bits"
@@ -91,26 +92,18 @@ def _never(original: Any) -> property:
     return property(lambda self: False)
 
 
-def _without(*kinds: type) -> Callable[[Any], Any]:
-    """tile_for without tiles of these kinds: cuBLAS multiplies what they did."""
-
-    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-        def tile_for(*given: Any) -> Any:
-            tile = original(*given)
-            return None if isinstance(tile, kinds) else tile
-
-        return tile_for
-
-    return replace
+def _without(*kernels: str) -> Callable[[Any], Any]:
+    """A registry without these kernels: the next entries serve."""
+    return lambda registry: registry.without(*kernels)
 
 
-def _norms_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """tile_for without products that norm their input."""
+def _norms_apart(registry: Registry) -> Registry:
+    """The registry without products that norm their input."""
 
-    def tile_for(tokens: int, n: int, k: int, norm: bool = False, gate: bool = False) -> Any:
-        return None if norm else original(tokens, n, k, norm, gate)
+    def serves(own: Callable[[Shape], Any], shape: Shape) -> Any:
+        return None if shape.norm else own(shape)
 
-    return tile_for
+    return Registry(*(replace(entry, serves=partial(serves, entry.serves)) for entry in registry.entries))
 
 
 def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, dict[int, Any]]:
@@ -119,8 +112,8 @@ def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, 
     return {narrow: {**table, 64: (gates, others), 256: (gates, others)} for narrow, table in original.items()}
 
 
-GATED = Switch("table:gated_product", _returns(None))
-INTEGER_RING = Switch("integer:gluon", _returns(None))
+GATED = Switch("kernels:PLAIN", _without("gated"))
+INTEGER_RING = Switch("kernels:INTEGER", _without("integer_ring"))
 
 LLAMA, QWEN, GEMMA = "llama-3.1-8b", "qwen3-0.6b", "gemma-2-9b"
 
@@ -162,7 +155,7 @@ VARIANTS = (
     Variant(
         "integer_ring (streams to 256 tokens)",
         ("integer_ring.integer_ring_kernel",),
-        (INTEGER_RING, Switch("integer_shapes:_STREAMS", _streamed_further)),
+        (Switch("integer_shapes:_STREAMS", _streamed_further), INTEGER_RING),
         _rows(
             {
                 LLAMA + ":int4": {"decode:64x256": 0.5, "decode:128x256": 17.0, "decode:256x256": 30.0},
@@ -174,7 +167,7 @@ VARIANTS = (
     Variant(
         "integer_stream",
         ("integer_product",),
-        (Switch("integer_stream:takes", _returns(False)),),
+        (Switch("kernels:INTEGER", _without("integer_stream")),),
         _rows(
             {
                 LLAMA + ":int4": {
@@ -221,7 +214,7 @@ VARIANTS = (
     Variant(
         "wide",
         ("wide_product",),
-        (Switch("wide:plan_for", _returns(None)),),
+        (Switch("kernels:PLAIN", _without("wide (gates)", "wide (sums)")),),
         _rows(
             {
                 LLAMA: {"decode:96x256": 2.3, "decode:160x256": 2.4, "decode:256x256": 1.0, "prefill:256": 1.0},
@@ -232,7 +225,7 @@ VARIANTS = (
     Variant(
         "ring",
         ("ring.ring_kernel",),
-        (Switch("table:ring_for", _returns(None)),),
+        (Switch("kernels:PLAIN", _without("ring")),),
         _rows(
             {
                 ENGINE + LLAMA: {"8b-bf16-batch64-tpot-ms": 2.5},
@@ -245,7 +238,7 @@ VARIANTS = (
     Variant(
         "ring of 8 bits",
         ("ring.ring_kernel",),
-        (Switch("fp8:ring8_for", _returns(None)),),
+        (Switch("kernels:FP8", _without("ring")),),
         _rows({LLAMA + ":fp8": {"decode:2x256": 20.0, "decode:16x256": 13.0, "decode:64x256": 12.0}}),
         shared=True,
     ),
@@ -263,13 +256,13 @@ VARIANTS = (
     Variant(
         "gemm_small (matrix tiles)",
         ("gemm_small.matrix_kernel",),
-        (Switch("table:tile_for", _without(MatrixTile)),),
+        (Switch("kernels:PLAIN", _without("matrix")),),
         _rows({LLAMA: {"decode:96x256": 1.0, "decode:128x256": 1.0}, "qwen3-4b": {"decode:128x256": 1.0}}),
     ),
     Variant(
         "gemv (one token)",
         ("gemv.vector_kernel", "gemv.resident_kernel"),
-        (Switch("table:tile_for", _without(VectorTile, ResidentTile)),),
+        (Switch("kernels:PLAIN", _without("vector", "resident")),),
         _rows(
             {
                 ENGINE + QWEN: {"0.6b-bf16-single128-tpot-ms": 70.0},
@@ -282,14 +275,14 @@ VARIANTS = (
     Variant(
         "gemv with the norm inside",
         ("gemv.resident_kernel",),
-        (Switch("table:tile_for", _norms_apart),),
+        (Switch("kernels:PLAIN", _norms_apart),),
         _rows({ENGINE + QWEN: {"0.6b-bf16-single128-tpot-ms": 10.0}, QWEN: {"decode:1x256": 7.0}}),
         shared=True,
     ),
     Variant(
         "fp8_vector",
         ("fp8_vector._kernel",),
-        (Switch("fp8_vector:takes", _returns(False)),),
+        (Switch("kernels:FP8", _without("fp8_vector")),),
         _rows({QWEN + ":fp8": {"decode:1x256": 20.0}, GEMMA + ":fp8": {"decode:1x256": 8.0}}),
     ),
     Variant(

@@ -96,7 +96,7 @@ class Choice:
 
 
 def shipped(role: Role, tokens: int, norm: bool = True, gate: bool = True) -> Choice:
-    """What ops.triton.table chooses; without `norm` or `gate`, what it would choose if that could not be inside."""
+    """What ops.triton.kernels chooses; without `norm` or `gate`, what it would choose if that could not be inside."""
     gated = gate and role.kind is not None
     ways = ((True, gated), (False, gated), (False, False)) if norm and role.norm else ((False, gated), (False, False))
     for way in ways:

@@ -23,7 +23,8 @@ from ridgeline.ops.reference import REFERENCE, quantize
 from ridgeline.ops.table import Fp8Matrix, Scaled
 from ridgeline.ops.triton import fp8, fp8_vector
 from ridgeline.ops.triton import quantize as quantizing
-from ridgeline.ops.triton.fp8 import FP8_TRITON, Small
+from ridgeline.ops.triton.fp8_shapes import SMALL, Small
+from ridgeline.ops.triton.linears import FP8_TRITON
 from ridgeline.ops.triton.shapes import ResidentTile
 
 DTYPE = torch.bfloat16
@@ -124,10 +125,10 @@ def show_sums(matrix: Fp8Matrix) -> None:
     said = []
     for name, careful in (("promoted", False), ("float32", True)):
         out = torch.empty(32, outputs, device="cuda")
-        fp8.small(few, matrix, None, out, replace(fp8.SMALL[32][0], exact=careful))
+        fp8.small(few, matrix, None, out, replace(SMALL[32][0], exact=careful))
         said.append(f"{name} {error(out, want[:32]):.2e}")
     if not (outputs | inputs) % 16:
-        said.append(f"cuBLAS in bf16 {error(fp8._large(x, matrix, None), want):.2e}")
+        said.append(f"cuBLAS in bf16 {error(fp8.large(x, matrix, None, None), want):.2e}")
     print(f"error of sums over {inputs}: {', '.join(said)}", flush=True)
 
 
@@ -179,8 +180,7 @@ def candidates(tokens: int, x: Scaled, plain: torch.Tensor, size: tuple[int, int
         for name, small in smalls(min(128, max(16, tokens))):
             yield f"small {name}", lambda m, v=small: fp8.small(x, m, None, out, v)
     if tokens >= 16:
-        yield "cuBLAS", lambda m: fp8._large(x, m, None)
-        yield "cuBLAS, careful sums", lambda m: fp8._large(x, m, None, fast=False)
+        yield "cuBLAS", lambda m: fp8.large(x, m, None, None)
 
 
 def multiply(x: torch.Tensor | Scaled, matrix: Fp8Matrix) -> torch.Tensor:

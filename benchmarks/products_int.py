@@ -29,14 +29,16 @@ from products import EPS, MODELS, PROCESSES, Role, off, replayed
 from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, plain
-from ridgeline.ops.triton import integer_shapes
+from ridgeline.ops.triton import integer_shapes, kernels
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.integer import INT_TRITON, pack
+from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_ring import integer_ring_product
-from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile
 from ridgeline.ops.triton.integer_stream import integer_stream_product
 from ridgeline.ops.triton.integer_vector import integer_vector_product
+from ridgeline.ops.triton.linears import INT_TRITON
 from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.registry import Shape
 from ridgeline.ops.triton.table import TRITON
 
 DTYPE = torch.bfloat16
@@ -66,10 +68,13 @@ def random_matrix(n: int, k: int, bits: int, group: int) -> IntMatrix:
 
 
 def shipped(role: Role, tokens: int, matrix: IntMatrix) -> Choice:
-    """What ops.triton.integer chooses."""
-    if role.kind is not None and (tile := tile_for(tokens, matrix, True)) is not None:
-        return Choice(tile, True)
-    return Choice(tile_for(tokens, matrix, False))
+    """What ops.triton.kernels chooses."""
+    x = (tokens, matrix.out, matrix.d_in, DTYPE, DTYPE, matrix.codes.device, True)
+    for kind in dict.fromkeys((role.kind, None)):
+        shape = Shape(*x, kind=kind, bits=matrix.bits, group=matrix.group)
+        if (found := kernels.INTEGER.kernel_for(shape)) is not None:
+            return Choice(found[1], kind is not None)
+    return Choice(None)
 
 
 def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: torch.Tensor) -> torch.Tensor:

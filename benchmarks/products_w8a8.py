@@ -26,10 +26,10 @@ from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.reference import in_8_bits, round_inliers, rounding_inputs
 from ridgeline.ops.table import Activation, IntMatrix, Normed, Scaled
 from ridgeline.ops.triton import w8a8
-from ridgeline.ops.triton.fp8 import Vector
+from ridgeline.ops.triton.fp8_shapes import Large, Vector
 from ridgeline.ops.triton.integer_matrix import dequantize
+from ridgeline.ops.triton.linears import W8A8_TRITON
 from ridgeline.ops.triton.table import TRITON
-from ridgeline.ops.triton.w8a8 import W8A8_TRITON, Large
 from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat

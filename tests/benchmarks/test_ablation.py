@@ -15,11 +15,12 @@ import torch
 from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
 
 from ridgeline.core.spec import NUMBER_FORMATS
-from ridgeline.ops.triton import fp8, integer, ring_shapes, table, wide
+from ridgeline.ops.triton import kernels
 from ridgeline.ops.triton.norm import rms_norm
+from ridgeline.ops.triton.registry import Shape
 from tests.benchmarks.test_shapes import SMALL
 
-TINY = "qwen3-4b"
+TINY, BF16 = "qwen3-4b", torch.bfloat16
 
 
 def held(switch: Switch) -> Any:
@@ -60,39 +61,58 @@ def test_rows_exist_and_names_are_unique() -> None:
                 assert name in shapes.MODELS and shapes.case_of(asked.row).tokens
 
 
-def test_the_next_best_path_is_taken() -> None:
-    """What the predicates say of shapes of an 8B, and what they say while a kernel is off."""
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registries decide as on an H200."""
+    for name in ("_on_gpu", "is_hopper"):
+        monkeypatch.setattr(kernels, name, lambda device: True)
+    monkeypatch.setattr(kernels, "gluon", lambda device, name: object())
+    monkeypatch.setattr(kernels.cuda, "available", lambda: True)
+
+
+def shape(tokens: int, n: int, k: int, **more: Any) -> Shape:
+    return Shape(tokens, n, k, BF16, BF16, torch.device("cuda"), aligned=True, **more)
+
+
+def test_the_next_best_path_is_taken(hopper: None) -> None:
+    """What the registries say of shapes of an 8B, and what they say while a kernel is off."""
     of = {variant.name: variant for variant in VARIANTS}
-    assert wide.plan_for(96, 14_336, 4096, True) and table.ring_for(16, 6144, 4096) and fp8.ring8_for(16, 6144, 4096)
+
+    def chosen(*given: int, **more: Any) -> str | None:
+        found = kernels.PLAIN.kernel_for(shape(*given, **more))
+        return None if found is None else found[0]
+
+    eight = shape(16, 6144, 4096)._replace(dtype=torch.float8_e4m3fn)
+    assert (chosen(96, 28_672, 4096, kind="silu"), chosen(16, 6144, 4096)) == ("wide (gates)", "ring")
+    assert [kernels.FP8.kernel_for(eight)[0], chosen(1, 6144, 1024, norm=True)] == ["ring", "resident"]
     with of["wide"].off(), of["ring"].off(), of["ring of 8 bits"].off():
-        assert wide.plan_for(96, 14_336, 4096, True) is None
-        assert table.ring_for(16, 6144, 4096) is None and fp8.ring8_for(16, 6144, 4096) is None
-        assert ring_shapes.ring_for(16, 6144, 4096)
+        assert chosen(96, 28_672, 4096, kind="silu") != "wide (gates)" and chosen(16, 6144, 4096) is None
+        assert kernels.FP8.kernel_for(eight)[0] == "small"
     with of["gemv with the norm inside"].off():
-        assert table.tile_for(1, 6144, 1024, True) is None and table.tile_for(1, 6144, 1024) is not None
+        assert chosen(1, 6144, 1024, norm=True) is None and chosen(1, 6144, 1024) == "vector"
     with of["gemm_small (matrix tiles)"].off():
-        assert table.tile_for(128, 128_256, 4096) is None and table.tile_for(1, 128_256, 4096) is not None
+        assert chosen(128, 128_256, 4096) is None and chosen(1, 128_256, 4096) == "vector"
     with of["gemv (one token)"].off():
-        assert table.tile_for(128, 128_256, 4096) is not None and table.tile_for(1, 128_256, 4096) is None
+        assert chosen(128, 128_256, 4096) == "matrix" and chosen(1, 128_256, 4096) is None
+    assert chosen(16, 6144, 4096) == "ring"
 
 
-def test_integer_products_without_the_ring() -> None:
+def test_integer_products_without_the_ring(hopper: None) -> None:
     """int4 of an 8B's qkv: through the ring, widened as a whole, and streamed."""
-    codes, scales = torch.zeros(6144, 4096, dtype=torch.uint8), torch.zeros(6144, 32)
-    matrix = integer.pack(codes, scales, None, 4, 128)
     of = {variant.name: variant for variant in VARIANTS}
 
-    def kinds(rings: bool) -> list[str]:
-        tiles = (integer.tile_for(tokens, matrix, False, rings) for tokens in (1, 16, 64, 200, 512))
-        return [type(tile).__name__ for tile in tiles]
+    def chosen() -> list[str | None]:
+        shapes = (shape(tokens, 6144, 4096, bits=4, group=128) for tokens in (1, 16, 64, 200, 512))
+        found = (kernels.INTEGER.kernel_for(one) for one in shapes)
+        return [None if one is None else one[0].removeprefix("integer_") for one in found]
 
-    stream, ring, widened = "IntStreamTile", "IntRingTile", "NoneType"
-    assert kinds(True) == [stream, stream, ring, ring, ring]
+    assert chosen() == ["stream", "stream", "ring", "ring", "ring"]
     with of["integer_ring"].off():
-        assert integer.gluon(torch.device("cuda"), "integer_ring") is None
-        assert kinds(False) == [stream, stream, widened, widened, widened]
+        assert chosen() == ["stream", "stream", None, None, None]
     with of["integer_ring (streams to 256 tokens)"].off():
-        assert kinds(False) == [stream, stream, stream, stream, widened]
+        assert chosen() == ["stream", "stream", "stream", "stream", None]
+    with of["integer_stream"].off():
+        assert chosen() == ["vector", "ring", "ring", "ring", "ring"]
 
 
 def test_launches_are_counted_by_kernel_and_form() -> None:

@@ -25,7 +25,7 @@ from ridgeline.core.spec import kv_layout
 from ridgeline.engine import graphs, runner
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
-from ridgeline.ops.triton import ahead, attention, hopper, integer, launch, table
+from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -82,7 +82,7 @@ def pretend() -> None:
     driver.set_active(PaperDriver())
     attention._processors = lambda device: PROCESSORS
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
-    integer._gpu = lambda device: True
+    kernels._on_gpu = lambda device: True
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
     for name, said in (("overlap", {"PDL": True, "launch_pdl": True}), ("is_hopper", True)):
         own = getattr(launch, name)

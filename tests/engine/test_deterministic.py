@@ -178,7 +178,8 @@ def test_a_format_without_invariant_products_is_refused_by_name(monkeypatch: pyt
     found = native_cpu.load(fixed=True)[0]
     if found is None:
         pytest.skip("the native operations are not built")
-    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (replace(found, fp8_weight=None), "built"))
+    without = replace(found, matmul=replace(found.matmul, without_kernel=frozenset({"fp8_weight"})))
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (without, "built"))
     with pytest.raises(
         ConfigError,
         match="--deterministic does not support --quantization fp8-weight on cpu: use --quantization fp8 or",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import cuda, gated, pairs, table
+from ridgeline.ops.triton import cuda, gated, linears, pairs
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.gated import gated_product, saves
 from ridgeline.ops.triton.launch import is_hopper
@@ -141,15 +141,15 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
     """Not with a bias, another activation, other numbers or rows that are not contiguous: these are two kernels'."""
     x, weight = (torch.randn(n, INPUTS, device="cuda").bfloat16() for n in (2048, 2 * FEATURES))
     bias, apart = torch.randn(2 * FEATURES, device="cuda").bfloat16(), torch.cat((x, x), 1)[:, :INPUTS]
-    taken = table.linear_activate(x, weight, None, "silu")
+    taken = linears.linear_activate(x, weight, None, "silu")
     assert gated_product(apart, weight) is None and gated_product(x.half(), weight.half()) is None
 
     def none(*given: object) -> torch.Tensor:
         raise AssertionError("this was two kernels'")
 
     with monkeypatch.context() as patched:
-        patched.setattr(table, "activate", none)
-        assert torch.equal(table.linear_activate(x, weight, None, "silu"), taken)
+        patched.setattr(linears, "activate", none)
+        assert torch.equal(linears.linear_activate(x, weight, None, "silu"), taken)
     with monkeypatch.context() as patched:
         patched.setattr(pairs, "kernel", none)
         for given in (
@@ -157,5 +157,5 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
             (x, weight, None, "gelu_tanh"),
             (x.half(), weight.half(), None, "silu"),
         ):
-            table.linear_activate(*given)
-        assert torch.equal(table.linear_activate(apart, weight, None, "silu"), taken)
+            linears.linear_activate(*given)
+        assert torch.equal(linears.linear_activate(apart, weight, None, "silu"), taken)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ridgeline.ops.reference import REFERENCE, dequantized
-from ridgeline.ops.table import IntMatrix
 
 pytest.importorskip("triton")
 
@@ -26,7 +25,7 @@ from ridgeline.ops.triton import integer_ring
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import conversion, shift_of
-from ridgeline.ops.triton.integer_shapes import IntRingTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntRingTile, ring_for, vector_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -45,9 +44,8 @@ SIZES = [(48, 64), (4096, 1024), (6144, 4096), (4096, 4096), (4096, 14336), (286
 @pytest.mark.parametrize("gate", [False, True])
 def test_configurations_fit_the_chip(tokens: int, n: int, k: int, bits: int, gate: bool) -> None:
     """A ring fits a processor's memory; programs that wait for each other all run."""
-    none = torch.empty(0)
-    tile = tile_for(tokens, IntMatrix(none, none, None, bits, 128, n, k), gate, streams=False)
-    if isinstance(tile, IntRingTile):
+    tile = ring_for(tokens, n, k, gate, bits)
+    if tile is not None:
         sides, together = 2 if gate else 1, 2 if tile.registers <= 128 else 1
         stage = 16 * tile.warps * sides * tile.block * bits // 8 + tile.batch * tile.block * 2
         assert together * (stage * tile.stages + 8192) <= MEMORY
@@ -61,11 +59,9 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, bits: int, gat
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_serves_where_no_ring_runs(bits: int) -> None:
     """Few tokens are vectors on any GPU, for 8 bits too, which prefer the ring from 2 tokens on where it runs."""
-    none = torch.empty(0)
-    matrix = IntMatrix(none, none, None, bits, 128, 6144, 4096)
-    alone = [tile_for(tokens, matrix, False, rings=False, streams=False) for tokens in (1, 2, 4, 5, 64)]
-    assert [type(tile) for tile in alone] == [IntVectorTile] * 3 + [type(None)] * 2
-    assert isinstance(tile_for(2, matrix, False, streams=False), IntRingTile if bits == 8 else IntVectorTile)
+    alone = [vector_for(tokens, 6144, 4096, bits, rings=False) for tokens in (1, 2, 4, 5, 64)]
+    assert [tile is None for tile in alone] == [False] * 3 + [True] * 2
+    assert (vector_for(2, 6144, 4096, bits, rings=True) is None) is (bits == 8)
 
 
 def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | None, zeros: bool) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from ridgeline.ops.triton import cuda, integer_stream
+from ridgeline.ops.triton import cuda, integer_stream, kernels
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
-from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile, tile_for
+from ridgeline.ops.triton.integer_shapes import IntStreamTile, stream_for
 from ridgeline.ops.triton.integer_stream import Form, integer_stream_product
 from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton.registry import Shape
 from ridgeline.ops.triton.shapes import MEMORY, PROCESSORS
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
@@ -54,8 +56,8 @@ def of(bits: int, group: int, n: int, k: int) -> IntMatrix:
 def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, gate: bool, bits: int) -> None:
     """A processor's programs fit its memory; those that wait for each other all run; tokens are one tile; a thread holds
     scales of no more than four spans."""
-    tile = tile_for(tokens, of(bits, group, n, k), gate)
-    if not isinstance(tile, IntStreamTile):
+    tile = stream_for(tokens, n, k, gate, bits, group)
+    if tile is None:
         assert tokens > 32 and not gate
         return
     stages, shared = integer_stream.ring(tile, bits)
@@ -67,15 +69,30 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, ga
     assert tile.step % 128 == 0 and (group >= k or tile.step // min(tile.step, group & -group) <= 4)
 
 
-def test_who_takes_what() -> None:
+def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 64 tokens are the ring's, and more than 32 but for gate and up; where streams do not run, one token is a vector."""
-    four, eight = of(4, 128, 4096, 4096), of(8, 1 << 20, 4096, 4096)
-    kinds = [type(tile_for(tokens, four, False)) for tokens in (1, 2, 32, 33, 65)]
-    assert kinds == [IntStreamTile, IntStreamTile, IntStreamTile, IntRingTile, IntRingTile]
-    assert [type(tile_for(tokens, four, False, streams=False)) for tokens in (1, 8)] == [IntVectorTile, IntRingTile]
-    assert [type(tile_for(tokens, eight, False)) for tokens in (1, 33)] == [IntStreamTile, IntRingTile]
-    # Of the tiles for gate and up that which leaves the fullest processor the fewest rows: 256 either way, and 192 for 256.
-    wide, narrow = tile_for(16, of(4, 128, 28672, 4096), True), tile_for(16, of(4, 128, 19456, 2560), True)
+    for name in ("_on_gpu", "is_hopper"):
+        monkeypatch.setattr(kernels, name, lambda device: True)
+    monkeypatch.setattr(kernels, "gluon", lambda device, name: object())
+
+    def chosen(*tokens: int, bits: int = 4, **more: Any) -> list[str]:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        group = 128 if bits == 4 else 1 << 20
+        given = {"aligned": True, "bits": bits, "group": group} | more
+        shapes = (Shape(count, 4096, 4096, dtype, dtype, device, **given) for count in tokens)
+        return [found[0].removeprefix("integer_") for one in shapes if (found := kernels.INTEGER.kernel_for(one))]
+
+    monkeypatch.setattr(kernels.cuda, "available", lambda: True)
+    assert chosen(1, 2, 32, 33, 65) == ["stream", "stream", "stream", "ring", "ring"]
+    assert chosen(1, 33, bits=8) == ["stream", "ring"] and chosen(64, kind="silu") == ["stream"]
+    assert chosen(1, norm=True) == [] and chosen(1, 4, 5, aligned=False) == ["vector", "vector"]
+    monkeypatch.setattr(kernels.cuda, "available", lambda: False)
+    assert chosen(1, 8) == ["vector", "ring"] and chosen(1, 2, norm=True) == ["vector"]
+
+
+def test_gates_take_the_tile_that_deals_evenly() -> None:
+    """That which leaves the fullest processor the fewest rows: 256 either way, and 192 for 256."""
+    wide, narrow = stream_for(16, 28672, 4096, True, 4, 128), stream_for(16, 19456, 2560, True, 4, 128)
     assert isinstance(wide, IntStreamTile) and isinstance(narrow, IntStreamTile)
     assert (wide.rows, narrow.rows) == (128, 64)
 
@@ -142,7 +159,6 @@ def random(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torc
 def run(
     x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, tile: IntStreamTile, *rest: object
 ) -> torch.Tensor:
-    assert integer_stream.takes(x, matrix, bias)
     out = integer_stream_product(x, matrix, bias, tile, *rest)  # type: ignore[arg-type]
     assert out is not None
     return out

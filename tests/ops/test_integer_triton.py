@@ -10,10 +10,11 @@ pytest.importorskip("triton")
 
 from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.table import IntMatrix, Normed
-from ridgeline.ops.triton.integer import INT_TRITON, pack
+from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
 from ridgeline.ops.triton.integer_vector import integer_vector_product
+from ridgeline.ops.triton.linears import INT_TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

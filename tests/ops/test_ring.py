@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import ring
 from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.fp8 import FP8_TRITON
+from ridgeline.ops.triton.linears import FP8_TRITON
 from ridgeline.ops.triton.ring_shapes import SMALL, RingTile, ring8_for, ring_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

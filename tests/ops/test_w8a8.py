@@ -10,10 +10,11 @@ pytest.importorskip("triton")
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.reference import OUTLIER, REFERENCE, in_8_bits, round_inliers
 from ridgeline.ops.table import IntMatrix, Normed
-from ridgeline.ops.triton import fp8, w8a8
+from ridgeline.ops.triton import kernels, w8a8
+from ridgeline.ops.triton.fp8_shapes import Large
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
-from ridgeline.ops.triton.w8a8 import W8A8_TRITON, Large
+from ridgeline.ops.triton.linears import W8A8_TRITON
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.integer import IntFormat, round_to_nearest
 
@@ -108,8 +109,8 @@ def test_rings_and_small_products_agree_to_the_last_bit(
     stream = noise(128, outputs, seed=7).half()
     for tokens in (5, 33, 64, 128):
         found = []
-        for choice in (fp8.ring8_for, lambda *_: None):
-            monkeypatch.setattr(fp8, "ring8_for", choice)
+        for registry in (kernels.W8A8, kernels.W8A8.without("ring")):
+            monkeypatch.setattr(kernels, "W8A8", registry)
             some, onto = x[:tokens], stream[:tokens]
             found.append(W8A8_TRITON.linear(some, matrix, bias))
             found += [W8A8_TRITON.linear_add(some, matrix, added, onto.clone()) for added in (bias, None)]

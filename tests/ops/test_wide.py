@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import cuda, pairs, table, wide
+from ridgeline.ops.triton import cuda, linears, pairs, wide
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.wide import CHUNK, CLUSTERS, Plan, plan_for
@@ -178,7 +178,7 @@ def test_a_chain_in_a_graph(tokens: int) -> None:
     def run(stream: torch.Tensor) -> torch.Tensor:
         for gate, down in zip(gates * 2, downs * 2, strict=True):
             h = F.rms_norm(stream, (4096,))
-            stream = table.linear_add(table.linear_activate(h, gate, None, "silu"), down, None, stream)
+            stream = linears.linear_add(linears.linear_activate(h, gate, None, "silu"), down, None, stream)
         return stream
 
     want = run(x.clone())
@@ -203,7 +203,7 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
     taken: list[Plan] = []
     own = wide.planned
     monkeypatch.setattr(wide, "planned", lambda *given: taken.append(given[3]) or own(*given))
-    table.linear_activate(x, weight, None, "silu")
+    linears.linear_activate(x, weight, None, "silu")
     assert taken == [plan_for(100, 14336, 4096, True)]
     apart = torch.cat((x, x), 1)[:, :4096]
     for given in (
@@ -213,6 +213,6 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
         (apart, weight, None, "silu"),
         (x[:64], weight, None, "silu"),
     ):
-        table.linear_activate(*given)
+        linears.linear_activate(*given)
     assert len(taken) == 1
     assert pairs.PAIR == wide.PAIR

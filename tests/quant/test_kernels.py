@@ -13,10 +13,10 @@ from ridgeline.ops.table import Activation, Fp8Matrix, Normed, Scaled, plain
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import cublas, fp8, fp8_vector
+from ridgeline.ops.triton import cublas, fp8, fp8_shapes, fp8_vector
 from ridgeline.ops.triton import quantize as inputs
-from ridgeline.ops.triton.fp8 import FP8_TRITON
 from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton.linears import FP8_TRITON
 from ridgeline.ops.triton.shapes import ResidentTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,7 +185,7 @@ def test_one_token_however_rows_are_shared(stages: int, programs: int) -> None:
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672, 128256])
 @pytest.mark.parametrize("inputs", [64, 1040, 4096, 4112, 8192, 14336, 16384])
 def test_a_pipeline_fits_a_processor(outputs: int, inputs: int) -> None:
-    tile = fp8.resident_for(outputs, inputs)
+    tile = fp8_shapes.resident_for(outputs, inputs)
     block = 1 << (inputs - 1).bit_length()
     assert tile.rows * block * (tile.stages - 1) <= 200 * 1024
     assert block <= 64 * 32 * tile.warps
@@ -216,7 +216,7 @@ def test_shared_tiles_repeat_and_add_up() -> None:
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672, 128])
 @pytest.mark.parametrize("inputs", [64, 4096, 14336, 2064])
 def test_splits_cover_the_inputs(outputs: int, inputs: int) -> None:
-    for tile, (launch, _) in fp8.SMALL.items():
+    for tile, (launch, _) in fp8_shapes.SMALL.items():
         split, turns = fp8.splits(outputs, inputs, tile, tile, launch)
         blocks = -(-inputs // launch.inputs)
         assert (split - 1) * turns < blocks <= split * turns

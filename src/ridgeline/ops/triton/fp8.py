@@ -1,72 +1,19 @@
-"""8-bit linears: products that stream e4m3 weights.
-
-One token is a matrix-vector product in registers (fp8_vector; here for shapes that it does not take); up to LARGEST_SMALL
-tokens weights stream through a ring on Hopper (ring), elsewhere a tensor-core product splits the inputs so that every
-processor streams weights; beyond it cuBLAS (cublas, `torch._scaled_mm`), which is bound by arithmetic there.
-"""
+"""Kernels of linears in e4m3: one token as a matrix-vector product in registers, up to LARGEST_SMALL tokens a tensor-core product
+that splits the inputs so that every processor streams weights, beyond it cuBLAS, which is bound by arithmetic. Which of them
+serves what, beside fp8_vector and ring: kernels."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Normed, Scaled
-from ridgeline.ops.triton import cublas, fp8_vector
-from ridgeline.ops.triton.launch import await_inputs, gluon, overlap
-from ridgeline.ops.triton.quantize import activate, quantize, rms_norm
-from ridgeline.ops.triton.ring_shapes import ring8_for
-from ridgeline.ops.triton.shapes import ResidentTile
+from ridgeline.ops.table import Fp8Matrix, Scaled
+from ridgeline.ops.triton import cublas
+from ridgeline.ops.triton.fp8_shapes import LARGEST_SMALL, Small, Vector
+from ridgeline.ops.triton.launch import await_inputs, overlap
 
-
-@dataclass(frozen=True, slots=True)
-class Vector:
-    """Launch of the matrix-vector kernel. rows: output channels of a program; inputs: of one turn of its loop."""
-
-    rows: int
-    inputs: int
-    warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Small:
-    """Launch of the small product. outputs, inputs: of a tile; programs: how many are wanted, by splitting the inputs. asked:
-    bytes of each row of weights asked for before x is there, if a program takes so many. exact: see PROMOTE in the kernel."""
-
-    outputs: int
-    inputs: int
-    programs: int
-    warps: int
-    stages: int
-    asked: int = 512
-    exact: bool = False
-
-
-WIDE = 16384
-"""Outputs above which a matrix fills the chip with large tiles; smaller ones want many programs."""
-# Measured with benchmarks/products_fp8.py --sweep.
-VECTOR = Vector(1, 2048, 4)
-"""Of one token that fp8_vector does not take."""
-# (most outputs, fewest inputs) -> launch of fp8_vector; the first that fits serves. Measured in whole steps of an 8B.
-RESIDENT = (
-    (1 << 62, 4097, ResidentTile(2, 8, 264, 4)),
-    (4096, 0, ResidentTile(8, 8, 132, 5)),
-    (WIDE, 0, ResidentTile(4, 4, 264, 4)),
-    (1 << 62, 0, ResidentTile(4, 4, 528, 4)),
-)
-_MANY = Small(64, 128, 132, 4, 6)
-# Tokens of a tile -> launches for up to WIDE outputs and for more; None: cuBLAS is faster.
-SMALL: dict[int, tuple[Small, Small | None]] = {
-    16: (_MANY, Small(128, 256, 264, 8, 3)),
-    32: (_MANY, Small(128, 128, 132, 8, 4)),
-    64: (_MANY, _MANY),
-    128: (_MANY, None),
-}
-LARGEST_SMALL = 128
-"""Tokens up to which the small product serves; also the largest tile of tokens."""
 PROMOTED = 128
 """Inputs after which a tensor core's sum is added to a float32 one (DeepSeek-V3 report, section 3.3.2)."""
 SMALLEST_OUTPUTS = 64
@@ -141,11 +88,6 @@ def vector(
         num_warps=launch.warps,
         **overlap(out.device),
     )
-
-
-def resident_for(outputs: int, inputs: int) -> ResidentTile:
-    """The launch of fp8_vector."""
-    return next(tile for most, least, tile in RESIDENT if outputs <= most and inputs >= least)
 
 
 # --- several tokens ---------------------------------------------------------------------------------------------------
@@ -334,7 +276,7 @@ def pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
     return Fp8Matrix(values, scales, torch.zeros(tiles, dtype=torch.int32, device=values.device))
 
 
-def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
+def large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
     """cuBLAS, in bfloat16, onto the stream if there is one; inputs and outputs in sixteens. Sums in the tensor core's own
     precision."""
     shape = (x.values.shape[0], matrix.values.shape[0])
@@ -351,85 +293,3 @@ def _large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torc
         use_fast_accum=True,
     )
     return apart if stream is None else stream.add_(apart)
-
-
-def _small_for(tokens: int, outputs: int) -> Small | None:
-    """The launch for so many tokens; None: more than the small product is good for."""
-    if tokens > LARGEST_SMALL:
-        return None
-    return SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE]
-
-
-def _scaled(x: Activation) -> Scaled:
-    """x in 8 bits, its norm done first where it is still to be."""
-    if isinstance(x, Scaled):
-        return x
-    return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else quantize(x)
-
-
-def ringed(
-    x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, into: torch.Tensor | torch.dtype, kind: str | None = None
-) -> torch.Tensor | None:
-    """The product through a ring, its activation included, into a stream or as the type that is asked for; None: not so."""
-    (tokens, inputs), outputs = x.values.shape, matrix.values.shape[0]
-    dtype = into if isinstance(into, torch.dtype) else into.dtype
-    tile = ring8_for(tokens, outputs, inputs, kind is not None)
-    addressed = not inputs % 16 and not (x.values.data_ptr() | matrix.values.data_ptr()) % 16
-    if tile is None or not addressed or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    module = gluon(matrix.values.device, "ring")
-    if module is None:
-        return None
-    product: torch.Tensor = module.ring_product(x, matrix, bias, tile, into, kind)
-    return product
-
-
-def _product(
-    x: Activation,
-    matrix: Fp8Matrix,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    stream: torch.Tensor | None,
-) -> torch.Tensor:
-    """x W^T + bias in dtype; with a stream, contiguous and of that dtype, added into its memory."""
-    outputs, inputs = matrix.values.shape
-    if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
-        return fp8_vector.product(x, matrix, bias, resident_for(outputs, inputs), stream)
-    x = _scaled(x)
-    if (out := ringed(x, matrix, bias, dtype if stream is None else stream)) is not None:
-        return out
-    tokens = x.values.shape[0]
-    launch = _small_for(tokens, outputs)
-    if launch is None and dtype == torch.bfloat16 and not (outputs | inputs) % 16:
-        return _large(x, matrix, bias, stream)
-    add = stream is not None
-    out = torch.empty((tokens, outputs), dtype=dtype, device=matrix.values.device) if stream is None else stream
-    if tokens == 1:
-        vector(x, matrix, bias, out, VECTOR, add)
-    elif tokens:
-        small(x, matrix, bias, out, launch or _MANY, add)
-    return out
-
-
-def linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """See reference.fp8_linear."""
-    return _product(x, matrix, bias, dtype, None)
-
-
-def linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """See reference.fp8_linear_add; the result takes the stream's memory."""
-    return _product(x, matrix, bias, stream.dtype, stream.contiguous())
-
-
-def linear_activate(
-    x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str
-) -> Activation:
-    """See Fp8Ops; plain where the activation is part of the product: the next one quantizes it."""
-    if not isinstance(x, Scaled) and fp8_vector.takes(x, matrix):
-        return fp8_vector.product(x, matrix, bias, resident_for(*matrix.values.shape), kind=kind)
-    x = _scaled(x)
-    out = ringed(x, matrix, bias, dtype, kind)
-    return activate(linear(x, matrix, bias, dtype), kind) if out is None else out
-
-
-FP8_TRITON = Fp8Ops(pack, linear, linear_add, linear_activate)

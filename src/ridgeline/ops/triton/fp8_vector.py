@@ -179,24 +179,9 @@ def _kernel(
 
 
 @cache
-def _room(device: torch.device) -> bool:
+def room(device: torch.device) -> bool:
     """Whether a program finds the shared memory that the launches were measured with."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
-def takes(x: Plain, matrix: Fp8Matrix) -> bool:
-    """Whether the kernel multiplies this x: one token of 16-bit numbers, not too many."""
-    source = x.x if isinstance(x, Normed) else x
-    tensors = [source, x.weight] if isinstance(x, Normed) else [source]
-    return (
-        _room(source.device)
-        and source.shape[0] == 1
-        and source.shape[1] <= WIDEST
-        and source.shape[1] % ALIGNED == 0
-        and all(one.dtype in (torch.bfloat16, torch.float16) for one in tensors)
-        and all(one.stride(-1) == 1 and one.data_ptr() % 8 == 0 for one in tensors)
-        and matrix.values.data_ptr() % ALIGNED == 0
-    )
 
 
 def product(
@@ -207,9 +192,11 @@ def product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [1, k] that `takes` -> quantize(x) weight^T + bias [1, n] in x's dtype, its norm done first where it is still to
-    be. stream: contiguous [1, n]; the result is added into its memory. kind: activate gate and up, weight [2 F, k] ->
-    [1, F]."""
+    """x [1, k] -> quantize(x) weight^T + bias [1, n] in x's dtype, its norm done first where x is Normed; for which
+    shapes: kernels.FP8.
+
+    stream: contiguous [1, n]; the result is added into its memory. kind: activate gate and up, weight [2 F, k] -> [1, F].
+    """
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
     n, k = matrix.values.shape

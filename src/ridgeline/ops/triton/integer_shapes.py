@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton.shapes import ANY, PROCESSORS
 
 
@@ -133,39 +132,41 @@ _STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamT
 }
 
 
-def _streamed(tokens: int, matrix: IntMatrix, gate: bool) -> IntStreamTile | None:
-    table = _STREAMS[matrix.bits < 8]
+def stream_for(tokens: int, n: int, k: int, gate: bool, bits: int, group: int) -> IntStreamTile | None:
+    """The configuration of integer_stream for x [tokens, k] times a weight [n, k], gate: with the activation of gate and up as
+    part of it. None: it is not as fast."""
+    table = _STREAMS[bits < 8]
     key = next((key for key in table if tokens <= key), None)
     tiles = () if key is None else table[key][0 if gate else 1]
     if not tiles:
         return None
 
     def fullest(tile: IntStreamTile) -> int:
-        return -(-matrix.out // (tile.rows * PROCESSORS)) * tile.rows
+        return -(-n // (tile.rows * PROCESSORS)) * tile.rows
 
     tile = min(tiles, key=fullest)
-    if matrix.group < matrix.d_in and math.gcd(matrix.group, FINEST) < FINEST:
+    if group < k and math.gcd(group, FINEST) < FINEST:
         tile = replace(tile, step=min(tile.step, FINEST))
-    return replace(tile, split=1 if gate else _split(-(-matrix.out // tile.rows), PROCESSORS * tile.each, matrix.d_in))
+    return replace(tile, split=1 if gate else _split(-(-n // tile.rows), PROCESSORS * tile.each, k))
 
 
-def tile_for(
-    tokens: int, matrix: IntMatrix, gate: bool, rings: bool = True, streams: bool = True
-) -> IntVectorTile | IntRingTile | IntStreamTile | None:
-    """The configuration of x [tokens, d_in] times a matrix, gate: with the activation of gate and up as part of it; rings,
-    streams: whether these run on this device. None: the matrix is better widened as a whole."""
-    if streams and (stream := _streamed(tokens, matrix, gate)) is not None:
-        return stream
-    few, many = _FEW[matrix.bits < 8], _RINGS[matrix.bits < 8]
+def vector_for(tokens: int, n: int, k: int, bits: int, rings: bool) -> IntVectorTile | None:
+    """The configuration of integer_vector. rings: whether integer_ring runs on this device. None: it is not as fast."""
+    few = _FEW[bits < 8]
     columns = next((count for count in few if tokens <= count), None)
-    best = not rings or tokens < FEWEST_RINGS[matrix.bits < 8]
-    if best and columns is not None and columns * matrix.d_in <= WIDEST_VECTORS:
-        return next(tile for most, outputs, tile in few[columns] if matrix.d_in <= most and matrix.out <= outputs)
-    key = next((key for key in many if tokens <= key), None) if rings else None
+    if columns is None or columns * k > WIDEST_VECTORS or (rings and tokens >= FEWEST_RINGS[bits < 8]):
+        return None
+    return next(tile for most, outputs, tile in few[columns] if k <= most and n <= outputs)
+
+
+def ring_for(tokens: int, n: int, k: int, gate: bool, bits: int) -> IntRingTile | None:
+    """The configuration of integer_ring. None: the matrix is better widened as a whole."""
+    many = _RINGS[bits < 8]
+    key = next((key for key in many if tokens <= key), None)
     if key is None:
         return None
     gated, plain = many[key]
-    return _dealt(gated, tokens, matrix.out // 2, 0) if gate else _dealt(plain, tokens, matrix.out, matrix.d_in)
+    return _dealt(gated, tokens, n // 2, 0) if gate else _dealt(plain, tokens, n, k)
 
 
 def _dealt(tile: IntRingTile, tokens: int, n: int, k: int) -> IntRingTile:

@@ -8,7 +8,6 @@ measured of each part: docs/log.md.
 
 from __future__ import annotations
 
-import math
 from ctypes import c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,6 @@ from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import cuda, pairs
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer_shapes import IntStreamTile
-from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.shapes import MEMORY
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -86,14 +84,6 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def takes(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None) -> bool:
-    """Whether it multiplies x, which the copy engine can address, by this matrix: a register of codes has one scale."""
-    if x.dtype not in TYPES or not is_hopper(x.device) or (bias is not None and bias.dtype != x.dtype):
-        return False
-    form = Form.of(matrix)
-    return cuda.available() and math.gcd(form.group, SMALLEST_STEP) % (128 // form.bits) == 0
-
-
 def integer_stream_product(
     x: torch.Tensor,
     matrix: IntMatrix,
@@ -102,7 +92,9 @@ def integer_stream_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor | None:
-    """See integer_ring_product, for what `takes` allows; None: not by this kernel."""
+    """See integer_ring_product; which shapes: kernels.INTEGER. None: it cannot be compiled, or the bias has another type."""
+    if bias is not None and bias.dtype != x.dtype:
+        return None
     (tokens, inputs), sides = x.shape, 1 if kind is None else 2
     multiply = kernel(x.device, tile, Form.of(matrix), x.dtype, sides)
     if multiply is None:

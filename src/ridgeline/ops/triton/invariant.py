@@ -33,7 +33,7 @@ from ridgeline.ops.table import (
 )
 from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.fp8 import Small
+from ridgeline.ops.triton.fp8_shapes import Small
 from ridgeline.ops.triton.gemm_small import _biased, matrix_product
 from ridgeline.ops.triton.integer import widened
 from ridgeline.ops.triton.invariant_attention import attention

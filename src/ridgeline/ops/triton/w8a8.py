@@ -11,47 +11,21 @@ them.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.ops.reference import OUTLIER
-from ridgeline.ops.table import Fp8Matrix, IntMatrix, IntOps, Normed, Plain, Scaled
-from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.fp8 import LARGEST_SMALL, SMALL, WIDE, Small, Vector, _finish, ringed, small
-from ridgeline.ops.triton.gemm_small import _arrivals
-from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.table import IntMatrix, Normed, Plain, Scaled
+from ridgeline.ops.triton.fp8 import _finish
+from ridgeline.ops.triton.fp8_shapes import Large, Vector
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.quantize import WIDEST_ROW
-from ridgeline.ops.triton.shapes import PROCESSORS
 
 CHUNK = 64
 """Inputs whose order integer.pack changes among themselves; rows of codes are filled up to a multiple."""
-
-
-@dataclass(frozen=True, slots=True)
-class Large:
-    """Launch of the large product: tokens, outputs and inputs of a tile. band: tiles of tokens that are neighbours in time,
-    so that they read the same weights from the cache."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-    band: int = 16
-
-
-# Measured with benchmarks/products_w8a8.py --sweep.
-VECTOR = Vector(2, 4096, 4)
-LARGE = Large(128, 128, 128, 4, 3)
-"""Two programs share a processor, so that one multiplies while the other stores."""
-LONELY = Large(128, 128, 128, 8, 4)
-"""Where every program has a processor for itself."""
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -348,52 +322,3 @@ def large(
         num_warps=launch.warps,
         **overlap(out.device),
     )
-
-
-def launch_for(tokens: int, outputs: int) -> Vector | Small | Large:
-    """The launch for a product of this shape."""
-    if tokens == 1:
-        return VECTOR
-    small_one = SMALL[max(16, triton.next_power_of_2(tokens))][outputs > WIDE] if tokens <= LARGEST_SMALL else None
-    tiles = triton.cdiv(tokens, LONELY.tokens) * triton.cdiv(outputs, LONELY.outputs)
-    return small_one or (LONELY if tiles <= PROCESSORS else LARGE)
-
-
-def _product(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + bias in x's dtype; with a stream, contiguous, added into its memory."""
-    dtype = x.x.dtype if isinstance(x, Normed) else x.dtype
-    given = codes(x)
-    tokens = given.values.shape[0]
-    # The ring and the small product ask a matrix for nothing but 8-bit values, scales and counters.
-    held = Fp8Matrix(matrix.codes.view(torch.int8), matrix.scales.view(-1), _arrivals(given.values.device))
-    if (product := ringed(given, held, bias, dtype if stream is None else stream)) is not None:
-        return product
-    out = torch.empty((tokens, matrix.out), dtype=dtype, device=given.values.device) if stream is None else stream
-    if not tokens:
-        return out
-    launch = launch_for(tokens, matrix.out)
-    if isinstance(launch, Vector):
-        vector(given, matrix, bias, out, launch, stream is not None)
-    elif isinstance(launch, Large):
-        large(given, matrix, bias, out, launch, stream is not None)
-    else:
-        small(given, held, bias, out, launch, stream is not None)
-    return out
-
-
-def linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """See MatmulOps.w8a8."""
-    return _product(x, matrix, bias, None)
-
-
-def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """See MatmulOps.w8a8; the result takes the stream's memory."""
-    return _product(x, matrix, bias, stream.contiguous())
-
-
-def linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """See MatmulOps.w8a8."""
-    return activate(linear(x, matrix, bias), kind)
-
-
-W8A8_TRITON = IntOps(pack=pack, linear=linear, linear_add=linear_add, linear_activate=linear_activate)

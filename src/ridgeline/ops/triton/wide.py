@@ -136,27 +136,25 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor | None:
     """silu(x gate^T) * (x up^T), both rounded to bfloat16 before: [T, n]; None: not by this kernel.
 
     x [T, k], weight [2 n, k] gate's rows first, both contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
-    (tokens, inputs), n = x.shape, weight.shape[0] // 2
-    plan = plan_for(tokens, n, inputs, True)
-    if plan is None or n % 8 or not _takes(x, weight):
+    n = weight.shape[0] // 2
+    if n % 8 or not _addressed(x, weight):
         return None
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
     return out if planned(x, weight, out, plan, True) else None
 
 
-def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor) -> bool:
+def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, plan: Plan) -> bool:
     """Whether x weight^T was added to the stream [T, n] by this kernel.
 
     x [T, k], weight [n, k], all contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
-    plan = plan_for(len(x), weight.shape[0], weight.shape[1], False)
-    return plan is not None and _takes(x, weight, stream) and planned(x, weight, stream, plan, False)
+    return _addressed(x, weight, stream) and planned(x, weight, stream, plan, False)
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
+def _addressed(*tensors: torch.Tensor) -> bool:
     return all(
         one.dtype == torch.bfloat16 and one.is_contiguous() and not (one.data_ptr() % 16 or one.shape[1] % 8)
         for one in tensors
