@@ -95,8 +95,8 @@ class FreeDevice:
             self._rows.pack_changes(plan, packet)
             if batch is None:
                 plan, _ = self._rows.drop_lost(plan)
-                builder = BatchBuilder(plan, self._rows, packet)
-                builder.pack(builder.room())
+                builder = BatchBuilder(plan, self._rows)
+                builder.pack(packet, builder.shape)
             got = packet.send(CPU)
             self._rows.write_changes(got)
             batch = batch if builder is None else builder.build(got)
