@@ -6,7 +6,7 @@ Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class StepInputs:
     decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
     Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
     int32 [R, slots] (None: position == slot).
+    selected: int32 [W], the query tokens that the linears behind the last attention are given (None: all, in order).
     derived: what an op computed from this step's tensors and every further layer reuses (gather indices, masks). Keys
     name the op and the tensors used. A step owns it: whoever changes the tensors in place makes a new StepInputs.
     """
@@ -67,11 +68,20 @@ class StepInputs:
     max_length: int
     ancestors: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def decode(self) -> bool:
         return self.max_query == 1
+
+    def select(self, tokens: torch.Tensor) -> StepInputs:
+        """The step for linears that are given these query tokens, int32 [W], alone."""
+        return replace(self, selected=tokens)
+
+    def row_of_inputs(self) -> torch.Tensor:
+        """int32 [T or W]: index into rows of each token that a linear is given."""
+        return self.row_of if self.selected is None else self.row_of.index_select(0, self.selected)
 
     def alone(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix
 
 Split = Literal["out", "in"] | None
@@ -122,7 +123,11 @@ class Cut:
 
 
 class Weight(Protocol):
-    """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded."""
+    """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded.
+
+    step: the step whose tokens x holds (StepInputs.row_of_inputs), for weights that differ by request, as adapters do. A
+    linear of a layer always passes it. Number formats ignore it.
+    """
 
     @property
     def expects(self) -> Mapping[tuple[int, str], Expected]:
@@ -136,15 +141,15 @@ class Weight(Protocol):
         """
         ...
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         """x [T, this rank's inputs] -> [T, this rank's outputs], in the model's dtype."""
         ...
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         """stream [T, outputs] + apply(x). The caller gives the stream up: the result may lie in its memory."""
         ...
 
-    def activate(self, x: Activation, kind: str) -> Activation:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
         it; kind as in Ops.activate."""
         ...
