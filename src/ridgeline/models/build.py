@@ -31,12 +31,19 @@ OLDEST_FP8 = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run. `spec.dtype` and `spec.max_len` are those served, not those of the checkpoint."""
+    """A decoder ready to run. `spec` is that of the whole model, with dtype and max_len as served; `mesh` says which share of it
+    this decoder holds."""
 
     spec: ModelSpec
     decoder: Decoder
     generation_defaults: GenerationDefaults
     ops: Ops
+    mesh: Mesh = ONE_DEVICE
+
+    @property
+    def rank_spec(self) -> ModelSpec:
+        """The share of this rank: the heads whose keys and values its cache holds."""
+        return self.spec.on_rank(self.mesh.size)
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
@@ -110,4 +117,4 @@ def build(
     else:
         raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
     decoder.settle()
-    return LoadedModel(spec, decoder, defaults, ops)
+    return LoadedModel(spec, decoder, defaults, ops, mesh)

@@ -88,11 +88,10 @@ class Attention:
         self.out = Linear(build, LinearShape(heads.rows, whole, spec.out_bias, "in", in_units=layer.n_heads))
         self.q_norm = build.vector(width) if spec.qk_norm else None
         self.k_norm = build.vector(width) if spec.qk_norm else None
-        share = Share(build.mesh.rank, build.mesh.size)
-        own, own_kv = share.span(layer.n_heads, layer.n_heads), share.span(layer.n_kv_heads, layer.n_kv_heads)
+        own = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
-            n_heads=own.stop - own.start,
-            n_kv_heads=own_kv.stop - own_kv.start,
+            n_heads=own.n_heads,
+            n_kv_heads=own.n_kv_heads,
             head_dim=width,
             cos_sin=cos_sin,
             q_norm=self.q_norm,

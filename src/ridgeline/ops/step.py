@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.core.spec import few
+from ridgeline.core.spec import KvFormat, few
 
 SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
@@ -27,6 +27,8 @@ class KvView:
     table: int32 [R, P], pages of each row in slot order. A windowed group's table entries behind the window are stale.
     slots: int64 [T], where each query token's key goes: page * page_tokens + place in the page.
     window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
+    format: what kv holds; None: the model's dtype. The operations were chosen for it at start-up (Ops.kv_formats).
+    scales: [pages, 2, kv_heads, page_tokens, scales of a vector], value = stored * scale; None: a format without scales.
     """
 
     kv: torch.Tensor
@@ -35,6 +37,8 @@ class KvView:
     window: int | None
     softcap: float | None
     scale: float
+    format: KvFormat | None = None
+    scales: torch.Tensor | None = None
 
     @property
     def page_tokens(self) -> int:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import units_on_rank
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix
 
@@ -52,20 +52,9 @@ class Share:
 
     def span(self, length: int, units: int) -> slice:
         """The rank's part of `length` features in `units` units; neighbours hold the same if there are fewer units."""
-        if units >= self.size:
-            if units % self.size:
-                raise ConfigError(
-                    f"{units} heads or blocks cannot be split over {self.size} devices: use a divisor of {units}."
-                )
-            step = length // self.size
-            return slice(self.rank * step, (self.rank + 1) * step)
-        if self.size % units:
-            raise ConfigError(
-                f"{units} heads cannot be replicated on {self.size} devices: use a multiple of {units} devices."
-            )
-        step = length // units
+        count, step = units_on_rank(units, self.size), length // units
         first = self.rank * units // self.size * step
-        return slice(first, first + step)
+        return slice(first, first + count * step)
 
 
 @dataclass(frozen=True, slots=True)
