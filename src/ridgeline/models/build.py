@@ -15,6 +15,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.reference import FP8_REFERENCE, FP8_WEIGHT_REFERENCE, INT_REFERENCE
 from ridgeline.ops.table import Fp8Ops, IntOps, Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
@@ -101,12 +102,14 @@ def build(
 ) -> LoadedModel:
     """A decoder on `device` with its weights, in model.dtype (auto: the checkpoint's) and up to model.max_model_len.
 
-    model.load_format dummy needs config.json alone. On the meta device nothing is allocated or read.
-    Raises ConfigError or UnsupportedModel.
+    mesh: of a rank only its share of the layers is made and loaded. model.load_format dummy needs config.json alone. On the
+    meta device nothing is allocated or read. Raises ConfigError or UnsupportedModel.
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
+    if mesh.size > 1:
+        ops = replace(ops, capture=Uncaptured)  # a CPU captures calls of its kernels, not the collectives between them
     dummy = model.load_format == "dummy" or device.type == "meta"
     form = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
