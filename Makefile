@@ -12,6 +12,9 @@ DEV_STAMP := $(VENV)/.ridgeline-dev
 LONG_STAMP := $(VENV)/.ridgeline-long
 TORCH := torch==2.13.0
 TRITON := triton==3.6.0
+NEWEST_TRITON := 3.9.0
+NEWEST := $(abspath $(VENV))/triton-$(NEWEST_TRITON)
+NEWEST_STAMP := $(NEWEST)/.ridgeline-installed
 # The compiler beside pip and mypy.
 MAKEFLAGS += --jobs=2
 TOO_OLD := "Ridgeline needs Python 3.11 or newer: make PYTHON=python3.11"
@@ -48,6 +51,12 @@ $(LONG_STAMP): $(DEV_STAMP)
 	$(PIP_INSTALL) -e '.[structured,dev,long]'
 	@touch $@
 
+
+# The newest Triton, which a user's torch may bring, lies beside the environment and comes first where a test run asks for it.
+$(NEWEST_STAMP): | $(DEV_STAMP)
+	$(PIP_INSTALL) --no-deps --upgrade --target $(NEWEST) triton==$(NEWEST_TRITON)
+	@touch $@
+
 serve: $(NATIVE_STAMP)
 	$(BIN)/ridgeline serve $(ARGS)
 
@@ -61,12 +70,19 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-test: lint $(NATIVE_STAMP)
+# Kernels in the interpreter of the newest Triton: one file in `make test`, all files in `make test-long`.
+WITH_NEWEST = OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 PYTHONPATH=$(NEWEST) $(BIN)/python
+test_newest = $(WITH_NEWEST) tools/installed.py triton $(NEWEST_TRITON) && \
+	$(WITH_NEWEST) -m pytest -n 2 --dist worksteal -m 'not gpu and not long'
+
+test: lint $(NATIVE_STAMP) $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not long' $(ARGS)
+	$(test_newest) tests/ops/test_triton.py -k 'not several_rows_that_ask and not tree and not compacted'
 
 # Tests in a browser (apt-get install chromium, else they are skipped) and tests that take minutes.
-test-long: $(LONG_STAMP) $(NATIVE_STAMP)
+test-long: $(LONG_STAMP) $(NATIVE_STAMP) $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long $(ARGS)
+	$(test_newest) $$(grep -li triton tests/ops/test_*.py) tests/quant/test_kernels.py
 
 bench-cpu: $(DEV_STAMP) $(NATIVE_STAMP)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

@@ -185,7 +185,8 @@ class Whole:
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
         self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts), NoDrafter())
-        self.runner.store.flat.normal_()
+        for kv in self.runner.store.kv:
+            kv.normal_()
 
     @property
     def _margin(self) -> int:

@@ -72,7 +72,7 @@ def make_step(
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a DeviceBench is built. depth: steps in flight."""
+    """How a DeviceBench is built. depth: steps in flight. model: instead of the family's."""
 
     family: str = "llama-gqa"
     device: str = "cpu"
@@ -85,6 +85,7 @@ class Engine:
     speculation: Speculation | None = None
     drafter: DeviceDrafter = field(default_factory=NoDrafter)
     drafts: tuple[int, ...] = ()
+    model: LoadedModel | None = None
 
 
 class DeviceBench:
@@ -92,7 +93,7 @@ class DeviceBench:
 
     def __init__(self, family: str = "llama-gqa", **facts: object) -> None:
         how = Engine(family, **facts)  # type: ignore[arg-type]
-        _, self.model = pair(family, how.device)
+        self.model = how.model or pair(family, how.device)[1]
         layout = layout_of(self.model, how.drafter)
         self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
         limits = Limits(how.rows, how.step_tokens, MAX_LEN)

@@ -8,11 +8,11 @@ from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ridgeline.core.spec import KvFormat
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
@@ -61,8 +61,10 @@ class _Logits:
         return _Logits(*(one.index_select(0, index) for one in mine))
 
 
-_Layer = tuple[Tensor, int, tuple[Any, ...]]
-"""Its cache, its group, and the rest of its KvView."""
+_Facts = tuple[int | None, float | None, float, KvFormat]
+"""Window, soft cap, scale and format of a layer's KvView."""
+_Layer = tuple[Tensor, Tensor | None, int, _Facts]
+"""Its cache, the cache's scales, its group, and what else its KvView holds."""
 
 
 class DeviceStep:
@@ -78,8 +80,9 @@ class DeviceStep:
         longest = max(step_tokens, 2 * rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
         spec = model.spec
-        facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
-        layers = tuple(zip(store.kv, store.groups, facts, strict=True))
+        kv_format = store.layout.format
+        facts = ((one.window, one.softcap, spec.scale_of(one), kv_format) for one in (*spec.layers, *drafter.layers))
+        layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
         guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
         self._guest_views = partial(self._views, guests)
@@ -89,7 +92,7 @@ class DeviceStep:
     def of_each_kind(self) -> DeviceStep:
         """The same step through one layer of each kind: it launches the same kernels and computes nothing of worth."""
         first: dict[Hashable, int] = {}
-        for index, (kind, (kv, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
+        for index, (kind, (kv, _, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
             # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
             form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
             first.setdefault((kind, form), index)
@@ -139,7 +142,7 @@ class DeviceStep:
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
         own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in layers]
+        return [KvView(kv, table[group], own[group], *facts, scales) for kv, scales, group, facts in layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 

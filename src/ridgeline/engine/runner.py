@@ -60,7 +60,7 @@ class Runner:
         self.device = model.decoder.embedding.device
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
-        self.store = KvStore(layout, (*model.spec.layers, *drafter.layers), sizes.blocks, self.device)
+        self.store = KvStore(layout, (*model.rank_spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = Late()
         """What is compiled from now on, once prepared."""

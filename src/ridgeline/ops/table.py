@@ -346,6 +346,8 @@ class Ops:
         are read (quant.integer.in_8_bits); None: they are rounded first.
     apart(x [T, D], empty uint8 [D]) -> [T, D]: quant.integer.outliers_apart of x with zeros where `empty` is not 0; None: it
         is done operation by operation.
+    kv_formats: names in KV_FORMATS, beside the model's dtype, that qkv_write writes and that attention, keep and all programs of
+        whole layers read (KvView.format).
     """
 
     name: str
@@ -377,6 +379,7 @@ class Ops:
     draw: DrawRows | None = None
     chain: Callable[[ChainParts], RunChain | None] = no_chain
     recurrent: Callable[[RecurrentParts], RunRecurrent | None] | None = None
+    kv_formats: frozenset[str] = frozenset()
 
     def norm_onto(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor

@@ -16,6 +16,7 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import INT_REFERENCE
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, largest
 from ridgeline.quant.integer import IntFormat, outliers_apart
@@ -87,12 +88,12 @@ class MixedWeight(Weight):
         if form.ops.apart is not None:
             self._empty = torch.zeros(inputs, dtype=torch.uint8, device=form.device).index_fill_(0, kept, 1)
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         given = plain(x, self._form.ops.rms_norm)
         return self._beside(given, self._integers.apply(self._rest(given)))
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return self._beside(x, self._integers.add(self._rest(x), stream))
 
@@ -108,7 +109,7 @@ class MixedWeight(Weight):
         assert self._kept is not None and self._columns is not None
         return self._form.ops.linear_add(x.index_select(1, self._kept), self._columns, None, rest)
 
-    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         return self._form.ops.activate(self.apply(x), kind)
 
     def matrix(self) -> Matrix | None:
