@@ -36,7 +36,8 @@ from measuring import interval
 from shapes import _launch_all, case_of, free, load
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine.graphs import Graphs
+from ridgeline.engine.execute import EagerSteps
+from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.runner import Runner
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import CudaCapture
@@ -128,32 +129,32 @@ class Sides:
 
     def __init__(self, runner: Runner, variant: Variant) -> None:
         self._runner, self._variant = runner, variant
-        self._before = runner._graphs
-        self._graphs = {True: self._new_graphs()}
+        self._before = runner.steps
+        self._steps = {True: self._new_steps()}
         with variant.off():
-            self._graphs[False] = self._new_graphs()
+            self._steps[False] = self._new_steps()
         self.launches = {on: Launches() for on in (True, False)}
 
-    def _new_graphs(self) -> Graphs | None:
-        runner, sizes = self._runner, self._runner._sizes
-        if runner._graphs is None:
-            return None
+    def _new_steps(self) -> EagerSteps:
+        runner = self._runner
+        if not isinstance(runner.steps, GraphSteps):
+            return runner.steps
         with torch.inference_mode():
-            graphs = Graphs(runner._step, sizes.rows, sizes.step_tokens, CudaCapture(), sizes.drafts, sizes.host_drafts)
-            graphs.capture(lambda stage, done, total: None)
-        return graphs
+            steps = GraphSteps(runner._step, runner._sizes, CudaCapture())
+            steps.capture(lambda stage, done, total: None)
+        return steps
 
     @contextmanager
     def side(self, on: bool, graphs: bool = True) -> Iterator[None]:
         """Run the steps of the block on one side. graphs: replay CUDA graphs as the engine does; False: launch from Python."""
-        self._runner._forget()  # the last batch lies in the other side's buffers
-        self._runner._graphs = self._graphs[on] if graphs else None
+        self._runner.steps = self._steps[on] if graphs else EagerSteps(self._runner._step)
+        self._runner.steps.forget()
         try:
             with nullcontext() if on else self._variant.off():
                 yield
         finally:
-            self._runner._forget()
-            self._runner._graphs = self._before
+            self._runner.steps = self._before
+            self._runner.steps.forget()
 
     def settle(self) -> None:
         """Drop the steps in flight behind a failed step."""

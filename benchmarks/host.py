@@ -27,7 +27,7 @@ from common import cpu_name, provenance, write_rows
 
 from ridgeline.core.plan import Flag, StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.batch import Batch, BatchBuilder
 from ridgeline.engine.device import Outcome
 from ridgeline.engine.engine import Engine, Setup
@@ -42,7 +42,7 @@ from ridgeline.ops.rows import to_host
 from ridgeline.wire.frames import encode
 from ridgeline.wire.messages import Submit
 
-LAYOUT = KvLayout((KvGroup(tuple(range(32)), None, 32),), 64, 64 * 128 * 1024, "bfloat16")
+LAYOUT = KvLayout((KvGroup(tuple(range(32)), None, 32),), 64, 64 * 128 * 1024, KV_FORMATS["bfloat16"])
 VOCAB = 128_256
 CPU = torch.device("cpu")
 MAX_LEN = 8192
@@ -95,8 +95,8 @@ class FreeDevice:
             self._rows.pack_changes(plan, packet)
             if batch is None:
                 plan, _ = self._rows.drop_lost(plan)
-                builder = BatchBuilder(plan, self._rows, packet)
-                builder.pack(builder.room())
+                builder = BatchBuilder(plan, self._rows)
+                builder.pack(packet, builder.shape)
             got = packet.send(CPU)
             self._rows.write_changes(got)
             batch = batch if builder is None else builder.build(got)

@@ -45,7 +45,8 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sizing import hardware_defaults
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
 from ridgeline.decoding.drafters import NoDrafter
-from ridgeline.engine.runner import Runner, Sizes
+from ridgeline.engine.runner import Runner
+from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
 from ridgeline.hardware.power import board_joules
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
@@ -184,7 +185,8 @@ class Whole:
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
         self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts), NoDrafter())
-        self.runner.store.flat.normal_()
+        for kv in self.runner.store.kv:
+            kv.normal_()
 
     @property
     def _margin(self) -> int:

@@ -172,7 +172,7 @@ class Pieces:
 
     def _normed_qkv(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.attention.qkv, self._to_norm(layer.attention_norm)
-        return lambda: linear.apply(x)
+        return lambda: linear.apply(x, shared.step)
 
     def _rope(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         merged = self._random("merged", (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim)
@@ -187,21 +187,23 @@ class Pieces:
 
     def _out_sum(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         x = self._random("heads", spec.n_heads * spec.head_dim)
-        return self._joined(layer.attention.out, x, layer.attention_post_norm)
+        return self._joined(layer.attention.out, x, layer.attention_post_norm, shared)
 
     def _normed_gate_up(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.feed_forward.gate_up, self._to_norm(layer.feed_forward_norm)
-        return lambda: linear.activate(x, self._spec.activation)
+        return lambda: linear.activate(x, self._spec.activation, shared.step)
 
     def _down_sum(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
-        return self._joined(layer.feed_forward.down, self._activated(spec, layer, shared), layer.feed_forward_post_norm)
+        x = self._activated(spec, layer, shared)
+        return self._joined(layer.feed_forward.down, x, layer.feed_forward_post_norm, shared)
 
-    def _joined(self, linear: Linear, x: Activation, post_norm: torch.Tensor | None) -> Call:
+    def _joined(self, linear: Linear, x: Activation, post_norm: torch.Tensor | None, shared: Shared) -> Call:
         """How a block ends; its result may lie in the stream's memory."""
         stream, spec = self._random("stream", self._spec.d_model), self._spec
         if post_norm is None:
-            return lambda: linear.add(x, stream)
-        return lambda: self._ops.tokenwise.norm_add(linear.apply(x), post_norm, spec.norm_eps, spec.norm_offset, stream)
+            return lambda: linear.add(x, stream, shared.step)
+        norm_add, rest = self._ops.tokenwise.norm_add, (post_norm, spec.norm_eps, spec.norm_offset)
+        return lambda: norm_add(linear.apply(x, shared.step), *rest, stream)
 
     # --- once per layer, alone ----------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class Pieces:
         """What the last matrix takes, in its own format."""
         x, kind = self._random("normed", self._spec.d_model), self._spec.activation
         return shared.keep(
-            f"activated {spec.d_ff} {self._tokens}", lambda: layer.feed_forward.gate_up.activate(x, kind)
+            f"activated {spec.d_ff} {self._tokens}", lambda: layer.feed_forward.gate_up.activate(x, kind, shared.step)
         )
 
     def _norm(self, weight: torch.Tensor) -> Call:
@@ -227,7 +229,7 @@ class Pieces:
 
     def _qkv(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.attention.qkv, self._random("normed", self._spec.d_model)
-        return lambda: linear.apply(x)
+        return lambda: linear.apply(x, shared.step)
 
     def _naive(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         q = self._queries(spec)
@@ -235,11 +237,11 @@ class Pieces:
 
     def _out(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.attention.out, self._random("heads", spec.n_heads * spec.head_dim)
-        return lambda: linear.apply(x)
+        return lambda: linear.apply(x, shared.step)
 
     def _gate_up(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.feed_forward.gate_up, self._random("normed", self._spec.d_model)
-        return lambda: linear.apply(x)
+        return lambda: linear.apply(x, shared.step)
 
     def _activation(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         wide, kind = self._random("wide", 2 * spec.d_ff), self._spec.activation
@@ -251,7 +253,7 @@ class Pieces:
 
     def _down(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         linear, x = layer.feed_forward.down, self._activated(spec, layer, shared)
-        return lambda: linear.apply(x)
+        return lambda: linear.apply(x, shared.step)
 
 
 class Shared:

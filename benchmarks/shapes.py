@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.operations import operations
-from ridgeline.engine.graphs import Graphs
-from ridgeline.engine.rehearsal import rehearse
+from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.rehearsal import rehearse, shape_of
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.capture import Uncaptured
@@ -140,16 +140,16 @@ def dry(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.
 
 def _launch_all(model: LoadedModel, cases: Sequence[Case]) -> None:
     runner = Whole(model, cases, 1).runner
-    sizes, step = runner._sizes, runner._step.of_each_kind()
-    graphs = Graphs(runner._step, sizes.rows, sizes.step_tokens, Uncaptured)
-    rows = {graphs.bucket(len(case.shares)) for case in cases if case.decode}
-    tokens = {case.tokens for case in cases if not case.decode}
+    step, steps = runner._step.of_each_kind(), GraphSteps(runner._step, runner._sizes, Uncaptured)
+    shapes = set()
     for case in cases:
+        counts = [count for _, count in case.shares]
+        shapes.add(steps.padded(shape_of(counts), plain=True))
         if not case.decode:
-            rehearse(step, [count for _, count in case.shares])
-    for key in graphs.all_keys():
-        if (key.kind == "decode" and key.padded.rows in rows) or (key.kind == "mixed" and key.padded.tokens in tokens):
-            graphs.launch(key)
+            rehearse(step, counts)
+    for key in steps.all_keys():
+        if key.shape in shapes:
+            steps.launch(key)
 
 
 def compile_all(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.device) -> None:

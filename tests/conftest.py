@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import settings
 
@@ -46,9 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Any]:
-    """Triton's interpreter, which is a module, mended in two places. Version 3.6 makes loop bounds of arrays of one element,
-    which numpy 2.4 no longer converts. And it patches triton.language at each call of one function by another and never takes
-    that back, which is half of its time: it is enough once a launch, if all is patched that any function may see."""
+    """Triton's interpreter, which is a module, mended in three places. Version 3.6 makes loop bounds of arrays of one element,
+    which numpy 2.4 no longer converts. It patches triton.language at each call of one function by another and never takes
+    that back, which is half of its time: it is enough once a launch, if all is patched that any function may see. And version
+    3.9 makes a mask of integers where a comparison of numbers is broadcast, and then refuses it."""
     from triton import language
     from triton.runtime import interpreter as module
 
@@ -72,7 +74,11 @@ def interpreter() -> Iterator[Any]:
         in_effect = True
         return patch_for(anything)
 
+    def splat(self: Any, kind: Any, number: Any) -> Any:
+        return module.TensorHandle(numpy.full(kind.shape, number.data), number.dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.InterpreterBuilder, "create_splat", splat)
         patch.setattr(module, "_patch_lang_tensor", bounded)
         patch.setattr(module, "_patch_lang", patch_once)
         patch.setattr(module, "_LangPatchScope", Launch)

@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
     Not for the whole session: while it is open, Playwright keeps an event loop in this thread, and asynchronous tests
     of other modules could not start one.
     """
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright (make setup)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra long (make test-long)")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("needs Chromium (apt-get install chromium)")

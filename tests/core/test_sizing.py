@@ -40,6 +40,28 @@ def test_h200_holds_a_whole_context() -> None:
     assert set(plan.chosen) <= set(resolve({}).origins)
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_a_rank_plans_for_its_own_heads(ranks: int) -> None:
+    """A rank holds 1 / ranks of the layers' matrices and of the KV heads, and never less than one KV head."""
+    spec = llama_8b()
+    whole, own = (size(one, EngineConfig(), 141 * GIB, "cuda") for one in (spec, spec.on_rank(ranks)))
+    check(own)
+    assert own.layout.page_bytes * min(ranks, 8) == whole.layout.page_bytes
+    linear = [sum(one.layer_linear_params(layer) for layer in one.layers) for one in (spec, spec.on_rank(8))]
+    assert linear[1] * 8 == linear[0]
+    assert own.n_pages > whole.n_pages * min(ranks, 8)
+
+
+def test_layers_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigError, match="32 heads and a feed-forward width of 14336 cannot be split over 64 devices"):
+        llama_8b().on_rank(64)
+    odd = replace(llama_8b().layers[0], n_heads=24, n_kv_heads=6)
+    with pytest.raises(
+        ConfigError, match="6 heads or blocks cannot be split over 4 devices: use a divisor or a multiple of 6"
+    ):
+        odd.on_rank(4)
+
+
 def test_cpu_takes_a_modest_share() -> None:
     plan = size(gemma_like(), EngineConfig(), 20 * GIB, "cpu")
     check(plan)

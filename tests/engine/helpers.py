@@ -10,7 +10,7 @@ from typing import Any
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -21,8 +21,8 @@ from ridgeline.kv.prefix import chain_root
 from tests.engine.fake import FakeRunner, next_token
 
 VOCAB = 97
-PLAIN = KvLayout((KvGroup((0, 1), None, 8),), 4, 64, "float32")
-WINDOWED = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 6, 8)), 4, 64, "float32")
+PLAIN = KvLayout((KvGroup((0, 1), None, 8),), 4, 64, KV_FORMATS["float32"])
+WINDOWED = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 6, 8)), 4, 64, KV_FORMATS["float32"])
 
 
 class Clock:

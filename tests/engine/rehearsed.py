@@ -22,7 +22,10 @@ from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
-from ridgeline.engine import graphs, runner
+from ridgeline.engine import rehearsal, runner
+from ridgeline.engine.execute import EagerSteps
+from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.shape import Sizes
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
@@ -100,10 +103,12 @@ def open_runner(
         (Path(name) / "config.json").write_text(json.dumps(MODEL | model_facts))
         config = ModelConfig(load_format="dummy", quantization=quantization)
         model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
-    sizes = runner.Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
+    sizes = Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
     if captured:
-        made._graphs = graphs.Graphs(made._step, ROWS, STEP_TOKENS, Uncaptured, drafts, quotes)
+        made.steps = GraphSteps(made._step, sizes, Uncaptured)
+    else:
+        made.steps = EagerSteps(made._step)
     return made
 
 
@@ -175,11 +180,11 @@ def missed(case: str, every: bool = False) -> list[str]:
         drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
         made = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
         with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
-            made._rehearse_dry()
+            rehearsal.launch_all(made._step.of_each_kind(), made.steps, made._sizes)
             assert len(found) > 10, "nothing was rehearsed"
-            if (held := made._graphs) is not None:  # the rehearsal has run what their capture runs first
+            if isinstance(held := made.steps, GraphSteps):  # the rehearsal has run what their capture runs first
                 for key in held.all_keys():
-                    held._captured[key] = Uncaptured(partial(held._work(key), made._step))
+                    held._captured[key] = Uncaptured(partial(held.work(key), made._step))
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]

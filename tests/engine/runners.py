@@ -17,13 +17,14 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
 from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import Graphs
+from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Constraint, Request
-from ridgeline.engine.runner import Runner, Sizes, build_runner
+from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.scheduler import Scheduler
+from ridgeline.engine.shape import Sizes
 from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 from ridgeline.models.build import LoadedModel, build
@@ -71,7 +72,7 @@ def make_step(
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a DeviceBench is built. depth: steps in flight."""
+    """How a DeviceBench is built. depth: steps in flight. model: instead of the family's."""
 
     family: str = "llama-gqa"
     device: str = "cpu"
@@ -84,6 +85,7 @@ class Engine:
     speculation: Speculation | None = None
     drafter: DeviceDrafter = field(default_factory=NoDrafter)
     drafts: tuple[int, ...] = ()
+    model: LoadedModel | None = None
 
 
 class DeviceBench:
@@ -91,7 +93,7 @@ class DeviceBench:
 
     def __init__(self, family: str = "llama-gqa", **facts: object) -> None:
         how = Engine(family, **facts)  # type: ignore[arg-type]
-        _, self.model = pair(family, how.device)
+        self.model = how.model or pair(family, how.device)[1]
         layout = layout_of(self.model, how.drafter)
         self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
         limits = Limits(how.rows, how.step_tokens, MAX_LEN)
@@ -113,9 +115,9 @@ class DeviceBench:
         how = self.how
         with torch.inference_mode():
             step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
-            graphs = Graphs(step, how.rows, how.step_tokens, capture, how.drafts, host_drafts)
-            graphs.capture(lambda stage, done, total: None)
-        self.runner._graphs = graphs
+            sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, True, how.drafts, host_drafts)
+            self.runner.steps = GraphSteps(step, sizes, capture)
+            self.runner.steps.capture(lambda stage, done, total: None)
 
     def submit(
         self,

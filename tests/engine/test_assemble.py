@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.spec import KV_FORMATS
 from ridgeline.engine import assemble as module
 from ridgeline.engine.assemble import assemble
 from tests.models.families import save
@@ -36,7 +38,7 @@ def test_a_stage_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyP
     assert stages.seconds == {"device": 1.0, "kernels": 5.0, "rest": 4.0}
 
 
-def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path) -> None:
+def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("llama-gqa", tmp_path / "model")
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
 
@@ -54,4 +56,6 @@ def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path) -> None:
         fingerprint("model", load_format="dummy"),
         fingerprint("model", load_format="dummy", seed=5),
     ]
-    assert len({first, *others}) == 5
+    monkeypatch.setitem(KV_FORMATS, "float32", replace(KV_FORMATS["float32"], group=32))
+    others.append(fingerprint("model"))
+    assert len({first, *others}) == 6

@@ -10,12 +10,12 @@ import torch
 from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Join, StepPlan
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.row_table import RowTable
 from ridgeline.ops.rows import Int
 
-LAYOUT = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 16, 8)), 4, 64, "float32")
+LAYOUT = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 16, 8)), 4, 64, KV_FORMATS["float32"])
 CPU = torch.device("cpu")
 
 

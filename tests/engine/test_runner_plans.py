@@ -12,13 +12,17 @@ import torch
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine import graphs as graphs_module
-from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, unpack, unread
+from ridgeline.engine import graph_shapes
+from ridgeline.engine.batch import Batch, unpack
+from ridgeline.engine.catch_up import reading, unread_steps
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import Graphs, buckets, draft_rooms, mixed_rooms
+from ridgeline.engine.execute import EagerSteps
+from ridgeline.engine.graph_shapes import buckets, draft_shapes, mixed_shapes
+from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import Extent, rehearse_all
+from ridgeline.engine.rehearsal import rehearse_all
 from ridgeline.engine.runner import Runner
+from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.rows import Int
@@ -55,6 +59,10 @@ def plan(step: int, *shares: tuple[int, int, int, bool], **more: object) -> Step
         else:
             setattr(made, name, value)
     return made
+
+
+def sizes(rows: int, tokens: int, drafts: tuple[int, ...] = (), host_drafts: int = 0) -> Sizes:
+    return Sizes(rows, tokens, 100, 20, drafts=drafts, host_drafts=host_drafts)
 
 
 @pytest.fixture
@@ -165,17 +173,17 @@ def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monk
     assert list(run_plan(runner, plan(3, (3, 1, 7, True))).tokens) == expected[:1]
 
 
-@pytest.mark.parametrize("room", [None, Room(5, 0, 16)])
+@pytest.mark.parametrize("padded", [None, reading(5, 16)])
 @pytest.mark.parametrize("count", [1, 4, 5, 23])
-def test_what_a_draft_model_has_not_read(count: int, room: Room | None) -> None:
+def test_what_a_draft_model_has_not_read(count: int, padded: StepShape | None) -> None:
     """Every row's tokens in order but for the last two, of as many rows at a time as the graph holds that reads them."""
     behind = [7 * row % 19 for row in range(count)]
     made = plan(1, *((row, 1, 1, row % 5 != 4) for row in range(1, count + 1)))
     made.unread = array("i", [own for row, own in enumerate(behind, 1) if row % 5 != 4])
     found: dict[int, list[int]] = {}
-    for packed, its in unread(made, room):
-        assert room is None or its is room
-        ragged = unpack(torch.from_numpy(packed), mixed_step(its), its).ragged
+    for packed, its in unread_steps(made, padded):
+        assert padded is None or its is padded
+        ragged = unpack(torch.from_numpy(packed), its).ragged
         rows = packed[: its.rows].tolist()
         assert ragged is not None
         owners, places, tokens = ragged.row_of.tolist(), ragged.place.tolist(), int(ragged.q_start[-1])
@@ -342,8 +350,8 @@ def test_unchanged_steps_upload_nothing(runner: Runner, monkeypatch: pytest.Monk
 def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of graphs but the capture itself: rows join and leave while buckets change, special rows among them. few: rows of
     small mixed steps, the others take the graphs of any number of rows."""
-    monkeypatch.setattr(graphs_module, "MIXED_ROWS", few)
-    monkeypatch.setattr(graphs_module, "CROWDED_TOKENS", (16, 40))
+    monkeypatch.setattr(graph_shapes, "MIXED_ROWS", few)
+    monkeypatch.setattr(graph_shapes, "CROWDED_TOKENS", (16, 40))
     bench = DeviceBench(rows=7)
     bench.use_graphs(Uncaptured)
     options: list[dict[str, object]] = [
@@ -379,10 +387,13 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(step, "longest", most)
     cases = ((1, SHORT, SHORT), (1, SHORT + 1, most), (2, SHORT, SHORT), (2, most, most), (6, 3, most))
     with torch.inference_mode():
-        graphs = Graphs(step, 6, 64, Uncaptured)
+        graphs = GraphSteps(step, sizes(6, 64), Uncaptured)
         graphs.capture(lambda stage, done, total: None)
         for rows, bound, longest in cases:
-            graphs.decode(Room(rows, rows, rows), bound)
+            decode = plan(1, *((0, 0, 1, True) for _ in range(rows)), bound=bound)
+            shape = StepShape.decoding(rows)
+            batch = unpack(torch.zeros(rows, dtype=torch.int32), shape)
+            graphs.run(graphs.load(decode, batch, True), decode)
             assert seen[-1] == longest
 
 
@@ -401,66 +412,66 @@ def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: py
         totals: list[int] = []
         monkeypatch.setattr(step, "longest", longest)
         with torch.inference_mode():
-            Graphs(step, 6, 16, Uncaptured).capture(lambda stage, done, total: totals.append(total))
+            GraphSteps(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
         return totals[-1]
 
     assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
 
 
 def test_which_steps_have_a_graph() -> None:
-    graphs = Graphs(make_step(pair("llama-gqa")[1]), 6, 64, Uncaptured)
+    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
 
-    def shape(n_tokens: int, n_rows: int, decode: bool = False, wide: int = 1) -> Shape:
-        return Shape(n_tokens, n_rows, n_rows, 1 if decode else n_tokens, wide, decode, True, True, None)
+    def padded(tokens: int, rows: int, width: int = 1) -> StepShape | None:
+        return graphs.padded(StepShape(rows, rows, tokens, tokens, width), plain=True)
 
-    assert graphs.room(shape(5, 5, decode=True)) == Room(6, 6, 6)
-    assert graphs.room(shape(17, 6)) == Room(7, 7, 32)
-    assert graphs.room(shape(64, 1)) == Room(7, 7, 64)
-    assert graphs.room(shape(65, 1)) is None
-    assert graphs.room(shape(20, 7)) is None, "no row would be left for padding"
-    assert graphs.room(shape(20, 4, wide=3)) is None
+    assert graphs.padded(StepShape.decoding(5), plain=False) == StepShape.decoding(6)
+    assert padded(17, 6) == StepShape.mixed(7, 32)
+    assert padded(64, 1) == StepShape.mixed(7, 64)
+    assert padded(65, 1) is None
+    assert padded(20, 7) is None, "no row would be left for padding"
+    assert padded(20, 4, width=3) is None
 
 
 def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = pair("llama-gqa")[1].spec
 
-    def rooms(tokens: int, quantization: str = "") -> list[Room]:
+    def shapes(tokens: int, quantization: str = "") -> list[StepShape]:
         of = replace(spec, quantization=quantization)
-        return [room for room in mixed_rooms(64, tokens, of) if room.tokens > 128]
+        return [shape for shape in mixed_shapes(sizes(64, tokens), of) if shape.tokens > 128]
 
-    assert rooms(255) == [Room(33, 33, 192)], "few tokens"
-    found = [(room.tokens, room.rows) for room in rooms(400)]
+    assert shapes(255) == [StepShape.mixed(33, 192)], "few tokens"
+    found = [(shape.tokens, shape.rows) for shape in shapes(400)]
     assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
-    monkeypatch.setattr(graphs_module, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
-    assert [room.tokens for room in rooms(400) if room.rows == 65] == [256], "the device takes longer than Python"
-    found = [[room.tokens for room in rooms(400, name) if room.rows == 65] for name in ("int8", "fp8")]
-    assert found == [[256], [256, 384, 400]], "with inputs of 8 bits it takes half the time"
+    monkeypatch.setattr(graph_shapes, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
+    assert [shape.tokens for shape in shapes(400) if shape.rows == 65] == [256], "the device takes longer than Python"
+    found_of = [[shape.tokens for shape in shapes(400, name) if shape.rows == 65] for name in ("int8", "fp8")]
+    assert found_of == [[256], [256, 384, 400]], "with inputs of 8 bits it takes half the time"
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:
-    graphs = Graphs(make_step(pair("llama-gqa")[1]), 256, 64, Uncaptured, (0, 1, 3))
+    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
 
-    def room(n_tokens: int, n_rows: int, wide: int, deep: int = 0) -> Room | None:
-        return graphs.room(Shape(n_tokens, n_rows, n_rows, wide, wide, False, True, True, None, deep))
+    def padded(tokens: int, rows: int, width: int, tree: bool = False, plain: bool = True) -> StepShape | None:
+        return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), plain)
 
-    assert room(8, 4, 2) == Room(4, 4, 8, 2, 4)
-    assert room(7, 4, 2) == Room(8, 8, 16, 2, 8), "a row is left for padding"
-    assert room(7, 3, 3) == Room(4, 4, 16, 4, 12)
-    assert room(256, 128, 2) == Room(128, 128, 256, 2, 128)
-    assert room(255, 128, 2) == Room(160, 160, 320, 2, 160)
-    assert room(70, 66, 2) == Room(96, 96, 192, 2, 96), "a step launched by Python takes longer"
-    assert room(8, 4, 2, deep=1) is None and room(5, 1, 5) is None
+    assert padded(8, 4, 2) == StepShape.verifying(4, 1, False)
+    assert padded(7, 4, 2) == StepShape.verifying(8, 1, False), "a row is left for padding"
+    assert padded(7, 3, 3) == StepShape.verifying(4, 3, False)
+    assert padded(256, 128, 2) == StepShape.verifying(128, 1, False)
+    assert padded(255, 128, 2) == StepShape.verifying(160, 1, False)
+    assert padded(70, 66, 2) == StepShape.verifying(96, 1, False), "a step launched by Python takes longer"
+    assert padded(8, 4, 2, tree=True) is None and padded(5, 1, 5) is None and padded(8, 4, 2, plain=False) is None
+    assert graphs.padded(StepShape(4, 3, 8, 3, 2, 3), plain=True) is None, "a row reads a part of its prompt"
 
 
 def test_drafts_of_the_host_are_chains_and_trees() -> None:
-    none = draft_rooms(64, (), False, 0)
-    assert none == {False: [], True: []}
-    found = draft_rooms(64, (2,), True, 8)
-    assert Room(64, 64, 192, 3, 128) in found[True] and Room(64, 64, 192, 3, 128) not in found[False]
+    assert draft_shapes(sizes(64, 64), False) == {False: [], True: []}
+    found = draft_shapes(sizes(64, 64, (2,), 8), True)
     for tree in (False, True):
-        assert {room.wide for room in found[tree] if room.rows == 16} >= {2, 4, 9}
-        assert max(room.tokens for room in found[tree] if room.wide > 3) <= 256
-        assert [room.tokens for room in found[tree]] == sorted(room.tokens for room in found[tree])
+        assert (StepShape.verifying(64, 2, tree) in found[tree]) is tree
+        assert {shape.width for shape in found[tree] if shape.rows == 16} >= {2, 4, 9}
+        assert max(shape.tokens for shape in found[tree] if shape.width > 3) <= 256
+        assert [shape.tokens for shape in found[tree]] == sorted(shape.tokens for shape in found[tree])
 
 
 def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
@@ -468,7 +479,8 @@ def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
     step = make_step(pair("llama-gqa")[1], runner)
     with torch.inference_mode():
         for rows, tokens in ((6, 64), (3, 40), (1, 3)):
-            rehearse_all(step, Extent(rows, tokens, 20, 5, (False, True)), None, lambda *_: None)
+            held = Sizes(rows, tokens, 20, 20, host_drafts=5)
+            rehearse_all(step, EagerSteps(step), held, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.pace import Pace
 from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, Guesser, oracle, prompts
@@ -258,7 +258,7 @@ def test_urgent_requests_go_first() -> None:
 def test_what_fits_alone_never_waits_for_its_own_past(depth: int) -> None:
     """In a cache of exactly the pages that `fits` asks for, a window is left behind in time."""
     for window, size, chunk, prompt, most in itertools.product((3, 6, 11), (4, 5, 8), (2, 3, 5), (27, 42), (1, 10)):
-        layout = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), window, 8)), size, 64, "float32")
+        layout = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), window, 8)), size, 64, KV_FORMATS["float32"])
         blocks = layout.pages_for(prompt + most, chunk)
         bench = Bench(layout=layout, depth=depth, blocks=blocks, step_tokens=chunk, prefix_cache=False)
         bench.submit("alone", list(range(prompt)), max_tokens=most)

@@ -13,7 +13,7 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.draft import DEVICE, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvGroup, KvLayout, LayerSpec, ModelSpec, Rope
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout, LayerSpec, ModelSpec, Rope
 from ridgeline.engine.flight import FlyingStep
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -26,7 +26,7 @@ from ridgeline.engine.virtual import VirtualRunner
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
 SPEC = ModelSpec("LlamaForCausalLM", 128_256, 4096, (LAYER,) * 32, 131_072)
 COST = CostModel(SPEC, 989e12, 4.8e12, row_s=1e-6, token_s=2e-7)
-LAYOUT = KvLayout((KvGroup(tuple(range(32)), None, 131_072),), 64, 64 * 131_072, "bfloat16")
+LAYOUT = KvLayout((KvGroup(tuple(range(32)), None, 131_072),), 64, 64 * 131_072, KV_FORMATS["bfloat16"])
 END = 7
 
 

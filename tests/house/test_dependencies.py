@@ -25,12 +25,12 @@ DEVELOPMENT = ("src", "tests", "tools", "benchmarks", "training")
 
 
 def requirements() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each distribution with the folders of which one must import it: src, or for the extra dev any."""
+    """Each distribution with the folders of which one must import it: src, or for the extras dev and long any."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     for extra, lines in groups.items():
         for line in lines:
-            yield distribution(line), DEVELOPMENT if extra == "dev" else ("src",)
+            yield distribution(line), DEVELOPMENT if extra in ("dev", "long") else ("src",)
 
 
 def distribution(requirement: str) -> str:

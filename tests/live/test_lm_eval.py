@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra long (make test-long)")
+
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -15,6 +18,8 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.models.hub import shipped_model
 
 from .served import MODEL, Served
+
+pytestmark = pytest.mark.long
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 QUESTIONS = 6

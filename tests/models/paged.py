@@ -7,38 +7,28 @@ from collections.abc import Sequence
 
 import torch
 
-from ridgeline.core.spec import DTYPE_BYTES, kv_layout
-from ridgeline.models.build import DTYPES, LoadedModel
+from ridgeline.core.spec import kv_layout
+from ridgeline.kv.store import KvStore
+from ridgeline.models.build import LoadedModel
 from ridgeline.ops.step import KvView, StepInputs
 
 
 class PagedRows:
-    """Runs a decoder on rows of a paged cache, laid out as `kv_layout` cuts it: one pool of equal pages for all groups.
+    """Runs a decoder, or a rank's share of one, on rows of a paged cache: one pool of equal pages for all groups.
 
     Pages behind a window are taken away at once and filled with garbage, so that reading them would show.
     """
 
     def __init__(self, model: LoadedModel, rows: int = 4, max_tokens: int = 256, page_tokens: int = 16) -> None:
-        spec = model.spec
-        self.decoder, self.spec = model.decoder, spec
-        self.layout = kv_layout(spec, page_tokens)
+        self.decoder, self.spec = model.decoder, model.spec
+        self.layout = kv_layout(model.rank_spec, page_tokens)
         self.width = -(-max_tokens // page_tokens)
-        pages = 1 + rows * self.width * len(self.layout.groups)
-        self.pool = torch.zeros(pages, self.layout.page_bytes, dtype=torch.uint8)
-        self.free = list(range(1, pages))
+        blocks = rows * self.width * len(self.layout.groups)
+        self.store = KvStore(self.layout, model.rank_spec.layers, blocks, torch.device("cpu"))
+        self.free = list(range(1, blocks + 1))
         random.Random(0).shuffle(self.free)
         self.tables = [torch.zeros(rows, self.width, dtype=torch.int32) for _ in self.layout.groups]
         self.lengths = [0] * rows
-        self.views: list[torch.Tensor] = [self._layer_view(index) for index in range(len(spec.layers))]
-
-    def _layer_view(self, index: int) -> torch.Tensor:
-        """[pages, 2, kv_heads, page_tokens, head_dim] of one layer inside its group's pages."""
-        layer, tokens, width = self.spec.layers[index], self.layout.page_tokens, DTYPE_BYTES[self.spec.dtype]
-        group = next(one for one in self.layout.groups if index in one.layers)
-        first = sum(self.spec.layers[one].kv_elements for one in group.layers[: group.layers.index(index)])
-        cut = self.pool[:, first * tokens * width : (first + layer.kv_elements) * tokens * width]
-        typed = cut.view(DTYPES[self.spec.dtype])
-        return typed.view(-1, 2, layer.n_kv_heads, tokens, layer.head_dim)
 
     def step(self, work: Sequence[tuple[int, Sequence[int]]], wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run (row, new tokens) pairs in one step; float32 logits of every token, rows one after the other, or of those wanted."""
@@ -80,7 +70,7 @@ class PagedRows:
             for index in group.layers:
                 layer = self.spec.layers[index]
                 scale = self.spec.scale_of(layer)
-                views[index] = KvView(self.views[index], table, slots, layer.window, layer.softcap, scale)
+                views[index] = KvView(self.store.kv[index], table, slots, layer.window, layer.softcap, scale)
         return views  # type: ignore[return-value]
 
     def _forget(self, rows: Sequence[int]) -> None:
@@ -93,6 +83,6 @@ class PagedRows:
                     page = int(table[row, place])
                     if page:
                         # Bytes of 0x47 read as about 50,000 in float32 and bfloat16.
-                        self.pool[page] = 0x47
+                        self.store.flat.view(self.store.pages, -1)[page] = 0x47
                         self.free.insert(0, page)
                         table[row, place] = 0

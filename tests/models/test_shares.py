@@ -9,12 +9,15 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 from ridgeline.models.layers import Build, Linear
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.step import StepInputs
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.plain import PlainFormat
 
 SPEC = ModelSpec("test", 8, 24, (), 64)
 FORM = PlainFormat(REFERENCE.matmul.plain, torch.float32, torch.device("cpu"))
+ZERO = torch.zeros(1, dtype=torch.int32)
+STEP = StepInputs(ZERO, torch.tensor([0, 5], dtype=torch.int32), ZERO + 5, ZERO.expand(5), ZERO.expand(5), 5, 5)
 
 
 def filled(shape: LinearShape, share: Share):
@@ -62,7 +65,7 @@ def test_the_stream_joins_a_sum_over_ranks_once(size: int, monkeypatch: pytest.M
         noise = torch.Generator().manual_seed(0)
         for (part, name), expected in linear.weight.expects.items():
             linear.weight.load(part, name, torch.randn(expected.shape, generator=noise))
-        out = linear.add(x.chunk(size, dim=1)[rank], stream.clone())
+        out = linear.add(x.chunk(size, dim=1)[rank], stream.clone(), STEP)
     want = stream + filled(shape, Share()).apply(x)
     torch.testing.assert_close(sum(told) if size > 1 else out, want)
 
@@ -76,8 +79,8 @@ def test_uneven_shares_are_refused():
 
 def test_mesh_of_one_is_the_identity():
     x = torch.randn(3)
-    assert Mesh().all_reduce(x) is x and Mesh().all_gather(x) is x
-    with pytest.raises(ConfigError, match="one device"):
+    assert Mesh().all_reduce(x) is x
+    with pytest.raises(ConfigError, match="Rank 1 of 2 is not connected"):
         Mesh(1, 2).all_reduce(x)
     with pytest.raises(ConfigError, match="Rank 2"):
         Mesh(2, 2)

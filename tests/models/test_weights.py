@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import load_decoder
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, UnsupportedModel
-from ridgeline.core.spec import DTYPE_BYTES, kv_layout
+from ridgeline.core.spec import kv_layout
+from ridgeline.kv.store import KvStore
 from ridgeline.models.build import build
 from ridgeline.models.weights import short_name
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.mesh import Mesh
 from tests.models.families import FAMILIES, save, save_with_images
 from tests.models.paged import PagedRows
 
@@ -45,8 +48,30 @@ def test_predicted_sizes_equal_real_tensors(name, tmp_path):
     assert spec.params == sum(one.numel() for one in model.decoder.tensors())
     assert spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
     cache = PagedRows(model, rows=1, max_tokens=32)
-    slots = cache.pool.shape[0] * cache.layout.page_tokens
-    assert spec.kv_bytes_per_token() * slots == sum(view.nbytes for view in cache.views)
+    slots = cache.store.pages * cache.layout.page_tokens
+    assert spec.kv_bytes_per_token() * slots == sum(kv.nbytes for kv in cache.store.kv)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_rank_holds_what_its_spec_says(name, ranks, tmp_path):
+    """KV heads that are fewer than the ranks are on several of them; the last rank holds as much as the first."""
+    save(name, tmp_path)
+    for rank in (0, ranks - 1):
+        build_rank = partial(
+            build, tmp_path, model=ModelConfig(), ops=REFERENCE, device=torch.device("meta"), mesh=Mesh(rank, ranks)
+        )
+        if name == "smollm":
+            with pytest.raises(ConfigError, match="3 heads .* cannot be split"):
+                build_rank()
+            continue
+        model = build_rank()
+        assert model.rank_spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+        for layer, own in zip(model.decoder.layers, model.rank_spec.layers, strict=True):
+            assert (layer.attention.shape.n_heads, layer.attention.shape.n_kv_heads) == (own.n_heads, own.n_kv_heads)
+        layout = kv_layout(model.rank_spec, 16)
+        store = KvStore(layout, model.rank_spec.layers, 3, torch.device("meta"))
+        assert sum(kv.nbytes for kv in store.kv) == model.rank_spec.kv_bytes_per_token() * 4 * 16
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -57,8 +82,8 @@ def test_groups_cover_every_layer_once(name, tmp_path):
     assert sorted(index for group in layout.groups for index in group.layers) == list(range(len(spec.layers)))
     for group in layout.groups:
         assert {spec.layers[index].window for index in group.layers} == {group.window}
-        assert group.kv_elements == sum(spec.layers[index].kv_elements for index in group.layers)
-        assert group.kv_elements * 16 * DTYPE_BYTES[spec.dtype] <= layout.page_bytes
+        assert group.token_bytes == sum(spec.layers[index].kv_bytes(spec.kv) for index in group.layers)
+        assert group.token_bytes * 16 <= layout.page_bytes
 
 
 def test_sharded_checkpoint_equals_single_file(tmp_path):

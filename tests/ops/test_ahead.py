@@ -208,7 +208,8 @@ def name_in_any_order() -> None:
         random.Random(seed).shuffle(kernels)
         found.append({one.__qualname__ + one.__module__: one.cache_key for one in kernels})
     assert found[0] == found[1] == found[2]
-    assert found[0] != found[3], "Triton names kernels alike in any order by itself: name_all may go"
+    if triton.__version__.startswith("3.6."):  # 3.9 names kernels alike in any order by itself
+        assert found[0] != found[3], "Triton names kernels alike in any order by itself: name_all may go"
     ahead.name_all()
     for one in kernels:
         names = [name for name, _ in one.used_global_vals]

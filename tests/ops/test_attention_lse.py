@@ -85,6 +85,12 @@ def interpreted(target: tuple[Ops, str, list[torch.dtype]]) -> bool:
     return target[0] not in (REFERENCE, CPU, CPU_ALONE) and target[1] == "cpu" and "native" not in target[0].name
 
 
+def skip_in_interpreter(target: tuple[Ops, str, list[torch.dtype]], skipped: bool) -> None:
+    """Skip a case that Triton's interpreter needs seconds for; a GPU runs all of them."""
+    if skipped and interpreted(target):
+        pytest.skip("takes Triton's interpreter too long")
+
+
 def with_lse(ops: Ops, case: Any, view: KvView, step: StepInputs) -> Part:
     """Attention with its log-sum-exp, float32 [T, Hq]."""
     out, lse = ops.attention.attend(case.q, case.k, case.v, view, step, True)
@@ -145,6 +151,7 @@ def cases(case: tuple[list[tuple[int, int]], dict[str, Any]], target: Any, batch
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_log_sum_exp_equals_the_reference(name: str, target: Any, batch: Callable[..., Any]) -> None:
+    skip_in_interpreter(target, name not in ("decode", "chunks-window", "trees"))
     for case in cases(CASES[name], target, batch):
         want = reference(case)
         near(with_lse(target[0], case, case.view, case.step), want, case.q.dtype)
@@ -157,17 +164,12 @@ def test_log_sum_exp_equals_the_reference(name: str, target: Any, batch: Callabl
         near(with_lse(target[0], case, case.view, case.step), want, case.q.dtype)
 
 
-IN_INTERPRETER = {("decode", 2), ("decode-window", 3), ("decode-softcap", 4), ("chunks-window", 2)}
-"""Cases and numbers of parts that Triton's interpreter runs; each takes it seconds."""
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "trees"])
 def test_merged_parts_equal_attention_over_all_keys(
     name: str, count: int, target: Any, batch: Callable[..., Any]
 ) -> None:
-    if interpreted(target) and (name, count) not in IN_INTERPRETER:
-        pytest.skip("takes the interpreter too long")
+    skip_in_interpreter(target, (name, count) not in (("decode", 2), ("decode-softcap", 3)))
     for case in cases(CASES[name], target, batch):
         pages = case.view.table.shape[1]
         cuts = [pages * part // count for part in range(count + 1)]
@@ -183,6 +185,7 @@ def test_merged_parts_equal_attention_over_all_keys(
 @pytest.mark.parametrize("name", WITH_PREFIX)
 def test_a_prefix_merges_with_rows_of_several_query_tokens(name: str, target: Any, batch: Callable[..., Any]) -> None:
     """Chains and trees of drafts see one another in the last part; what lies before is the same for all of them."""
+    skip_in_interpreter(target, name == "trees")
     for case in cases(CASES[name], target, batch):
         prefix = [with_lse(target[0], case, *keys_of_pages(case, first, stop)) for first, stop in ((0, 1), (1, 3))]
         parts = [*prefix, with_lse(target[0], case, *keys_behind(case, 3))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.sampling import Grammar, SamplingParams
-from ridgeline.engine import runner as module
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine import execute
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
@@ -46,7 +45,7 @@ def recorded(work: Captured) -> bool:
     assert isinstance(work, CapturedCalls)
     for _ in range(2):
         work.replay()
-    return work.calls.ready
+    return work.recorded
 
 
 def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
@@ -133,31 +132,6 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
         assert torch.equal(found, work()) and found.isfinite().all()
 
 
-def test_work_of_one_form_shares_a_recording(native: Ops) -> None:
-    """Each is about its own memory, whoever was recorded, and may be done as it stands in between; other forms have their own."""
-    table, places = torch.randn(32, 48), [torch.tensor([3 * at, 2 * at, at], dtype=torch.int32) for at in range(4)]
-    calls: list[int] = []
-
-    def work(at: int) -> torch.Tensor:
-        calls.append(at)
-        return native.tokenwise.embed(table, places[at], 1.0)
-
-    each = [native.capture(partial(work, at), places[at], "one form") for at in range(4)]
-    for at in (2, 0, 1, 0, 3, 2, 3):
-        assert torch.equal(each[at].replay(), table[places[at].long()])
-        assert torch.equal(work(0), table[[0, 0, 0]]), "whose memory the recording is about"
-    assert [at for at in calls if at] == [2] and len(calls) == 9
-    longer = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    for named, form in ((longer, "one form"), (places[2], "another")):
-        calls.clear()
-        other = native.capture(lambda: calls.append(1), named, form)
-        other.replay()
-        assert calls, "as it stands"
-    del each, other
-    fresh = native.capture(partial(work, 1), places[1], "one form")
-    assert isinstance(fresh, CapturedCalls) and not fresh.calls.ready, "nobody is left"
-
-
 def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
     monkeypatch.setattr(capture, "MOST_BYTES", 3 * 48 * 4 - 1)
@@ -225,44 +199,14 @@ def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], sampl
     assert {len(tokens) for tokens in said[0].values()} == {60 + 10 * at for at in range(rows)}
 
 
-def test_who_comes_next_is_served_by_what_is_there(engines: tuple[LocalEngine, LocalEngine]) -> None:
-    """Whoever asks for no more than a draw, greedily or not, has the batches of those in its row before; others have their own."""
-    engine, plain = engines
-    known: dict[object, object] = engine.engine.loop.runner._known  # type: ignore[attr-defined]
-    wishes = (
-        (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=1)),
-        (False, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2)),
-        (
-            False,
-            SamplingParams(temperature=1.4, max_tokens=40, ignore_eos=True, seed=2, top_k=40, top_p=0.9, min_p=0.01),
-        ),
-        (True, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=2, logit_bias=((7, 5.0),))),
-        (True, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
-        (False, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)),
-    )
-    known.clear()
-    for number, (new, sampling) in enumerate(wishes):
-        before, said = set(known), []
-        for one in (engine, plain):
-            tokens = list(range(20 + number, 40))
-            one.submit(Submit(f"next {number}", tokens, sampling, time.time(), cache=False))
-            said.append([token for delta in one.news() for token in delta.tokens])
-        assert said[0] == said[1]
-        if not engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
-            assert (set(known) != before) is new
-
-
-def test_the_batch_used_longest_ago_is_dropped(
+def test_requests_that_follow_are_served_by_what_was_captured(
     engines: tuple[LocalEngine, LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two for which there is room the one that serves steps in between stays, though it came first. fresh: the two steps of a
-    batch that build and record it."""
-    engine, _ = engines
-    runner: Any = engine.engine.loop.runner
-    monkeypatch.setattr(module, "BATCHES", 2)
-    runner._forget()
-    if engine.engine.loop.scheduler._speculation.most:
-        pytest.skip("how many nodes are verified depends on times")
+    """However they draw, they say what they say without; only greedy ones, and those that process logits, differ from the others.
+    fresh: the two steps of a shape that build and record it."""
+    engine, plain = engines
+    runner = engine.engine.loop.runner
+    runner.steps.forget()  # type: ignore[attr-defined]
     seen: list[bool] = []
     collect = runner.collect
 
@@ -272,21 +216,33 @@ def test_the_batch_used_longest_ago_is_dropped(
         return result
 
     monkeypatch.setattr(runner, "collect", noted)
-    fresh = []
-    for number, temperature in enumerate((0.8, 0.0, 0.8, 0.5, 0.8)):
-        # A bias of its own makes the fourth one's batch another.
-        bias = ((7, 5.0),) if temperature == 0.5 else ()
-        sampling = SamplingParams(temperature=temperature, max_tokens=6, ignore_eos=True, seed=number, logit_bias=bias)
-        engine.submit(Submit(f"used {number}", list(range(20)), sampling, time.time(), cache=False))
+
+    def fresh_steps(number: int, **options: Any) -> int:
+        sampling, said = SamplingParams(max_tokens=12, ignore_eos=True, **options), []
         seen.clear()
-        assert sum(len(delta.tokens) for delta in engine.news()) == 6
-        fresh.append(sum(seen[1:]))  # but for the prompt's
-    assert fresh == [2, 2, 0, 2, 0]
-    seen.clear()
-    sampling = SamplingParams(max_tokens=6, grammar=Grammar("regex", "[a-z ]{20,}"))
-    engine.submit(Submit("masked", list(range(20)), sampling, time.time(), cache=False))
-    assert sum(len(delta.tokens) for delta in engine.news()) == 6
-    assert not any(seen), "built each time, so none to come takes less"
+        for local in (engine, plain):
+            local.submit(Submit(f"next {number}", list(range(20 + number, 40)), sampling, time.time(), cache=False))
+            said.append([token for delta in local.news() for token in delta.tokens])
+        assert said[0] == said[1] and len(said[0]) == 12
+        return sum(seen)
+
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.8, "seed": 2},
+        {"temperature": 1.4, "seed": 2, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "logit_bias": ((7, 5.0),)},
+        {"temperature": 0.8, "seed": 3},
+    ]
+    fresh = [fresh_steps(number, **options) for number, options in enumerate(asked)]
+    if engine.engine.loop.scheduler._speculation.most:  # else it depends on times how many nodes are verified
+        return
+    assert fresh == [2, 0, 0, 2, 0, 0, 0]
+    monkeypatch.setattr(execute, "MOST_SHAPES", 1)
+    runner.steps.forget()  # type: ignore[attr-defined]
+    fresh = [fresh_steps(number, temperature=value) for number, value in enumerate((0.8, 0.8, 0.0, 0.0, 0.8))]
+    assert fresh == [2, 0, 2, 0, 2], "there is room for one"
 
 
 def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
@@ -300,15 +256,15 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         runner = engine.engine.loop.runner
         for pace in getattr(engine.engine.loop.scheduler._speculation, "_paces", ()):
             pace.fixed = True
-        run = runner._run  # type: ignore[attr-defined]
+        steps = runner.steps  # type: ignore[attr-defined]
 
-        def noted(built: Any, bound: int, run: Callable[[Any, int], Any] = run) -> Any:
-            nodes = built.batch.nodes
-            if nodes is not None and len(nodes.rows) < len(built.batch.sampled) * built.batch.shape.wide:
-                uneven.append(built.step.calls.ready)
-            return run(built, bound)
+        def noted(loaded: Any, plan: Any, run: Callable[[Any, Any], Any] = steps.run) -> Any:
+            shape = loaded.batch.shape
+            if loaded.captured is not None and shape.logits < shape.draws * shape.width:
+                uneven.append(loaded.captured.recorded)
+            return run(loaded, plan)
 
-        runner._run = noted  # type: ignore[attr-defined]
+        steps.run = noted
         texts: dict[str, list[int]] = {}
         for at in range(12):
             tokens = [300 + number for number in range(4 + at % 3)] * 6

@@ -26,6 +26,7 @@ from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import conversion, shift_of
 from ridgeline.ops.triton.integer_shapes import IntRingTile, ring_for, vector_for
+from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -103,6 +104,10 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
     assert "Used" in told.stderr and "serialized" not in told.stderr, told.stderr
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith(GLUON_VERSIONS),
+    reason="Gluon kernels run with the versions of Triton in GLUON_VERSIONS",
+)
 @pytest.mark.parametrize(
     ("tile", "rest"),
     [

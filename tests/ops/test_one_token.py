@@ -30,6 +30,7 @@ from ridgeline.ops.triton import one_token
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
+from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -194,6 +195,10 @@ def compile_for_hopper(
     return int(made.metadata.shared)
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith(GLUON_VERSIONS),
+    reason="Gluon kernels run with the versions of Triton in GLUON_VERSIONS",
+)
 @pytest.mark.parametrize(
     ("fp8", "activation", "heads", "form"),
     [

@@ -23,6 +23,7 @@ from ridgeline.ops.triton import ring
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.linears import FP8_TRITON
 from ridgeline.ops.triton.ring_shapes import SMALL, RingTile, ring8_for, ring_for
+from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -113,6 +114,10 @@ def compile_for_hopper(tile: RingTile, kind: str | None, add: bool, eight: bool 
     return ptx
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith(GLUON_VERSIONS),
+    reason="Gluon kernels run with the versions of Triton in GLUON_VERSIONS",
+)
 @pytest.mark.parametrize(
     ("tile", "kind", "add", "product"),
     [

@@ -16,14 +16,17 @@ from triton.runtime.jit import JITFunction
 from ridgeline.ops.triton import fp8_vector, gemv
 from ridgeline.ops.triton.activation import KINDS
 
+WAITS = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")
+"""As Triton 3.6 writes it, and 3.9."""
 READS = re.compile(r"(?:tt\.load|async_copy_global_to_local).*?!tt\.ptr<(\w+)>")
 
 
 def reads_around_the_wait(code: str) -> tuple[set[str], set[str]]:
     """Types of what the compiled code reads through pointers (before, after) its first wait. Each side has a read, or READS no
     longer matches what the compiler writes."""
-    before, wait, after = code.partition("griddepcontrol.wait")
-    assert wait, "the kernel has no wait"
+    before, *rest = WAITS.split(code, maxsplit=1)
+    assert rest, "the kernel has no wait"
+    after = rest[0]
     found = set(READS.findall(before)), set(READS.findall(after))
     assert all(found), f"READS matches nothing on one side of the wait: {found}"
     return found
@@ -86,8 +89,9 @@ LOAD = "%v = tt.load %p : tensor<64x!tt.ptr<bf16>>\n"
 WAIT = 'tt.elementwise_inline_asm "griddepcontrol.wait;"\n'
 
 
-def test_reads_are_found_on_both_sides_of_the_wait() -> None:
-    assert reads_around_the_wait(LOAD + WAIT + LOAD.replace("bf16", "f32")) == ({"bf16"}, {"f32"})
+@pytest.mark.parametrize("wait", [WAIT, "tt.grid_dependency_wait\n"])
+def test_reads_are_found_on_both_sides_of_the_wait(wait: str) -> None:
+    assert reads_around_the_wait(LOAD + wait + LOAD.replace("bf16", "f32")) == ({"bf16"}, {"f32"})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ridgeline.cli.serve import read
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
-from ridgeline.core.spec import DTYPE_BYTES, ModelSpec
+from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import meant
 from ridgeline.planner.breakeven import BreakEven
 from ridgeline.planner.cost import Owned, Service
@@ -90,9 +90,9 @@ def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     """The cache of a model, or of a shape, for a batch of sequences."""
     spec = _attention(given, rest)
     dtype = rest.get("cache_dtype", spec.dtype)
-    if dtype not in DTYPE_BYTES:
+    if dtype not in KV_FORMATS:
         raise ConfigError(
-            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(DTYPE_BYTES)}.", param="cache_dtype"
+            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(KV_FORMATS)}.", param="cache_dtype"
         )
     need = kv_need(spec, _count(rest, "batch", 1), _count(rest, "tokens", 2048), dtype)
     lines = [
@@ -293,7 +293,7 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
         {
             "batch": (whole, "number of sequences (default: 1)"),
             "tokens": (whole, "tokens per sequence (default: 2048)"),
-            "cache_dtype": (str, f"dtype of the cache: {', '.join(DTYPE_BYTES)} (default: the model's)"),
+            "cache_dtype": (str, f"dtype of the cache: {', '.join(KV_FORMATS)} (default: the model's)"),
             "layers": (whole, "number of layers, instead of MODEL"),
             "heads": (whole, "number of query heads"),
             "kv_heads": (whole, "number of key-value heads (default: --heads)"),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, causal_pairs, few
+from ridgeline.core.spec import ModelSpec, causal_pairs, few
 
 
 class StepWork(NamedTuple):
@@ -60,7 +60,7 @@ class WorkMeter:
         for layer in spec.layers:
             self._before = list(kinds.items())
             flops, read = kinds.get(layer.window, (0, 0))
-            pair, key = layer.attention_flops(0, 1), layer.kv_seen(0, 1) * DTYPE_BYTES[spec.dtype]
+            pair, key = layer.attention_flops(0, 1), layer.slot_bytes(spec.kv)
             kinds[layer.window] = flops + pair, read + key
             self._last = layer.window, pair, key
         self._kinds = list(kinds.items())

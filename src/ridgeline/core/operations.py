@@ -62,7 +62,7 @@ class _Step:
 
     @property
     def width(self) -> int:
-        """Bytes of an element of plain activations, keys and values."""
+        """Bytes of an element of plain activations."""
         return DTYPE_BYTES[self.spec.dtype]
 
     def taken(self, size: int) -> int:
@@ -124,12 +124,12 @@ def _attends(step: _Step, layer: LayerSpec, alone: int | None = None) -> Iterato
     merged = heads + 2 * layer.n_kv_heads * layer.head_dim
     yield Operation("norm", 1, 0, d_model * width, step.plain(d_model) + step.taken(d_model))
     yield _product(step, spec.matrices(layer)[0], step.taken(d_model))
-    written = step.tokens * layer.kv_elements * width
+    written = step.tokens * layer.kv_bytes(spec.kv)
     rotated = step.plain(merged) + step.plain(heads)
     yield Operation("rope+kv write", 1, 0, spec.head_norm_params(layer) * width + written, rotated)
-    flops, read = layer.attention(step.shares, alone)
+    flops, slots = layer.attention(step.shares, alone)
     attending = step.tokens if alone is None else alone
-    yield Operation("attention", 1, flops, read * width, 2 * attending * heads * width)
+    yield Operation("attention", 1, flops, slots * layer.slot_bytes(spec.kv), 2 * attending * heads * width)
 
 
 def _goes_on(step: _Step, layer: LayerSpec) -> Iterator[Operation]:

@@ -8,7 +8,7 @@ row's position: the device owns that (`rows.position`), because with steps in fl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from itertools import chain
@@ -18,7 +18,6 @@ from ridgeline.core.sampling import SamplingParams
 
 _SHARED = attrgetter("rows", "n_query", "n_draft", "samples", "tree")
 _ints, _bytes = array("i").__copy__, array("b").__copy__  # empty ones
-Form = tuple[int | bytes | tuple[int | None, ...] | tuple[bytes, ...], ...]
 
 
 class Logits(IntEnum):
@@ -121,8 +120,6 @@ class StepPlan:
     cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
-    _form: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)
-    """What `form` has read of arrays that plans share, and that nobody changes from then on."""
 
     @property
     def n_tokens(self) -> int:
@@ -148,7 +145,6 @@ class StepPlan:
         self.rows, self.generations = like.rows, like.generations
         self.n_query, self.n_draft, self.logits, self.samples = like.n_query, like.n_draft, like.logits, like.samples
         self.drafts, self.tree = like.drafts, like.tree
-        self._form = like._form
 
     def repeats(self, other: StepPlan) -> bool:
         """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
@@ -156,15 +152,6 @@ class StepPlan:
         alone = self.masks or self.score_ids or other.masks or other.score_ids
         same = self.ahead == other.ahead and self.generations == other.generations
         return not alone and same and _SHARED(self) == _SHARED(other) and self.unread == other.unread
-
-    def form(self, kinds: Mapping[tuple[int, int], int]) -> Form | None:
-        """What steps that one batch serves have in common, to be looked up by; None for one that none repeats, or with a row that
-        does not hold whom it means. kinds: what matters of who holds a row, by row and generation."""
-        who = tuple(map(kinds.get, zip(self.rows, self.generations, strict=True)))
-        if self.masks or self.score_ids or None in who:
-            return None
-        self._form = self._form or tuple(map(array.tobytes, _SHARED(self)))
-        return self.ahead, who, self._form, self.unread.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ them equal to the tensors that `models.build` really makes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ridgeline.core.errors import ConfigError
@@ -75,6 +75,39 @@ NUMBER_FORMATS = {
 }
 """By the name that the option `quantization` gives them; embedding, head, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How the cache stores keys and values. Of each layer a page holds [K | V | scales of both][head][slot][dim].
+
+    dtype: torch's name of the stored type; a type with more bits than an element packs several elements. bits: of an element.
+    scale_dtype: torch's name of the type of scales, None for a format without. A scale covers a group of `group` neighbouring
+    elements of one key or value (of one head and token), or with group 0 all of them: value = stored * scale.
+    """
+
+    name: str
+    dtype: str
+    bits: int
+    scale_dtype: str | None = None
+    group: int = 0
+
+    def scales(self, dim: int) -> int:
+        """Scales of one key or value of `dim` elements."""
+        if self.scale_dtype is None:
+            return 0
+        return -(-dim // self.group) if self.group else 1
+
+    def vector_bytes(self, dim: int) -> int:
+        """Bytes of one key or value of `dim` elements, with its scales."""
+        return dim * self.bits // 8 + (self.scales(dim) * DTYPE_BYTES[self.scale_dtype] if self.scale_dtype else 0)
+
+
+KV_FORMATS = {
+    name: KvFormat(name, "float8_e4m3fn" if name == "float8_e4m3" else name, 8 * width)
+    for name, width in DTYPE_BYTES.items()
+}
+"""By name. The calculators know all of them; a device serves the model's own dtype and what AttentionOps.kv_formats names."""
 
 
 _STORED_AS = ("gptq", "awq", "compressed-tensors")
@@ -147,31 +180,43 @@ class LayerSpec:
     softcap: float | None = None
     share_from: int | None = None
 
-    @property
-    def kv_elements(self) -> int:
-        """Elements of keys and values that one token leaves in this layer's cache."""
-        return 0 if self.share_from is not None else 2 * self.n_kv_heads * self.head_dim
+    def on_rank(self, ranks: int) -> LayerSpec:
+        """The share of one of `ranks` ranks. Raises ConfigError where the layer cannot be divided; see units_on_rank."""
+        if self.n_heads % ranks or self.d_ff % ranks:
+            raise ConfigError(
+                f"{self.n_heads} heads and a feed-forward width of {self.d_ff} cannot be split over {ranks} devices: use a "
+                "number of devices that divides both."
+            )
+        heads, kv_heads = self.n_heads // ranks, units_on_rank(self.n_kv_heads, ranks)
+        return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks)
+
+    def slot_bytes(self, kv_format: KvFormat) -> int:
+        """Bytes of the keys and values of one token that this layer reads."""
+        return 2 * self.n_kv_heads * kv_format.vector_bytes(self.head_dim)
+
+    def kv_bytes(self, kv_format: KvFormat) -> int:
+        """Bytes of keys and values that one token leaves in this layer's cache."""
+        return 0 if self.share_from is not None else self.slot_bytes(kv_format)
 
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries that follow `start` positions, the window respected."""
         return 4 * causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
 
     def attention(self, shares: Shares, alone: int | None = None) -> tuple[int, int]:
-        """(FLOPs of QK^T and PV, elements of keys and values that are read) for rows that run `n` queries after `start`
-        positions, for (start, n) in shares. alone: as many of these queries attend, each by itself, and see as much as a row's
-        last one does on average: which rows they are of is not told."""
+        """(FLOPs of QK^T and PV, slots of the cache that are read) for rows that run `n` queries after `start` positions, for
+        (start, n) in shares. alone: as many of these queries attend, each by itself, and see as much as a row's last one does
+        on average: which rows they are of is not told."""
         if alone is None:
             flops = sum(self.attention_flops(start, count) for start, count in shares)
-            return flops, sum(self.kv_seen(start, count) for start, count in shares)
+            return flops, sum(self.slots_seen(start, count) for start, count in shares)
         ends = (start + count for start, count in shares)
         seen = alone * sum(min(end, self.window or end) for end in ends) // max(1, len(shares))
-        return 4 * seen * self.n_heads * self.head_dim, 2 * seen * self.n_kv_heads * self.head_dim
+        return 4 * seen * self.n_heads * self.head_dim, seen
 
-    def kv_seen(self, start: int, tokens: int) -> int:
-        """Elements of keys and values that `tokens` queries after `start` positions see, each once."""
+    def slots_seen(self, start: int, tokens: int) -> int:
+        """Slots of the cache that `tokens` queries after `start` positions see, each once."""
         end = start + tokens
-        seen = end if self.window is None else min(end, self.window - 1 + tokens)
-        return 2 * self.n_kv_heads * self.head_dim * seen
+        return end if self.window is None else min(end, self.window - 1 + tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +238,7 @@ class ModelSpec:
     """One decoder-only model. Sizes are counts; `dtype` is that of the checkpoint's weights.
 
     `quantization`: the number format of the layers' matrices where that is not `dtype`; a name of NUMBER_FORMATS.
+    `kv_format`: the format of the cache where that is not `dtype`; a name of KV_FORMATS.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 norm the output of attention and
     feed-forward too, before the residual. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
@@ -218,11 +264,21 @@ class ModelSpec:
     final_softcap: float | None = None
     dtype: str = "bfloat16"
     quantization: str = ""
+    kv_format: str = ""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     def scale_of(self, layer: LayerSpec) -> float:
         return self.query_scale if self.query_scale is not None else layer.head_dim**-0.5
+
+    @property
+    def kv(self) -> KvFormat:
+        """The format of the cache."""
+        return KV_FORMATS[self.kv_format or self.dtype]
+
+    def on_rank(self, ranks: int) -> ModelSpec:
+        """What one of `ranks` ranks of a mesh holds: its share of every layer; norms, embedding and head are whole on each."""
+        return self if ranks == 1 else replace(self, layers=tuple(one.on_rank(ranks) for one in self.layers))
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -304,27 +360,41 @@ class ModelSpec:
         tokens = sum(count for _, count in shares)
         parts = [one.attention(shares) for one in self.layers[:-1]]
         parts.append(self.layers[-1].attention(shares, wanted if few(wanted, tokens) else None))
-        return sum(flops for flops, _ in parts), sum(read for _, read in parts) * DTYPE_BYTES[self.dtype]
+        read = sum(slots * one.slot_bytes(self.kv) for one, (_, slots) in zip(self.layers, parts, strict=True))
+        return sum(flops for flops, _ in parts), read
 
     # --- KV cache ---------------------------------------------------------------------------------------------------
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Bytes one token leaves in the cache of all layers together (windows not yet applied)."""
-        return sum(one.kv_elements for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
+        return sum(one.kv_bytes(self.kv) for one in self.layers)
 
-    def kv_bytes(self, length: int, dtype: str | None = None) -> int:
+    def kv_bytes(self, length: int) -> int:
         """Bytes of keys and values alive for a sequence of `length` tokens: a window keeps at most its own width."""
-        width = DTYPE_BYTES[dtype or self.dtype]
-        return sum(one.kv_elements * min(length, one.window or length) for one in self.layers) * width
+        return sum(one.kv_bytes(self.kv) * min(length, one.window or length) for one in self.layers)
 
-    def kv_read_bytes(self, start: int, tokens: int, dtype: str | None = None) -> int:
+    def kv_read_bytes(self, start: int, tokens: int) -> int:
         """Bytes of cache one step must read for a sequence at `start` that runs `tokens` queries (each key once)."""
-        return sum(one.kv_seen(start, tokens) for one in self.layers) * DTYPE_BYTES[dtype or self.dtype]
+        return sum(one.slots_seen(start, tokens) * one.slot_bytes(self.kv) for one in self.layers)
 
 
 def few(wanted: int, tokens: int) -> bool:
     """Whether so few of a step's query tokens are wanted that the last layer attends for them alone (ops.step.StepInputs.alone)."""
     return 16 * wanted <= tokens
+
+
+def units_on_rank(units: int, ranks: int) -> int:
+    """Of `units` indivisible units, such as KV heads, how many each of `ranks` ranks holds.
+
+    With fewer units than ranks a unit is repeated on neighbouring ranks: query heads are always divided, and each needs its
+    KV head where it is. Repeating costs cache bytes; refusing would exclude most models with grouped heads from many devices.
+    Raises ConfigError where neither number divides the other.
+    """
+    if units % ranks and ranks % units:
+        raise ConfigError(
+            f"{units} heads or blocks cannot be split over {ranks} devices: use a divisor or a multiple of {units}."
+        )
+    return max(1, units // ranks)
 
 
 def causal_pairs(start: int, tokens: int, window: int | None) -> int:
@@ -345,8 +415,8 @@ class KvGroup:
 
     layers: tuple[int, ...]
     window: int | None
-    kv_elements: int
-    """Elements of keys and values per token over all layers of the group."""
+    token_bytes: int
+    """Bytes of keys and values per token over all layers of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,12 +426,12 @@ class KvLayout:
     groups: tuple[KvGroup, ...]
     page_tokens: int
     page_bytes: int
-    dtype: str
+    format: KvFormat
 
     @property
     def padding(self) -> float:
         """Share of the cache's bytes that no layer uses, because groups of unequal depth share one page size."""
-        used = sum(group.kv_elements for group in self.groups) * self.page_tokens * DTYPE_BYTES[self.dtype]
+        used = sum(group.token_bytes for group in self.groups) * self.page_tokens
         return 1 - used / (self.page_bytes * len(self.groups))
 
     def pages_for(self, length: int, chunk: int) -> int:
@@ -373,10 +443,9 @@ class KvLayout:
         return total
 
 
-def kv_layout(
-    spec: ModelSpec, page_tokens: int, dtype: str | None = None, guests: tuple[LayerSpec, ...] = ()
-) -> KvLayout:
-    """Cut the layers into groups of one kind (window, KV heads, head size) and of equal byte size per page.
+def kv_layout(spec: ModelSpec, page_tokens: int, guests: tuple[LayerSpec, ...] = ()) -> KvLayout:
+    """Cut the layers into groups of one kind (window, KV heads, head size) and of equal byte size per page. The cache of one
+    rank of a mesh is that of `spec.on_rank(ranks)`.
 
     Kinds of different depth (Gemma 3: five local layers to one global) are cut into pieces as deep as the shallowest
     kind, so that pages stay interchangeable; the last piece of a kind may be padded. guests: layers of a draft model, whose
@@ -385,21 +454,20 @@ def kv_layout(
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         if layer.share_from is None:
-            kinds.setdefault((layer.window, layer.kv_elements), []).append(index)
+            kinds.setdefault((layer.window, layer.kv_bytes(spec.kv)), []).append(index)
     depth = min(len(members) for members in kinds.values())
     groups = []
-    for (window, elements), members in kinds.items():
+    for (window, token_bytes), members in kinds.items():
         pieces = -(-len(members) // depth)
         per_piece = -(-len(members) // pieces)
         for first in range(0, len(members), per_piece):
             part = tuple(members[first : first + per_piece])
-            groups.append(KvGroup(part, window, elements * len(part)))
+            groups.append(KvGroup(part, window, token_bytes * len(part)))
     for index, guest in enumerate(guests, len(spec.layers)):
         # A guest with a window of its own keeps its whole past all the same: it masks, nothing is freed behind it.
         whole = [one for one in groups if one.window is None] or [KvGroup((), None, 0)]
-        host = min(whole, key=lambda one: one.kv_elements)
-        joined = KvGroup((*host.layers, index), None, host.kv_elements + guest.kv_elements)
+        host = min(whole, key=lambda one: one.token_bytes)
+        joined = KvGroup((*host.layers, index), None, host.token_bytes + guest.kv_bytes(spec.kv))
         groups = [one for one in groups if one is not host] + [joined]
-    width = DTYPE_BYTES[dtype or spec.dtype]
-    page_bytes = max(group.kv_elements for group in groups) * page_tokens * width
-    return KvLayout(tuple(groups), page_tokens, page_bytes, dtype or spec.dtype)
+    page_bytes = max(group.token_bytes for group in groups) * page_tokens
+    return KvLayout(tuple(groups), page_tokens, page_bytes, spec.kv)

@@ -23,8 +23,9 @@ from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
-from ridgeline.engine.runner import Sizes, build_runner
+from ridgeline.engine.runner import build_runner
 from ridgeline.engine.scheduler import Scheduler
+from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.probe import host_memory
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model

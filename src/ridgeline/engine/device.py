@@ -8,16 +8,17 @@ from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ridgeline.core.spec import KvFormat
 from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
-from ridgeline.engine.batch import Batch, Scores, Wishes
+from ridgeline.engine.batch import Batch
+from ridgeline.engine.logits_inputs import NO_INPUTS, LogitsInputs, Scores
 from ridgeline.engine.row_table import RowTable
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
@@ -59,8 +60,10 @@ class _Logits:
         return _Logits(*(one.index_select(0, index) for one in mine))
 
 
-_Layer = tuple[Tensor, int, tuple[Any, ...]]
-"""Its cache, its group, and the rest of its KvView."""
+_Facts = tuple[int | None, float | None, float, KvFormat]
+"""Window, soft cap, scale and format of a layer's KvView."""
+_Layer = tuple[Tensor, Tensor | None, int, _Facts]
+"""Its cache, the cache's scales, its group, and what else its KvView holds."""
 
 
 class DeviceStep:
@@ -76,8 +79,9 @@ class DeviceStep:
         longest = max(step_tokens, 2 * rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
         spec = model.spec
-        facts = ((layer.window, layer.softcap, spec.scale_of(layer)) for layer in (*spec.layers, *drafter.layers))
-        layers = tuple(zip(store.kv, store.groups, facts, strict=True))
+        kv_format = store.layout.format
+        facts = ((one.window, one.softcap, spec.scale_of(one), kv_format) for one in (*spec.layers, *drafter.layers))
+        layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
         guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
         self._guest_views = partial(self._views, guests)
@@ -87,7 +91,7 @@ class DeviceStep:
     def of_each_kind(self) -> DeviceStep:
         """The same step through one layer of each kind: it launches the same kernels and computes nothing of worth."""
         first: dict[Hashable, int] = {}
-        for index, (kind, (kv, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
+        for index, (kind, (kv, _, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
             # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
             form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
             first.setdefault((kind, form), index)
@@ -104,13 +108,14 @@ class DeviceStep:
         """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
         row holds. -> hidden [W, d_model]: of the query tokens that want logits, then of those to score."""
         ragged, (got, step) = batch.ragged, self._gathered(batch, max_length)
-        wanted = None if ragged is None or (batch.shape.even and batch.scores is None) else ragged.at
+        every = ragged is None or not (batch.shape.chunked or batch.scores is not None)
+        wanted = None if every or ragged is None else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
         hidden = self.decoder.forward(got.tokens, self._views(self._layers, got.slots), step, wanted)
-        if batch.shape.chunked:
+        if ragged is not None and batch.shape.chunked:
             self.drafter.read(got.tokens, self._guest_views, got.slots, step)
-        if ragged is not None and (hidden.is_cuda or batch.shape.chunked or batch.shape.sampling is not None):
+        if ragged is not None and (hidden.is_cuda or batch.shape.chunked):
             # A row that has ended advances by nothing here: all it knows was computed before.
             gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
             self.rows.ints[:, : Int.KNOWN].index_add_(0, batch.rows, gone)
@@ -136,13 +141,13 @@ class DeviceStep:
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
         own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts) for kv, group, facts in layers]
+        return [KvView(kv, table[group], own[group], *facts, scales) for kv, scales, group, facts in layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
-    def finish(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None = None) -> tuple[Outcome, Tensor]:
+    def finish(self, batch: Batch, hidden: Tensor, bound: int, learn: bool = False) -> tuple[Outcome, Tensor]:
         """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
-        sees the logits; None: if it wants to. -> what the host is told, and, where something is drafted ahead, the hidden state
+        sees the logits. -> what the host is told, and, where something is drafted ahead, the hidden state
         that drew the last token of each row that drew, [S, d_model]."""
         scores, draws = None, len(batch.owners)
         if batch.scores is not None:
@@ -176,50 +181,49 @@ class DeviceStep:
         self.drafter.see(self.rows.state, rows, known, logits)
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
-    def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool | None) -> tuple[Tensor, Ranked | None]:
-        """As _draw; hidden: of the query tokens that want logits. Where nobody wishes anything, in one call."""
+    def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
+        """As _draw; hidden: of the query tokens that want logits. Where nobody inputs anything, in one call."""
         nodes, rows = batch.nodes, self.rows
-        learn = self.drafter.learns() if learn is None else learn
-        if not batch.shape.plain or batch.wishes.logprobs is not None or learn:
+        if batch.inputs is not NO_INPUTS or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
         depth = None if nodes is None else nodes.depth
         return self.ops.sampler.draw(rows.state, rows.knobs, batch.owners, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
         """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
-        logits, wishes = wanted.logits, batch.wishes
-        asked = None if wishes.logprobs is None else logits.index_select(0, wishes.logprobs)
-        if not batch.shape.plain:
-            logits = self._process(replace(wanted, logits=logits.float()), wishes, bound + batch.shape.wide)
-        if batch.shape.greedy:
+        logits, inputs = wanted.logits, batch.inputs
+        asked = None if inputs.logprobs is None else logits.index_select(0, inputs.logprobs)
+        if inputs is not NO_INPUTS:
+            logits = self._process(replace(wanted, logits=logits.float()), inputs, bound + batch.shape.width)
+        if batch.greedy:
             drawn = greedy(logits)
         else:
             heat, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
             key, limits = wanted.ints[:, Int.KEY : Int.KEY + 2], Limits(wanted.ints[:, Int.TOP_K], top_p, min_p)
             drawn = self.ops.sampler.sample(logits, heat, key, wanted.place, Purpose.TOKEN, limits)
-        if asked is None or wishes.logprobs is None:
+        if asked is None or inputs.logprobs is None:
             return drawn, None
-        return drawn, rank(asked, drawn.index_select(0, wishes.logprobs), max(wishes.tops))
+        return drawn, rank(asked, drawn.index_select(0, inputs.logprobs), max(inputs.tops))
 
-    def _process(self, wanted: _Logits, wishes: Wishes, longest: int) -> torch.Tensor:
+    def _process(self, wanted: _Logits, inputs: LogitsInputs, longest: int) -> torch.Tensor:
         """Penalties, biases, end tokens that come too early, masks, of float32. Who did not ask stays as it is."""
         logits = wanted.logits
-        if wishes.penalized is not None:
-            part = wanted.pick(wishes.penalized)
+        if inputs.penalized is not None:
+            part = wanted.pick(inputs.penalized)
             tokens = self.rows.tokens[:, :longest].index_select(0, part.rows)
             knobs = (part.knobs[:, knob] for knob in (Knob.PRESENCE, Knob.FREQUENCY, Knob.REPETITION))
             said = Said(tokens, part.place, part.ints[:, Int.PROMPT], *knobs)
-            logits.index_copy_(0, wishes.penalized.long(), apply_penalties(part.logits, said))
-        if wishes.bias is not None:
-            add_bias(logits, *wishes.bias)
-        if wishes.early is not None:
-            part = wanted.pick(wishes.early)
+            logits.index_copy_(0, inputs.penalized.long(), apply_penalties(part.logits, said))
+        if inputs.bias is not None:
+            add_bias(logits, *inputs.bias)
+        if inputs.early is not None:
+            part = wanted.pick(inputs.early)
             early = part.place - part.ints[:, Int.PROMPT] < part.ints[:, Int.MIN_TOKENS]
             held = hold_back(part.logits, part.ints[:, Int.STOP :], early)
-            logits.index_copy_(0, wishes.early.long(), held)
-        if wishes.masked is not None and wishes.words is not None:
-            part_logits = logits.index_select(0, wishes.masked)
-            logits.index_copy_(0, wishes.masked.long(), apply_mask(part_logits, wishes.words))
+            logits.index_copy_(0, inputs.early.long(), held)
+        if inputs.masked is not None and inputs.words is not None:
+            part_logits = logits.index_select(0, inputs.masked)
+            logits.index_copy_(0, inputs.masked.long(), apply_mask(part_logits, inputs.words))
         return logits
 
     def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -229,7 +233,7 @@ class DeviceStep:
             return self.ops.sampler.advance(state, batch.sampled, drawn), None
         packed, path = self.ops.sampler.verify(state, batch.sampled, drawn, batch.nodes.drafted)
         if path is not None:
-            self.ops.sampler.keep(state, batch.sampled, packed, path, self.store.runs, batch.shape.deep)
+            self.ops.sampler.keep(state, batch.sampled, packed, path, self.store.runs, batch.shape.width - 1)
         return packed, path
 
 
@@ -237,8 +241,8 @@ def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ra
     """The log-probabilities of rows that asked, in the order of their path instead of their nodes."""
     if ranked is None or path is None:
         return ranked
-    wishes = batch.wishes
-    own = [(place, node) for place, nodes in zip(wishes.places, wishes.nodes, strict=True) for node in range(nodes)]
+    inputs = batch.inputs
+    own = [(place, node) for place, nodes in zip(inputs.places, inputs.nodes, strict=True) for node in range(nodes)]
     first = [at - node for at, (_, node) in enumerate(own)]
     places, nodes, begins = torch.tensor([*zip(*own, strict=True), first], device=path.device)
     order = path[places, nodes] + begins

@@ -7,17 +7,21 @@ for all, and tests hold them against many others. All run on the scratch row, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 
+import numpy as np
 import torch
 
 from ridgeline.decoding.masks import mask_words
-from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack, verify_step
+from ridgeline.engine.batch import Batch, blank, pack_rows, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.drafting import LOGIT_ROWS
-from ridgeline.engine.graphs import Graphs
+from ridgeline.engine.execute import EagerSteps
+from ridgeline.engine.logits_inputs import LogitsInputs
+from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.weights import Progress
 from ridgeline.ops.step import SHORT
 
@@ -34,31 +38,48 @@ PINNED = 1 << 20
 """Bytes of the largest upload or download that is allocated ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """What steps may hold: rows, query tokens, those of one row, its drafts, and how these hang together: forms has False if
-    there are chains, True if there are trees."""
+def warm_up(step: DeviceStep, steps: EagerSteps, sizes: Sizes, progress: Progress) -> None:
+    """On a GPU, run what serving would otherwise compile and allocate, and capture the graphs of `steps`. The largest step comes
+    first, through all layers: the memory that it leaves behind serves all others, which run through one layer of each kind."""
 
-    rows: int
-    tokens: int
-    longest: int
-    drafts: int = 0
-    forms: tuple[bool, ...] = ()
+    def run() -> None:
+        rehearse(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
+        rehearse_all(step.of_each_kind(), steps, sizes, progress)
+
+    if find_spec("triton") is None:
+        run()
+    else:
+        # Only here: Triton is an extra that a machine without a GPU need not have.
+        from ridgeline.ops.triton.ahead import with_kernels
+
+        with_kernels(run, lambda: launch_all(step.of_each_kind(), steps, sizes), progress)
+    steps.capture(progress)
+    rehearse_pinned()
 
 
-def rehearse_all(step: DeviceStep, extent: Extent, graphs: Graphs | None, progress: Progress) -> None:
-    """Run the steps within `extent` that none of `graphs` will serve, those with the most tokens first: the memory that these
+def launch_all(step: DeviceStep, steps: EagerSteps, sizes: Sizes) -> None:
+    """Launch each kernel of `warm_up` and capture nothing."""
+    rehearse_all(step, steps, sizes, lambda *_: None)
+    steps.launch_graphs()
+
+
+def rehearse_all(step: DeviceStep, steps: EagerSteps, sizes: Sizes, progress: Progress) -> None:
+    """Run the steps within `sizes` that `steps` will run without a graph, those with the most tokens first: the memory that these
     leave behind serves the others."""
-    rows, longest = extent.rows, extent.longest
-    work = [partial(rehearse, step, chunked(extent.tokens, longest), True)] if True in extent.forms else []
-    work += [partial(rehearse, step, chunked(size, longest)) for size in chunk_sizes(extent.tokens)]
-    for counts in mixes(rows, extent.tokens, longest):
+    rows, tokens, longest = sizes.rows, sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)
+    # Whether drafts are trees: those of the host may be either.
+    forms = (False, True) if sizes.host_drafts else (bool(step.drafter.parents),) if any(sizes.drafts) else ()
+    work = [partial(rehearse, step, chunked(tokens, longest), True)] if True in forms else []
+    work += [partial(rehearse, step, chunked(size, longest)) for size in chunk_sizes(tokens)]
+    for counts in mixes(rows, tokens, longest):
         # Where a row of such a step has drafts, no graph serves it.
-        if extent.forms or graphs is None or graphs.room(shape_of(counts)) is None:
-            work += [partial(rehearse, step, counts, tree) for tree in extent.forms or (False,)]
-    draws = [size for size in row_counts(rows) if graphs is None or size in (1, 3, MOST_ASKING)]
+        if forms or steps.padded(shape_of(counts), plain=True) is None:
+            work += [partial(rehearse, step, counts, tree) for tree in forms or (False,)]
+    padded = steps.padded(shape_of([1]), plain=True) is not None
+    draws = [size for size in row_counts(rows) if not padded or size in (1, 3, MOST_ASKING)]
     work += [partial(rehearse_draws, step, size) for size in draws]
-    for tree, nodes, count in product(extent.forms, draft_sizes(extent.drafts), reversed(row_counts(rows))):
+    most = max((*sizes.drafts, sizes.host_drafts), default=0)
+    for tree, nodes, count in product(forms, draft_sizes(most), reversed(row_counts(rows))):
         if count == 1 or count * (1 + nodes) <= LOGIT_ROWS:
             work.append(partial(rehearse_verify, step, count, 1 + nodes, tree))
     for number, run in enumerate(work, 1):
@@ -95,10 +116,9 @@ def mixes(rows: int, tokens: int, longest: int) -> Iterator[list[int]]:
                 yield [1] * (count - 1) + [size]
 
 
-def shape_of(counts: Sequence[int]) -> Shape:
-    """The shape of a step whose rows have these query tokens and plain draws."""
-    rows, most = len(counts), max(counts)
-    return Shape(sum(counts), rows, rows, most, 1, most == 1, False, True, None, chunked=most > 1)
+def shape_of(counts: Sequence[int]) -> StepShape:
+    """The shape of a step whose rows have these query tokens and all draw."""
+    return StepShape(len(counts), len(counts), sum(counts), max(counts))
 
 
 def chunked(tokens: int, longest: int) -> list[int]:
@@ -109,20 +129,11 @@ def chunked(tokens: int, longest: int) -> list[int]:
 
 def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> None:
     """Run the eager forward pass of a step whose rows have these query tokens. tree: some of them are drafts, in a tree."""
-    shape, device = replace(shape_of(counts), deep=int(tree)), step.rows.ints.device
-    room = Room(shape.n_rows, shape.n_draws, shape.n_tokens)
-    if shape.decode:
-        packed = torch.zeros(shape.n_rows, dtype=torch.int32)
-    else:
-        n_query = torch.tensor(counts, dtype=torch.int32)
-        packed = torch.zeros(packed_size(room, tree), dtype=torch.int32)
-        ragged = unpack(packed, shape, room).ragged
-        assert ragged is not None
-        ragged.n_query.copy_(n_query)
-        ragged.q_start[1:].copy_(n_query.cumsum(0))
-        ragged.row_of.copy_(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), n_query))
-        ragged.place.copy_(torch.arange(shape.n_tokens, dtype=torch.int32) - ragged.q_start[ragged.row_of])
-    batch = unpack(packed.to(device), shape, room)
+    shape = replace(shape_of(counts), tree=tree)
+    packed, part = blank(shape)
+    if not shape.decode:
+        pack_rows(part, np.zeros(len(counts), dtype=np.int32), np.array(counts, dtype=np.int32))
+    batch = unpack(torch.from_numpy(packed).to(step.rows.ints.device), shape)
     for longest in {step.longest, min(step.longest, SHORT)} if shape.decode else (step.longest,):
         step.forward(batch, longest)
 
@@ -133,7 +144,7 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
     every = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
     own, vocab = torch.zeros_like(every), step.spec.vocab_size
     hidden = step.decoder.embedding.new_zeros(rows, step.spec.d_model)
-    asking = Wishes(
+    asking = LogitsInputs(
         penalized=every,
         early=every,
         bias=(every, own, own.float()),
@@ -145,22 +156,21 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
         nodes=(1,) * rows,
     )
     shape = shape_of([1] * rows)
-    told = step.finish(Batch(shape, own, own, packed=own), hidden, KNOWN)[0].packed
+    told = step.finish(Batch(shape, own, own, own), hidden, KNOWN)[0].packed
     assert told is not None
     step.ops.sampler.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
     if rows > MOST_ASKING:
         return
     for greedy in (False, True):
-        asked = replace(shape, greedy=greedy, plain=False)
-        step.finish(Batch(asked, own, own, wishes=asking, packed=own), hidden, KNOWN)
+        step.finish(Batch(shape, own, own, own, inputs=asking, greedy=greedy), hidden, KNOWN)
 
 
 def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
-    room = Room(rows, rows, rows * wide, wide, rows * (wide - 1))
-    packed = torch.zeros(packed_size(room, tree), dtype=torch.int32, device=step.rows.ints.device)
-    batch = replace(unpack(packed, verify_step(room, tree), room), ahead=1)
-    step.finish(batch, step.decoder.embedding.new_zeros(room.tokens, step.spec.d_model), KNOWN)
+    shape = StepShape.verifying(rows, wide - 1, tree)
+    packed = torch.zeros(packed_size(shape), dtype=torch.int32, device=step.rows.ints.device)
+    batch = replace(unpack(packed, shape), ahead=1)
+    step.finish(batch, step.decoder.embedding.new_zeros(shape.tokens, step.spec.d_model), KNOWN)
 
 
 def rehearse_pinned() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from ridgeline.core.plan import StepPlan, StepResult, TokenLogprobs
 from ridgeline.decoding.logprobs import Ranked, to_records
-from ridgeline.engine.batch import Batch, Scores
+from ridgeline.engine.batch import Batch
 from ridgeline.engine.device import Outcome
+from ridgeline.engine.logits_inputs import Scores
 from ridgeline.ops.rows import ToHost
 
 
@@ -94,12 +95,14 @@ class Pending:
         result = without(plan, None)
         result.device_s, result.lost, result.fresh = seconds, self.lost, self.fresh
         result.transfers = self.transfers
-        places: Sequence[int] = range(len(plan.rows)) if shape.sampling is None else shape.sampling.tolist()
+        places: Sequence[int] = range(len(plan.rows))
+        if not all(plan.samples):
+            places = list(compress(places, plan.samples))
         # A graph's batch is padded at the end.
         found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
         for place, own in zip(places, found, strict=False):
             result.counts[place], result.flags[place] = own[0], own[1]
-        if shape.wide > 1:
+        if shape.width > 1:
             self._read_drafts(result, places, found)
         else:
             result.tokens = list(compress([own[2] for own in found], [own[0] for own in found]))
@@ -113,20 +116,20 @@ class Pending:
 
     def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
         """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
-        wide, tree = self.batch.shape.wide, self.batch.shape.deep > 0
+        width, tree = self.batch.shape.width, self.batch.shape.tree
         for place, own in zip(places, found, strict=True):
             gained, n_draft = own[0], self.plan.n_draft[place]
             result.tokens += own[2 : 2 + gained]
             if n_draft:
-                result.drawn[place] = own[2 + wide * tree :][: 1 + n_draft]
-                path = own[2 + 2 * wide :] if tree else range(gained)
+                result.drawn[place] = own[2 + width * tree :][: 1 + n_draft]
+                path = own[2 + 2 * width :] if tree else range(gained)
                 result.kept[place] = [node - 1 for node in path[1:gained]]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int], ranked: Ranked) -> None:
-        wishes, first = self.batch.wishes, 0
-        each = [top for top, nodes in zip(wishes.tops, wishes.nodes, strict=True) for _ in range(nodes)]
+        inputs, first = self.batch.inputs, 0
+        each = [top for top, nodes in zip(inputs.tops, inputs.nodes, strict=True) for _ in range(nodes)]
         records = to_records(ranked, each)
-        for drawing, nodes in zip(wishes.places, wishes.nodes, strict=True):
+        for drawing, nodes in zip(inputs.places, inputs.nodes, strict=True):
             place = places[drawing]
             gained = records[first : first + result.counts[place]]
             if gained:

@@ -52,8 +52,7 @@ class RowTable:
 
     Columns of the host, by row: generation [rows + 2] (0: nobody; -1 in the first and in one behind the last, which stand for
     whatever is below and above), greedy and plain [rows + 1] (a draw by temperature, top_k, top_p and min_p is all that the
-    request asks for). kinds: by row and generation, what a batch depends on: the generation itself, or for plain ones no more
-    than 0 or, if greedy, -1.
+    request asks for).
     """
 
     def __init__(self, layout: KvLayout, rows: int, max_len: int, vocab: int, device: torch.device) -> None:
@@ -87,7 +86,6 @@ class RowTable:
         self.generation[[0, -1]] = -1
         self.greedy = np.ones(rows + 1, dtype=bool)
         self.plain = np.ones(rows + 1, dtype=bool)
-        self.kinds: dict[tuple[int, int], int] = {}
         self._requests: dict[int, RowRequest] = {}
 
     # --- which request holds a row ------------------------------------------------------------------------------------
@@ -129,13 +127,11 @@ class RowTable:
         self._requests[row] = RowRequest(join, allowed)
         self.generation[row], self.greedy[row] = join.generation, sampling.greedy
         processed = sampling.penalized or sampling.min_tokens > 0 or bool(sampling.logit_bias) or allowed is not None
-        self.plain[row] = plain = not (processed or sampling.logprobs is not None)
-        self.kinds[row, join.generation] = -int(sampling.greedy) if plain else join.generation
+        self.plain[row] = not (processed or sampling.logprobs is not None)
 
     def _free(self, row: int) -> None:
-        if (request := self._requests.pop(row, None)) is not None:
+        if self._requests.pop(row, None) is not None:
             self.generation[row] = 0
-            del self.kinds[row, request.join.generation]
 
     # --- what the device knows ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
@@ -30,12 +31,19 @@ OLDEST_FP8 = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run. `spec.dtype` and `spec.max_len` are those served, not those of the checkpoint."""
+    """A decoder ready to run. `spec` is that of the whole model, with dtype and max_len as served; `mesh` says which share of it
+    this decoder holds."""
 
     spec: ModelSpec
     decoder: Decoder
     generation_defaults: GenerationDefaults
     ops: Ops
+    mesh: Mesh = ONE_DEVICE
+
+    @property
+    def rank_spec(self) -> ModelSpec:
+        """The share of this rank: the heads whose keys and values its cache holds."""
+        return self.spec.on_rank(self.mesh.size)
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
@@ -86,12 +94,14 @@ def build(
 ) -> LoadedModel:
     """A decoder on `device` with its weights, in model.dtype (auto: the checkpoint's) and up to model.max_model_len.
 
-    model.load_format dummy needs config.json alone. On the meta device nothing is allocated or read.
-    Raises ConfigError or UnsupportedModel.
+    mesh: of a rank only its share of the layers is made and loaded. model.load_format dummy needs config.json alone. On the
+    meta device nothing is allocated or read. Raises ConfigError or UnsupportedModel.
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
+    if mesh.size > 1:
+        ops = replace(ops, capture=Uncaptured)  # a CPU captures calls of its kernels, not the collectives between them
     dummy = model.load_format == "dummy" or device.type == "meta"
     form = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
@@ -102,4 +112,4 @@ def build(
     else:
         raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
     decoder.settle()
-    return LoadedModel(spec, decoder, defaults, ops)
+    return LoadedModel(spec, decoder, defaults, ops, mesh)

@@ -7,6 +7,7 @@ from copy import copy
 
 import torch
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import Rope
 from ridgeline.models.layers import Build, DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
@@ -25,8 +26,16 @@ class Decoder:
     __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_plain", "_run")
 
     def __init__(self, build: Build, max_len: int) -> None:
-        """Unfilled weights on build.device; rotary tables for positions below `max_len` (and a few spare ones)."""
-        spec = build.spec
+        """Unfilled weights on build.device; rotary tables for positions below `max_len` (and a few spare ones).
+
+        Raises ConfigError for a KV format that the operations do not know, and for layers that the mesh cannot divide.
+        """
+        spec, known = build.spec, (build.spec.dtype, *sorted(build.ops.attention.kv_formats))
+        if spec.kv.name not in known:
+            raise ConfigError(
+                f"A KV cache in {spec.kv.name} is not supported by the operations {build.ops.name!r} for a model in "
+                f"{spec.dtype}: use {' or '.join(known)}."
+            )
         self.spec, self._build = spec, build
         tables: dict[Rope, torch.Tensor] = {}
         for rope in {layer.rope for layer in spec.layers}:

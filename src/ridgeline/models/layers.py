@@ -36,8 +36,9 @@ class Build:
 class Linear:
     """y = x W^T + b through a weight format; see quant.format.Weight.
 
-    apply(x) -> y. activate(x, kind) -> act(gate) * up of y = (gate, up). add(x, stream) -> stream + y, the end of a block;
-    the stream's memory may hold the result. With split "in" every rank holds a term of y; the mesh adds them.
+    apply(x, step) -> y. activate(x, kind, step) -> act(gate) * up of y = (gate, up). add(x, stream, step) -> stream + y, the end
+    of a block; the stream's memory may hold the result. step: the step whose tokens x holds, StepInputs.row_of_inputs.
+    With split "in" every rank holds a term of y; the mesh adds them.
     matrix() -> the whole linear for operations that run layers, None where it is cut, quantized or not loaded.
     """
 
@@ -46,27 +47,29 @@ class Linear:
     def __init__(self, build: Build, shape: LinearShape) -> None:
         mesh = build.mesh
         self.weight = weight = build.form.create(shape, Share(mesh.rank, mesh.size))
-        self.apply: Callable[[Activation], torch.Tensor] = weight.apply
-        self.activate: Callable[[Activation, str], Activation] = weight.activate
-        self.add: Callable[[Activation, torch.Tensor], torch.Tensor] = weight.add
+        self.apply: Callable[[Activation, StepInputs], torch.Tensor] = weight.apply
+        self.activate: Callable[[Activation, str, StepInputs], Activation] = weight.activate
+        self.add: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor] = weight.add
         self.matrix: Callable[[], Matrix | None] = weight.matrix if mesh.size == 1 else lambda: None
         if shape.split == "in" and mesh.size > 1:
-            self.apply = lambda x: mesh.all_reduce(weight.apply(x))
+            self.apply = lambda x, step: mesh.all_reduce(weight.apply(x, step))
             # The stream is the same on every rank and joins the sum once.
             first = mesh.rank == 0
-            self.add = lambda x, stream: mesh.all_reduce(weight.add(x, stream) if first else weight.apply(x))
+            self.add = lambda x, stream, step: mesh.all_reduce(
+                weight.add(x, stream, step) if first else weight.apply(x, step)
+            )
 
 
 def join(
     build: Build, last: Linear, post_norm: torch.Tensor | None
-) -> Callable[[Activation, torch.Tensor], torch.Tensor]:
-    """(x, stream) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
+) -> Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]:
+    """(x, stream, step) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
     if post_norm is None:
         return last.add
     norm_add, rest = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
-    def joined(x: Activation, stream: torch.Tensor) -> torch.Tensor:
-        return norm_add(last.apply(x), *rest, stream)
+    def joined(x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        return norm_add(last.apply(x, step), *rest, stream)
 
     return joined
 
@@ -85,11 +88,10 @@ class Attention:
         self.out = Linear(build, LinearShape(heads.rows, whole, spec.out_bias, "in", in_units=layer.n_heads))
         self.q_norm = build.vector(width) if spec.qk_norm else None
         self.k_norm = build.vector(width) if spec.qk_norm else None
-        share = Share(build.mesh.rank, build.mesh.size)
-        own, own_kv = share.span(layer.n_heads, layer.n_heads), share.span(layer.n_kv_heads, layer.n_kv_heads)
+        own = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
-            n_heads=own.stop - own.start,
-            n_kv_heads=own_kv.stop - own_kv.start,
+            n_heads=own.n_heads,
+            n_kv_heads=own.n_kv_heads,
             head_dim=width,
             cos_sin=cos_sin,
             q_norm=self.q_norm,
@@ -103,7 +105,7 @@ class Attention:
     def __call__(
         self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = self._qkv_write(self.qkv.weight.apply(x), self.shape, view, step)
+        q, k, v = self._qkv_write(self.qkv.apply(x, step), self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
         if wanted is not None and (alone := step.alone(wanted)) is not None:
@@ -112,8 +114,8 @@ class Attention:
             step, wanted = alone, None
         out, _ = self._attend(q, k, v, view, step)
         if wanted is not None:
-            out, stream = out.index_select(0, wanted), stream.index_select(0, wanted)
-        return self._join(out.flatten(1), stream)
+            out, stream, step = out.index_select(0, wanted), stream.index_select(0, wanted), step.select(wanted)
+        return self._join(out.flatten(1), stream, step)
 
 
 class FeedForward:
@@ -129,8 +131,8 @@ class FeedForward:
         self.kind = spec.activation
         self._join = join(build, self.down, post_norm)
 
-    def __call__(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
-        return self._join(self.gate_up.activate(x, self.kind), stream)
+    def __call__(self, x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        return self._join(self.gate_up.activate(x, self.kind, step), stream, step)
 
 
 class DecoderLayer:
@@ -163,7 +165,11 @@ class DecoderLayer:
         """wanted int32 [W]: the query tokens that go on behind this layer, [W, d_model]; all write keys and values."""
         eps, offset = self._eps, self._offset
         stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step, wanted)
-        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream) if len(stream) else stream
+        if wanted is not None:
+            if not len(wanted):
+                return stream
+            step = step.select(wanted)
+        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream, step)
 
     def parts(self) -> LayerParts | None:
         """What operations that run whole layers need; None for a layer that they do not know."""

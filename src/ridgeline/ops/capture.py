@@ -3,7 +3,7 @@ of foreign calls that it made (ops.native.capture)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +18,9 @@ class Captured(Protocol):
 
 class Capture(Protocol):
     """Captures work that depends on nothing but what its tensors hold, and may do so late: the first replays may be the work as
-    it stands, with the arguments `given`. Works of equal forms, where they name one, differ in what the tensor `inputs` holds
-    and in nothing else, so that one capture serves all of them."""
+    it stands, with the arguments `given`."""
 
-    def __call__(
-        self, work: Callable[..., Any], inputs: torch.Tensor | None = None, form: Hashable | None = None
-    ) -> Captured: ...
+    def __call__(self, work: Callable[..., Any]) -> Captured: ...
 
 
 class Uncaptured:
@@ -31,9 +28,7 @@ class Uncaptured:
 
     __slots__ = ("replay",)
 
-    def __init__(
-        self, work: Callable[..., Any], inputs: torch.Tensor | None = None, form: Hashable | None = None
-    ) -> None:
+    def __init__(self, work: Callable[..., Any]) -> None:
         self.replay = work
 
 
@@ -43,9 +38,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(
-        self, work: Callable[..., Any], inputs: torch.Tensor | None = None, form: Hashable | None = None
-    ) -> Captured:
+    def __call__(self, work: Callable[..., Any]) -> Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()

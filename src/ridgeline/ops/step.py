@@ -6,12 +6,12 @@ Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ridgeline.core.spec import few
+from ridgeline.core.spec import KvFormat, few
 
 SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
@@ -27,6 +27,8 @@ class KvView:
     table: int32 [R, P], pages of each row in slot order. A windowed group's table entries behind the window are stale.
     slots: int64 [T], where each query token's key goes: page * page_tokens + place in the page.
     window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
+    format: what kv holds; None: the model's dtype. The operations were chosen for it at start-up (AttentionOps.kv_formats).
+    scales: [pages, 2, kv_heads, page_tokens, scales of a vector], value = stored * scale; None: a format without scales.
     """
 
     kv: torch.Tensor
@@ -35,6 +37,8 @@ class KvView:
     window: int | None
     softcap: float | None
     scale: float
+    format: KvFormat | None = None
+    scales: torch.Tensor | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -54,6 +58,7 @@ class StepInputs:
     decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
     Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
     int32 [R, slots] (None: position == slot).
+    selected: int32 [W], the query tokens that the linears behind the last attention are given (None: all, in order).
     derived: what an op computed from this step's tensors and every further layer reuses (gather indices, masks). Keys
     name the op and the tensors used. A step owns it: whoever changes the tensors in place makes a new StepInputs.
     """
@@ -67,11 +72,20 @@ class StepInputs:
     max_length: int
     ancestors: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def decode(self) -> bool:
         return self.max_query == 1
+
+    def select(self, tokens: torch.Tensor) -> StepInputs:
+        """The step for linears that are given these query tokens, int32 [W], alone."""
+        return replace(self, selected=tokens)
+
+    def row_of_inputs(self) -> torch.Tensor:
+        """int32 [T or W]: index into rows of each token that a linear is given."""
+        return self.row_of if self.selected is None else self.row_of.index_select(0, self.selected)
 
     def alone(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they

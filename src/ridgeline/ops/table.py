@@ -66,6 +66,8 @@ class Normed:
 
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q [T, Hq, d], k and v [T, Hkv, d]."""
 Plain = torch.Tensor | Normed
 """What a linear in floating point takes: [T, D], or a norm that is still to be done."""
 Activation = Plain | Scaled
@@ -365,10 +367,13 @@ class AttentionOps:
         kernels that prefer them contiguous). With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that
         a token sees, scores scaled and capped; ops.merge combines parts of the keys by it. A token that sees no key gets out 0
         and lse -inf. Without lse_needed lse may be None, and out and lse of tokens of no row are undefined.
+    kv_formats: names in KV_FORMATS, beside the model's dtype, that qkv_write writes and that attend, SamplerOps.keep and all
+        programs of whole layers read (KvView.format).
     """
 
-    qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]
     attend: Attend
+    kv_formats: frozenset[str] = frozenset()
 
 
 NormAdd = Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor]

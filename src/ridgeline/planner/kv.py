@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec, Rope
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,17 @@ class KvNeed:
 
 
 def kv_need(spec: ModelSpec, batch: int, tokens: int, dtype: str | None = None) -> KvNeed:
-    """The cache of `batch` sequences of `tokens` tokens in `dtype` (None: the model's)."""
-    one = spec.kv_bytes(tokens, dtype)
-    common = 2 * batch * tokens * len(spec.layers) * spec.d_model * DTYPE_BYTES[dtype or spec.dtype]
-    return KvNeed(batch, tokens, spec.kv_bytes_per_token(dtype), one, batch * one, common)
+    """The cache of `batch` sequences of `tokens` tokens in `dtype`, a name of KV_FORMATS (None: the spec's)."""
+    spec = replace(spec, kv_format=dtype or spec.kv_format)
+    one = spec.kv_bytes(tokens)
+    common = 2 * batch * tokens * len(spec.layers) * spec.d_model * spec.kv.bits // 8
+    return KvNeed(batch, tokens, spec.kv_bytes_per_token(), one, batch * one, common)
 
 
 def sequences(spec: ModelSpec, tokens: int, memory_bytes: float, dtype: str | None = None) -> int:
     """Sequences of `tokens` tokens whose cache fits beside the weights, when nothing else needs memory."""
-    return max(0, int((memory_bytes - spec.weight_bytes) // spec.kv_bytes(tokens, dtype)))
+    one = replace(spec, kv_format=dtype or spec.kv_format).kv_bytes(tokens)
+    return max(0, int((memory_bytes - spec.weight_bytes) // one))
 
 
 def uniform(layers: int, heads: int, head_dim: int, *, kv_heads: int | None = None) -> ModelSpec:

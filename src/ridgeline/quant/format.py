@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import units_on_rank
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix
 
 Split = Literal["out", "in"] | None
@@ -51,20 +52,9 @@ class Share:
 
     def span(self, length: int, units: int) -> slice:
         """The rank's part of `length` features in `units` units; neighbours hold the same if there are fewer units."""
-        if units >= self.size:
-            if units % self.size:
-                raise ConfigError(
-                    f"{units} heads or blocks cannot be split over {self.size} devices: use a divisor of {units}."
-                )
-            step = length // self.size
-            return slice(self.rank * step, (self.rank + 1) * step)
-        if self.size % units:
-            raise ConfigError(
-                f"{units} heads cannot be replicated on {self.size} devices: use a multiple of {units} devices."
-            )
-        step = length // units
+        count, step = units_on_rank(units, self.size), length // units
         first = self.rank * units // self.size * step
-        return slice(first, first + step)
+        return slice(first, first + count * step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,11 @@ class Cut:
 
 
 class Weight(Protocol):
-    """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded."""
+    """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded.
+
+    step: the step whose tokens x holds (StepInputs.row_of_inputs), for weights that differ by request, as adapters do. A
+    linear of a layer always passes it. Number formats ignore it.
+    """
 
     @property
     def expects(self) -> Mapping[tuple[int, str], Expected]:
@@ -136,15 +130,15 @@ class Weight(Protocol):
         """
         ...
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         """x [T, this rank's inputs] -> [T, this rank's outputs], in the model's dtype."""
         ...
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         """stream [T, outputs] + apply(x). The caller gives the stream up: the result may lie in its memory."""
         ...
 
-    def activate(self, x: Activation, kind: str) -> Activation:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
         it; kind as in TokenwiseOps.activate."""
         ...

@@ -15,6 +15,7 @@ import torch
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.reference import FP8, quantize
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Matrix
 from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
 
@@ -84,15 +85,15 @@ class Fp8Weight(Weight):
             self._matrix = self._form.ops.pack(self._values, self._scales)
             self._values, self._scales = self._matrix.values, self._matrix.scales
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear(x, self._matrix, self._bias, self._form.dtype)
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
 
-    def activate(self, x: Activation, kind: str) -> Activation:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         assert self._matrix is not None
         return self._form.ops.linear_activate(x, self._matrix, self._bias, self._form.dtype, kind)
 

@@ -17,6 +17,7 @@ import torch
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import ROW_CODES, rms_norm
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, IntMatrix, IntOps, Matrix, Plain, Scaled, plain
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
 from ridgeline.quant.layouts import Decoded, Published, decode
@@ -195,16 +196,16 @@ class IntWeight(Weight):
         assert not isinstance(x, Scaled)
         return x if self._order is None else plain(x, rms_norm).index_select(1, self._order)
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear(self._given(x), self._matrix, self._bias)
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None and isinstance(x, torch.Tensor)
         x = x if self._order is None else x.index_select(1, self._order)
         return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
 
-    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
         return self._form.ops.linear_activate(self._given(x), self._matrix, self._bias, kind)
 

@@ -15,6 +15,7 @@ import torch
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, largest
 from ridgeline.quant.integer import IntFormat
@@ -84,12 +85,12 @@ class MixedWeight(Weight):
         self._kept, self._columns = kept, form.ops.matmul.plain.pack(torch.cat(rows).to(form.dtype))
         self._empty = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         given = plain(x, self._form.ops.tokenwise.rms_norm)
         return self._beside(given, self._integers.apply(self._rest(given)))
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return self._beside(x, self._integers.add(self._rest(x), stream))
 
@@ -103,7 +104,7 @@ class MixedWeight(Weight):
         assert self._kept is not None and self._columns is not None
         return self._form.ops.matmul.plain.linear_add(x.index_select(1, self._kept), self._columns, None, rest)
 
-    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         return self._form.ops.tokenwise.activate(self.apply(x), kind)
 
     def matrix(self) -> Matrix | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, PlainOps, Scaled
 from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected
 
@@ -58,15 +59,15 @@ class PlainWeight(Weight):
         if not self._missing:
             self._matrix = self._ops.pack(self._matrix)
 
-    def apply(self, x: Activation) -> torch.Tensor:
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         return self._ops.linear(x, self._matrix, self._bias)
 
-    def add(self, x: Activation, stream: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return self._ops.linear_add(x, self._matrix, self._bias, stream)
 
-    def activate(self, x: Activation, kind: str) -> torch.Tensor:
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
         return self._ops.linear_activate(x, self._matrix, self._bias, kind)
 

@@ -8,9 +8,8 @@ somebody records (binding.Foreign). Where work consists of foreign calls, that l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,78 +28,42 @@ _MAY_COPY = frozenset({"__getitem__", "contiguous"})
 
 
 class CallListCapture:
-    """Captures work as a list of foreign calls. Is a Capture: the first replay is the work as it stands, so that whatever it
-    remembers is there, the second is recorded, and from then on all of its calls are one. Work in which torch computes or reads a
-    value runs as it stands for good. What was captured of a form lives as long as some work of that form."""
+    """Captures work as a list of foreign calls. Is a Capture."""
 
     def __init__(self, library: Library) -> None:
-        self._library, self._forms = library, WeakValueDictionary[Hashable, CallList]()
+        self._library = library
 
-    def __call__(
-        self, work: Callable[..., Any], inputs: torch.Tensor | None = None, form: Hashable | None = None
-    ) -> CapturedCalls:
-        if inputs is None or form is None:
-            return CapturedCalls(self._library, work, None, CallList())
-        key = form, inputs.nbytes
-        if (calls := self._forms.get(key)) is None:
-            self._forms[key] = calls = CallList()
-        return CapturedCalls(self._library, work, inputs, calls)
-
-
-class CallList:
-    """What work of one form calls, once `words` says so in the form of replay.cpp.
-
-    runs: how often such work ran without. result: what the recorded work returned. kept: what the words point to. inputs:
-    address of the recorded work's own, and content: what they held.
-    """
-
-    __slots__ = ("content", "count", "inputs", "kept", "result", "runs", "words", "__weakref__")
-
-    def __init__(self) -> None:
-        self.words, self.count, self.runs = 0, 0, 0
-        self.result: Any = None
-        self.kept: Any = None
-        self.inputs, self.content = 0, b""
-
-    @property
-    def ready(self) -> bool:
-        return self.count > 0
-
-    def fill(self, calls: list[Call], result: Any, kept: Any, inputs: torch.Tensor | None) -> None:
-        """From now on these calls are what work of this form does."""
-        each = [word for function, arguments in calls for word in function.words(arguments)]
-        words = (ctypes.c_int64 * len(each))(*each)
-        self.words, self.count = ctypes.addressof(words), len(calls)
-        self.result, self.kept = result, (words, calls, kept, inputs)
-        if inputs is not None:
-            self.inputs, self.content = inputs.data_ptr(), ctypes.string_at(inputs.data_ptr(), inputs.nbytes)
+    def __call__(self, work: Callable[..., Any]) -> CapturedCalls:
+        return CapturedCalls(self._library, work)
 
 
 class CapturedCalls:
-    """One work, and the list of calls of its form."""
+    """The first replay is the work as it stands, so that whatever it remembers is there, the second is recorded, and from then on
+    all of its calls are one. Work in which torch computes or reads a value, or that allocates more than MOST_BYTES, runs as it
+    stands for good."""
 
-    __slots__ = ("calls", "_address", "_inputs", "_library", "_work")
+    __slots__ = ("_calls", "_count", "_kept", "_library", "_result", "_runs", "_work")
 
-    def __init__(
-        self, library: Library, work: Callable[..., Any], inputs: torch.Tensor | None, calls: CallList
-    ) -> None:
-        self._library, self._work, self._inputs, self.calls = library, work, inputs, calls
-        self._address = 0 if inputs is None else inputs.data_ptr()
+    def __init__(self, library: Library, work: Callable[..., Any]) -> None:
+        self._library, self._work = library, work
+        self._runs = self._count = self._calls = 0
+        """How often it ran as it stands; how many calls it makes, and their address in the form of replay.cpp."""
+        self._result: Any = None
+        self._kept: Any = None
+        """What the recorded work returned, and what its calls point to."""
+
+    @property
+    def recorded(self) -> bool:
+        """Replays are one call."""
+        return self._count > 0
 
     def replay(self, *given: Any) -> Any:
         """See Captured."""
-        calls, replay = self.calls, self._library.replay
-        if not calls.ready:
-            calls.runs += 1
-            return self._record(*given) if calls.runs == 2 else self._work(*given)
-        if self._address == calls.inputs:
-            replay(calls.words, calls.count)
-        else:
-            # These inputs are those of work that may yet run as it stands.
-            ctypes.memmove(calls.inputs, self._address, len(calls.content))
-            replay(calls.words, calls.count)
-            ctypes.memmove(calls.inputs, calls.content, len(calls.content))
-        return calls.result
+        if self._count:
+            self._library.replay(self._calls, self._count)
+            return self._result
+        self._runs += 1
+        return self._record(*given) if self._runs == 2 else self._work(*given)
 
     def _record(self, *given: Any) -> Any:
         witness, log = _Witness(), self._library.log
@@ -111,7 +74,10 @@ class CapturedCalls:
         finally:
             log.calls = None
         if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MOST_BYTES:
-            self.calls.fill(calls, result, witness.allocated, self._inputs)
+            each = [word for function, arguments in calls for word in function.words(arguments)]
+            words = (ctypes.c_int64 * len(each))(*each)
+            self._calls, self._count = ctypes.addressof(words), len(calls)
+            self._result, self._kept = result, (words, calls, witness.allocated)
         return result
 
 

@@ -1,0 +1,49 @@
+"""What a draft model reads before it drafts: tokens that rows have gained while nothing was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ridgeline.core.plan import StepPlan
+from ridgeline.engine.batch import blank
+from ridgeline.engine.shape import StepShape
+
+
+def unread_steps(plan: StepPlan, padded: StepShape | None) -> Iterator[tuple[np.ndarray, StepShape]]:
+    """Packed steps of what the plan's rows have not read but for the last two tokens, each row's in order, with their shapes.
+    padded: the shape of each step, which holds as many rows at a time as it has; None: one step without padding."""
+    if max(plan.unread, default=0) <= 2:
+        return
+    rows = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
+    # The scratch row stands in for one that was lost: it has nothing to read.
+    counts = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - 2, 0) * (rows > 0)
+    rows, counts = rows[counts > 0], counts[counts > 0]
+    most = len(rows) if padded is None else padded.rows - 1
+    for begin in range(0, len(rows), max(1, most)):
+        part = slice(begin, begin + most)
+        yield from _reading(rows[part], counts[part], padded or reading(len(rows), int(counts.sum())))
+
+
+def reading(rows: int, tokens: int) -> StepShape:
+    """A step of which only a draft model reads the query tokens: nobody draws."""
+    return StepShape(rows, 0, tokens, tokens)
+
+
+def _reading(rows: np.ndarray, counts: np.ndarray, shape: StepShape) -> Iterator[tuple[np.ndarray, StepShape]]:
+    """Steps that read the last `counts` tokens of device rows but for two, both int32 [n]."""
+    row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    # Tokens that are read again have places below 0 (ops.rows.Spread).
+    place = np.arange(len(row_of)) - np.cumsum(counts)[row_of] - 1
+    for first in range(0, len(row_of), shape.tokens):
+        part = slice(first, first + shape.tokens)
+        packed, into = blank(shape)
+        count = len(row_of[part])
+        into["rows"][: len(rows)] = rows
+        into["q_start"][1:] = count
+        into["q_start"][1 : len(rows) + 1] = np.cumsum(np.bincount(row_of[part], minlength=len(rows)))
+        into["n_query"][row_of[part]] = place[part] + 1
+        into["row_of"][:] = shape.rows - 1
+        into["row_of"][:count], into["place"][:count] = row_of[part], place[part]
+        yield packed, shape

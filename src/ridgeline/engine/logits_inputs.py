@@ -1,0 +1,147 @@
+"""What rows ask of their logits beyond a draw by temperature, top_k, top_p and min_p: penalties, biases, masks,
+log-probabilities, and scores of given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from ridgeline.core.plan import Logits, StepPlan
+from ridgeline.decoding.masks import mask_words, read_mask
+from ridgeline.engine.packet import Packet
+from ridgeline.engine.row_table import RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsInputs:
+    """Which rows of logits are processed how, as int32 indices into the step's N rows of logits (None: none).
+
+    penalized: by presence, frequency and repetition. early: may not end yet (min_tokens). bias: (row of logits, token, bias)
+    triples as three tensors. masked, words: rows with a mask of allowed tokens, and the masks. logprobs: rows whose
+    log-probabilities are wanted; tops: how many alternatives each request wants; places: those requests' places among the rows
+    that draw; nodes: their numbers of rows of logits.
+    """
+
+    penalized: torch.Tensor | None = None
+    early: torch.Tensor | None = None
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    masked: torch.Tensor | None = None
+    words: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    tops: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+NO_INPUTS = LogitsInputs()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Query tokens to score: at int32 [M] of the step's T, ids int32 [M]; counts, tops: per scored row (place -> n)."""
+
+    at: torch.Tensor
+    ids: torch.Tensor
+    counts: Mapping[int, int]
+    tops: Mapping[int, int]
+
+
+class LogitsInputsBuilder:
+    """Packs and builds LogitsInputs. masks: as in StepPlan. drawing int32 [S]: device rows that draw. nodes int32 [S]: rows of
+    logits that each has."""
+
+    def __init__(self, masks: Mapping[int, bytes], table: RowTable, drawing: np.ndarray, nodes: np.ndarray) -> None:
+        self._masks, self._vocab, self._nodes = masks, table.vocab, nodes
+        self._requests = [table[row] for row in drawing.tolist()]
+        self._sampling = [request.join.sampling for request in self._requests]
+        self._places = [place for place, wanted in enumerate(self._sampling) if wanted.logprobs is not None]
+
+    def pack(self, packet: Packet) -> None:
+        self._pack_index(packet, "penalized", [sampling.penalized for sampling in self._sampling])
+        self._pack_index(packet, "early", [sampling.min_tokens > 0 for sampling in self._sampling])
+        self._pack_index(packet, "logprobs", [sampling.logprobs is not None for sampling in self._sampling])
+        self._pack_bias(packet)
+        self._pack_masks(packet)
+
+    def _pack_index(self, packet: Packet, name: str, wanted: Sequence[bool]) -> None:
+        """The rows of logits that belong to the drawing rows that want something."""
+        if any(wanted):
+            packet.add(name, np.flatnonzero(np.repeat(wanted, self._nodes)))
+
+    def _pack_bias(self, packet: Packet) -> None:
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        counts = self._nodes.tolist()
+        for end, nodes, sampling in zip(accumulate(counts), counts, self._sampling, strict=True):
+            for token, bias in sampling.logit_bias:
+                if token < self._vocab:
+                    rows += range(end - nodes, end)
+                    tokens += [token] * nodes
+                    values += [bias] * nodes
+        if rows:
+            packet.add("bias_rows", rows)
+            packet.add("bias_tokens", tokens)
+            packet.add("bias", values, np.float32)
+
+    def _pack_masks(self, packet: Packet) -> None:
+        size = 4 * mask_words(self._vocab)
+        wanted, words = [], []
+        for nodes, request in zip(self._nodes.tolist(), self._requests, strict=True):
+            given, allowed = self._masks.get(request.join.row), request.allowed
+            own = [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
+            masks = [read_mask(mask, self._vocab) for mask in own]
+            if allowed is not None:
+                masks = [allowed] if given is None else [mask & allowed for mask in masks]
+            wanted.append(bool(masks))
+            words += masks * (nodes // max(1, len(masks)))
+        self._pack_index(packet, "masked", wanted)
+        if words:
+            packet.add("words", np.stack(words))
+
+    def build(self, got: Mapping[str, torch.Tensor]) -> LogitsInputs:
+        """got: the tensors that the packet became."""
+        return LogitsInputs(
+            penalized=got.get("penalized"),
+            early=got.get("early"),
+            bias=(got["bias_rows"], got["bias_tokens"], got["bias"]) if "bias" in got else None,
+            masked=got.get("masked"),
+            words=got.get("words"),
+            logprobs=got.get("logprobs"),
+            tops=tuple(self._sampling[place].logprobs or 0 for place in self._places),
+            places=tuple(self._places),
+            nodes=tuple(self._nodes[self._places].tolist()),
+        )
+
+
+class ScoreBuilder:
+    """Packs and builds Scores for the rows of a plan that want logits of all query tokens."""
+
+    def __init__(self, plan: StepPlan, table: RowTable) -> None:
+        self._plan = plan
+        self._scored = {
+            place: table[plan.rows[place]] for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL
+        }
+        self._counts: dict[int, int] = {}
+
+    def pack(self, packet: Packet) -> None:
+        at: list[int] = []
+        ids: list[int] = []
+        starts = [0, *accumulate(self._plan.n_query)]
+        for place, request in self._scored.items():
+            wanted = np.array(self._plan.score_ids[request.join.row], dtype=np.int32)
+            asked = np.flatnonzero(wanted >= 0)
+            at += (starts[place] + asked).tolist()
+            ids += wanted[asked].tolist()
+            self._counts[place] = len(asked)
+        packet.add("score_at", at)
+        packet.add("score_ids", ids)
+
+    def build(self, got: Mapping[str, torch.Tensor]) -> Scores:
+        """got: the tensors that the packet became."""
+        tops = {place: request.join.sampling.prompt_logprobs or 0 for place, request in self._scored.items()}
+        return Scores(got["score_at"], got["score_ids"], self._counts, tops)

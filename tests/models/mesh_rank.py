@@ -1,0 +1,73 @@
+"""One rank of a mesh, run as `python -m tests.models.mesh_rank RANK SIZE FOLDER`: see test_mesh."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.errors import EngineFailed
+from ridgeline.models.build import LoadedModel, build
+from ridgeline.ops.choose import choose
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect
+from tests.models.paged import PagedRows
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 30.0
+CASES = {
+    "grouped heads": ("llama-gqa", "", False),
+    "one KV head on both ranks": ("llama-mqa-tied", "", False),
+    "biases": ("llama-mha-bias", "", True),
+    "windows and post norms": ("gemma2", "", True),
+    "int8": ("llama-gqa", "int8", False),
+    "int4 in groups": ("llama-wide", "int4-g32", False),
+}
+"""Family, quantization, and whether the CPU's kernels run it or the reference."""
+PROMPTS = ([5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6], list(range(20, 60)))
+DECODED = 6
+
+
+def load(folder: Path, case: str, mesh: Mesh = ONE_DEVICE) -> LoadedModel:
+    family, quantization, compiled = CASES[case]
+    ops = choose(CPU, torch.float32) if compiled else REFERENCE
+    model = ModelConfig(quantization=quantization)
+    return build(folder / family, model=model, ops=ops, device=CPU, mesh=mesh)
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    """float32 [tokens, vocab] of all steps: prompts in chunks of different sizes, then greedy decoding of both rows."""
+    rows = PagedRows(model)
+    first, second = PROMPTS
+    steps = [[(0, first), (1, second[:7])], [(1, second[7:])]]
+    found = [rows.step(work) for work in steps]
+    last = [found[0][len(first) - 1], found[1][-1]]
+    for _ in range(DECODED):
+        found.append(rows.step([(row, [int(one.argmax())]) for row, one in enumerate(last)]))
+        last = list(found[-1])
+    return torch.cat(found)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    mesh = connect(rank, size, store, TIMEOUT_S)
+    found: dict[str, object] = {case: logits(load(folder, case, mesh)) for case in CASES}
+    assert not torch.distributed.is_initialized()
+    if rank == 0:
+        begin = time.monotonic()
+        try:
+            mesh.all_reduce(torch.ones(4))
+        except EngineFailed as error:
+            found["error"], found["waited_s"] = str(error), time.monotonic() - begin
+    torch.save(found, folder / f"rank{rank}.pt")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

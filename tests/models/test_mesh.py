@@ -1,0 +1,79 @@
+"""A decoder over two processes computes what it computes in one: weights sliced, KV heads divided or repeated, sums over ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.core.errors import EngineFailed
+from ridgeline.parallel.mesh import connect
+from tests.models.families import FAMILIES, save
+from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mesh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "llama-wide", ("Llama", {"intermediate_size": 128}))
+        for family in {family for family, _, _ in CASES.values()}:
+            save(family, folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """What each rank wrote."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.mesh_rank", str(rank), str(RANKS), str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=4 * TIMEOUT_S)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
+    yield [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str, torch.Tensor]]) -> None:
+    """Logits of every token of every step, and so the greedy tokens, from the same checkpoint; bits are equal between ranks."""
+    model = load(folder, case)
+    want = logits(model)
+    first, second = (one[case] for one in ranks)
+    torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second)
+    drawn = slice(-2 * DECODED, None)
+    assert torch.equal(first[drawn].argmax(-1), want[drawn].argmax(-1))
+
+
+def test_a_rank_that_ends_is_noticed(ranks: list[dict[str, object]]) -> None:
+    """By the broken connection, long before the timeout."""
+    assert "Rank 0 of 2 lost the other ranks" in str(ranks[0]["error"])
+    waited = ranks[0]["waited_s"]
+    assert isinstance(waited, float) and waited < TIMEOUT_S / 2
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_told(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(EngineFailed, match="Rank 0 of 2 could not reach the other ranks"):
+        connect(0, 2, store, timeout_s=0.5)
