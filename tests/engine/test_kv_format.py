@@ -108,6 +108,8 @@ def test_another_type_than_the_models_is_another_format(folder: Path) -> None:
     """Kernels read the cache in the model's dtype."""
     model = build(folder, model=ModelConfig(), ops=REFERENCE, device=CPU)
     spec = replace(model.spec, kv_format="bfloat16")
-    parts = Build(spec, REFERENCE, PlainFormat(REFERENCE, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU)
+    parts = Build(
+        spec, REFERENCE, PlainFormat(REFERENCE.matmul.plain, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU
+    )
     with pytest.raises(ConfigError, match="bfloat16"):
         Decoder(parts, spec.max_len)

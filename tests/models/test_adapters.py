@@ -63,7 +63,7 @@ class Scaled(Weight):
         return stream + self.apply(x, step)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
-        return REFERENCE.activate(self.apply(plain(x, REFERENCE.rms_norm), step), kind)
+        return REFERENCE.tokenwise.activate(self.apply(plain(x, REFERENCE.tokenwise.rms_norm), step), kind)
 
     def matrix(self) -> Matrix | None:
         return None
@@ -86,7 +86,7 @@ class ScaledFormat:
 def model(factors: Sequence[float]) -> tuple[LoadedModel, ScaledFormat]:
     """The same random weights for any factors, one for each device row."""
     spec = read_spec({**CONFIG, "torch_dtype": "float32"})
-    form = ScaledFormat(PlainFormat(REFERENCE, torch.float32, CPU), torch.tensor(factors))
+    form = ScaledFormat(PlainFormat(REFERENCE.matmul.plain, torch.float32, CPU), torch.tensor(factors))
     decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, torch.float32, CPU), spec.max_len)
     load_dummy(decoder, ModelConfig().seed)
     decoder.settle()

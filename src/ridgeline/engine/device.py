@@ -182,7 +182,7 @@ class DeviceStep:
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
-        """As _draw; hidden: of the query tokens that want logits. Where nobody inputs anything, in one call."""
+        """As _draw; hidden: of the query tokens that want logits. Without logits processors it is one operation."""
         nodes, rows = batch.nodes, self.rows
         if batch.inputs is not NO_INPUTS or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
