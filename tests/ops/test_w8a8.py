@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.reference import OUTLIER, REFERENCE, in_8_bits, round_inliers
 from ridgeline.ops.table import IntMatrix, Normed
-from ridgeline.ops.triton import kernels, w8a8
+from ridgeline.ops.triton import fp8_shapes, kernels, w8a8
 from ridgeline.ops.triton.fp8_shapes import Large
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
@@ -59,10 +59,16 @@ def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(monkeypatch: p
     assert torch.equal(mine.values.view(torch.uint8), want)
 
 
+def large_tiles(monkeypatch: pytest.MonkeyPatch, tile: Large) -> None:
+    """Products of many tokens in tiles of this size, by a registry that remembers no other."""
+    monkeypatch.setattr(fp8_shapes, "LONELY", tile)
+    monkeypatch.setattr(kernels, "W8A8", kernels.W8A8.without())
+
+
 @pytest.mark.parametrize("tokens", [1, 20, 130])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(w8a8, "LONELY", Large(32, 64, 64, 4, 2, band=2))
+    large_tiles(monkeypatch, Large(32, 64, 64, 4, 2, band=2))
     matrix, bias = matrix_of(72, 328), noise(72, seed=5).to(dtype)
     x, gain = noise(tokens, 328, seed=6).to(dtype), noise(328, seed=7).to(dtype)
     want = exact(x, matrix)
@@ -93,7 +99,7 @@ def test_weights_that_are_served() -> None:
 
 def test_a_token_s_results_do_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of few and many tokens, with and without split sums, to the last bit."""
-    monkeypatch.setattr(w8a8, "LONELY", Large(32, 64, 64, 4, 2))
+    large_tiles(monkeypatch, Large(32, 64, 64, 4, 2))
     matrix, bias, x = matrix_of(200, 1096), noise(200, seed=5).half(), noise(140, 1096, seed=6).half()
     whole = W8A8_TRITON.linear(x, matrix, bias)
     for tokens in (1, 17, 70):
