@@ -80,6 +80,7 @@ class DeviceStep:
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
         spec = model.spec
         kv_format = store.layout.format
+        assert kv_format == spec.kv, "the cache is laid out for another format than the operations were checked for"
         facts = ((one.window, one.softcap, spec.scale_of(one), kv_format) for one in (*spec.layers, *drafter.layers))
         layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]

@@ -38,8 +38,9 @@ class KvStore:
         self.pages = blocks + 1
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
         self.flat = _zeros(self.pages * layout.page_bytes, device)
-        own: dict[int, list[torch.Tensor]] = {}
-        self.runs = [self._cut(group, layers, own) for group in layout.groups]
+        cuts = [self._cut(group, layers) for group in layout.groups]
+        self.runs = [runs for runs, _ in cuts]
+        own = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}
         sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
         group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
         self.kv = tuple(own[source][0] for source in sources)
@@ -47,13 +48,14 @@ class KvStore:
         self.groups = tuple(group_of[source] for source in sources)
 
     def _cut(
-        self, group: KvGroup, layers: Sequence[LayerSpec], own: dict[int, list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """The runs of a group: one view for neighbours of one type and width. Each layer's parts of them are added to `own`."""
+        self, group: KvGroup, layers: Sequence[LayerSpec]
+    ) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor]]]:
+        """The runs of a group, one for neighbours of one type and width, and each layer's parts of them (see _parts)."""
         kv_format, tokens = self.layout.format, self.layout.page_tokens
         if sum(layers[index].kv_bytes(kv_format) for index in group.layers) != group.token_bytes:
             raise AssertionError("the layout was cut for other layers: are they those of one rank?")
         pages, first, runs = self.flat.view(self.pages, -1), 0, []
+        own: dict[int, list[torch.Tensor]] = {}
         parts = [(index, *part) for index in group.layers for part in _parts(layers[index], kv_format)]
         for (dtype, width), neighbours in groupby(parts, key=lambda part: part[2:]):
             heads = {index: 2 * count for index, count, *_ in neighbours}
@@ -64,7 +66,7 @@ class KvStore:
                 own.setdefault(index, []).append(part.unflatten(1, (2, -1)))
             runs.append(run)
             first = end
-        return runs
+        return runs, own
 
     def copy_pages(self, pairs: Sequence[int]) -> None:
         """Copy page pairs[0] to pairs[1], then pairs[2] to pairs[3], and so on: a later copy sees the earlier ones."""
