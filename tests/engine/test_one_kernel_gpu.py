@@ -15,10 +15,10 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
-from ridgeline.engine.pace import Pace
 from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton.layers import Layers
 from ridgeline.ops.triton.layers_keys import ALONE
+from ridgeline.speculation.pace import Pace
 from ridgeline.wire.messages import StepStats, Submit
 
 pytestmark = [

@@ -21,10 +21,10 @@ import torch
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.batch import Batch, Room, Shape, mixed_step, packed_size, unpack, verify_step
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.models.weights import Progress
 from ridgeline.ops.capture import Capture, Captured
 from ridgeline.ops.step import SHORT
+from ridgeline.speculation.build import LOGIT_ROWS
 
 MIXED_ROWS = 32
 """Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""

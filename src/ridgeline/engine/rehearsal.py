@@ -16,10 +16,10 @@ import torch
 from ridgeline.decoding.masks import mask_words
 from ridgeline.engine.batch import Batch, Room, Shape, Wishes, packed_size, unpack, verify_step
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.engine.graphs import Graphs
 from ridgeline.models.weights import Progress
 from ridgeline.ops.step import SHORT
+from ridgeline.speculation.build import LOGIT_ROWS
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)
 """Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the

@@ -17,7 +17,6 @@ import torch
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.core.plan import Form, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
-from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import Batch, BatchBuilder, Room, mixed_step, unpack, unread
 from ridgeline.engine.device import DeviceStep, Outcome
 from ridgeline.engine.graphs import Graphs
@@ -30,6 +29,7 @@ from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
 from ridgeline.ops.capture import Capture, Captured, CudaCapture, Uncaptured
+from ridgeline.speculation.device import DeviceDrafter, NoDrafter
 
 log = logging.getLogger(__name__)
 

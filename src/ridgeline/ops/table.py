@@ -249,7 +249,7 @@ def no_chain(parts: ChainParts) -> RunChain | None:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParts:
-    """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
+    """A recurrent draft, loaded. embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
     [2 F, D], down [D, F], head [N, D]; norms query_norm, inner_norm and norm float32 [D]; cos_sin: of its queries, as in QkvShape;
     ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes of its largest draft tree, parents
     before children, -1 for the last known token; a node is the child of that rank, 0 the likeliest."""

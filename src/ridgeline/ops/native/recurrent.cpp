@@ -1,4 +1,4 @@
-// A tree of drafts by a recurrent draft, all of its tokens in one parallel region; see decoding/recurrent.py.
+// A tree of drafts by a recurrent draft, all of its tokens in one parallel region; see speculation/recurrent.py.
 //
 // Nodes that have children are grown together, level by level, so that the weights are read once for each level. They are
 // integers so that they stay in the caches of the cores from one level to the next, and leave the last-level cache to the

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ridgeline.engine.pace import Pace, Reading
+from ridgeline.speculation.pace import Pace, Reading
 
 SIZES = (0, 1, 2, 3, 4)
 Seconds = Callable[[int, int], float]

@@ -16,9 +16,6 @@ from ridgeline.compress.recurrent import BEYOND, DEPTH, RecurrentModule, lesson,
 from ridgeline.compress.write import write
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
-from ridgeline.decoding.drafters import Behind
-from ridgeline.decoding.heads import Candidate, tree
-from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 from ridgeline.models.rope import rope_table
@@ -28,6 +25,9 @@ from ridgeline.ops.reference import INT_REFERENCE, REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops
+from ridgeline.speculation.device import Behind
+from ridgeline.speculation.heads import Candidate, tree
+from ridgeline.speculation.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.text.tokenizer import Tokenizer
 
 LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))

@@ -13,13 +13,13 @@ from ridgeline import LLM, Completion, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
-from ridgeline.core.speculate import read_wanted
 from ridgeline.engine import device
-from ridgeline.engine.drafting import wanted_by, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
+from ridgeline.speculation.build import wanted_by, weigh
+from ridgeline.speculation.options import read_wanted
 from ridgeline.wire.messages import StepStats
 
 ASSETS = shipped_model().parent

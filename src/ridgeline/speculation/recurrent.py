@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
-from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.reference import int_plain, int_unpack, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
+from ridgeline.speculation.device import Behind, DeviceDrafter, Views, draw_among
+from ridgeline.speculation.heads import Candidate, read_accuracies
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 """Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups], or [out] where there is
