@@ -26,8 +26,9 @@ from ridgeline.speculation.recurrent import Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 
-MIN_CHANCE = 0.35
-"""Of a node that a reference drafter proposes on a CPU, where a step with drafts costs a fifth more before its first node."""
+NGRAM_MIN_CHANCE = {"cpu": 0.35, "cuda": 0.07}
+"""Device -> lowest estimated acceptance of a node that the n-gram drafter proposes. On a CPU a step with drafts costs a fifth more
+before its first node; on a GPU a further query token costs next to nothing (benchmarks/speculation.py, controlled.py)."""
 LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
 
@@ -86,15 +87,14 @@ def open_drafters(
 def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:
     if name == "lookahead":
         return Lookahead()
-    # On a GPU a further query token costs next to nothing.
-    least = MIN_CHANCE if target.decoder.embedding.device.type == "cpu" else MIN_CHANCE / 5
+    min_chance = NGRAM_MIN_CHANCE[target.decoder.embedding.device.type]
     if wanted.documents is None:
-        return NGram(min_chance=least)
+        return NGram(min_chance=min_chance)
     try:
         text = wanted.documents.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(f"the document {str(wanted.documents)!r} cannot be read ({error})") from None
-    return NGram([encode(text)], min_chance=least)
+    return NGram([encode(text)], min_chance=min_chance)
 
 
 def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits | None]:
