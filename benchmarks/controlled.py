@@ -35,10 +35,10 @@ from ridgeline.models.config import read_model
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
 from ridgeline.speculation import build
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import Behind, DeviceDrafter, NoDrafter, Views
 from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from ridgeline.speculation.options import Wanted
-from ridgeline.speculation.pace import Pace
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.wire.messages import StepStats
 
@@ -136,7 +136,9 @@ class Engine:
         """Draft up to sizes[-1] nodes; (0,): as without any drafter."""
         scheduler = self.local.engine.loop.scheduler
         self.share.fill_(round(share * 1000))
-        drafts = Speculator(None, DeviceTraits(NODES, reads_tokens=self.reads), Pace(sizes, fixed), build.LOGIT_ROWS)
+        drafts = Speculator(
+            None, DeviceTraits(NODES, reads_tokens=self.reads), Controller(sizes, fixed), build.LOGIT_ROWS
+        )
         scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
     def decode(self, batch: int, prompt: int, repeats: int) -> Decoded:

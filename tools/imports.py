@@ -59,7 +59,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation.guest": _GUEST,
     "speculation.state": _GUEST,
     "speculation.host": _GUEST,
-    "speculation.pace": ("core",),
+    "speculation.controller": ("core", "speculation.state", "speculation.host"),
     "engine.virtual": ("core",),
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""

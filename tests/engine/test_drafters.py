@@ -13,11 +13,11 @@ from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
 from ridgeline.engine.request import Request
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import Behind, DeviceDrafter
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.speculation.heads import MedusaHeads, tree
 from ridgeline.speculation.medusa import Medusa
-from ridgeline.speculation.pace import Pace
 from ridgeline.speculation.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -61,7 +61,7 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
 def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **facts: object) -> DeviceBench:
     drafter, shape = drafters(family, str(facts.get("device", "cpu")))[name]
     sizes = (0, shape.max_nodes) if nodes is None else nodes
-    speculation = Speculator(None, shape, Pace(sizes, fixed=nodes is None))
+    speculation = Speculator(None, shape, Controller(sizes, fixed=nodes is None))
     return DeviceBench(family, speculation=speculation, drafter=drafter, drafts=sizes, **facts)
 
 
@@ -100,10 +100,10 @@ def test_a_draft_that_is_the_target_is_always_right(family: str, depth: int) -> 
 def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes change from step to step, so drafting pauses and goes on."""
     drafter, shape = drafters("llama-gqa")["itself"]
-    pace = Pace((0, 1, 3))
+    controller = Controller((0, 1, 3))
     asked = iter([3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
-    bench = DeviceBench(speculation=Speculator(None, shape, pace), drafter=drafter, depth=1)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
+    bench = DeviceBench(speculation=Speculator(None, shape, controller), drafter=drafter, depth=1)
     bench.submit("one", max_tokens=60)
     bench.run()
     assert bench.tokens["one", 0] == alone(max_tokens=60)
@@ -112,9 +112,9 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.
 
 @pytest.mark.parametrize("worth", [0, 2])
 def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four nodes that are drafted in every step; the pace learns that the others are never kept."""
+    """Of four nodes that are drafted in every step; the controller learns that the others are never kept."""
     bench, seen, learned = speculating("llama-gqa", "recurrent"), set[int](), list[int]()
-    draft, verified, learn = Recurrent.draft, StepCounts.verified, Pace.learn
+    draft, verified, learn = Recurrent.draft, StepCounts.verified, Controller.observe
 
     def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
         draft(self, behind, *facts)
@@ -124,13 +124,13 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
         seen.add(nodes)
         verified(self, nodes, accepted)
 
-    def learns(self: Pace, nodes: int, kept: list[int]) -> None:
+    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
         learned.append(nodes)
         learn(self, nodes, kept)
 
     monkeypatch.setattr(Recurrent, "draft", drafted)
     monkeypatch.setattr(StepCounts, "verified", counted)
-    monkeypatch.setattr(Pace, "learn", learns)
+    monkeypatch.setattr(Controller, "observe", learns)
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
@@ -141,7 +141,7 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
 def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is cut and never verified, as a host drafter has more to say, leaves the next one whole."""
     bench, learned = speculating("llama-gqa", "recurrent"), list[int]()
-    draft, propose, learn = Recurrent.draft, Speculator.propose, Pace.learn
+    draft, propose, learn = Recurrent.draft, Speculator.propose, Controller.observe
     steps = iter(range(1000))
 
     def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
@@ -152,13 +152,13 @@ def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.Mo
         found = propose(self, request, most)
         return NOTHING if len(found.tokens) == 2 else found
 
-    def learns(self: Pace, nodes: int, kept: list[int]) -> None:
+    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
         learned.append(nodes)
         learn(self, nodes, kept)
 
     monkeypatch.setattr(Recurrent, "draft", drafted)
     monkeypatch.setattr(Speculator, "propose", proposes)
-    monkeypatch.setattr(Pace, "learn", learns)
+    monkeypatch.setattr(Controller, "observe", learns)
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")

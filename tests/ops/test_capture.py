@@ -300,8 +300,8 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8)
         engine = LocalEngine.start(ModelConfig(dtype="float32"), config)
         runner = engine.engine.loop.runner
-        for pace in getattr(engine.engine.loop.scheduler._speculation, "_paces", ()):
-            pace.fixed = True
+        for controller in getattr(engine.engine.loop.scheduler._speculation, "_controllers", ()):
+            controller.fixed = True
         run = runner._run  # type: ignore[attr-defined]
 
         def noted(built: Any, bound: int, run: Callable[[Any, int], Any] = run) -> Any:

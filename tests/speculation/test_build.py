@@ -81,8 +81,8 @@ def always_drafting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepStats
     """Draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
     local, steps = llm._engine, []
     monkeypatch.setattr(local, "_on_step", steps.append)
-    for pace in local.engine.loop.scheduler._speculation._paces:
-        monkeypatch.setattr(pace, "fixed", True)
+    for controller in local.engine.loop.scheduler._speculation._controllers:
+        monkeypatch.setattr(controller, "fixed", True)
     return steps
 
 

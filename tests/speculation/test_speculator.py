@@ -12,8 +12,8 @@ import pytest
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.plan import StepPlan
 from ridgeline.speculation import speculator
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.host import repeats
-from ridgeline.speculation.pace import Pace
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.speculation.state import StepDrafts
 from tests.engine.helpers import VOCAB, Bench, oracle
@@ -56,7 +56,7 @@ def test_a_guess_knows_everything_that_was_said(depth: int, cache: bool, device:
     prompt = list(range(20))
     said = oracle(prompt, 60)
     host = Host(prompt + said)
-    speculation = Speculator(host, device, Pace((0, 2), fixed=True))
+    speculation = Speculator(host, device, Controller((0, 2), fixed=True))
     bench = Bench(depth=depth, speculation=speculation, luck=0.5, step_tokens=32)
     bench.submit("one", prompt, max_tokens=60, cache=cache)
     bench.run()
@@ -83,7 +83,7 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
         asked = 0
 
     host = Silent([])
-    bench = Bench(speculation=Speculator(host, None, Pace((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", list(range(10)), max_tokens=128)
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
@@ -116,7 +116,7 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(
 
     host = Silent([])
     host.needs_repeat = needs_repeat
-    bench = Bench(speculation=Speculator(host, None, Pace((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", list(range(10)), max_tokens=128)
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
@@ -126,7 +126,7 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(
 @pytest.mark.parametrize("glances", [False, True])
 def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who begins to repeat what was said is asked within a few steps, however long drafting was to be off; nobody else is."""
-    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 64)
+    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 64)
     monkeypatch.setattr(speculator, "repeats", lambda tokens: glances and len(tokens) >= 50)
     asked: list[int] = []
 
@@ -138,7 +138,7 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
     prompt = list(range(20))
     host = Noted(prompt + oracle(prompt, 80))
     host.needs_repeat = True
-    bench = Bench(speculation=Speculator(host, None, Pace((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", prompt, max_tokens=80)
     bench.run()
     assert bench.tokens["one", 0] == oracle(prompt, 80)
@@ -147,7 +147,7 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_device_drafted_is_verified_once() -> None:
     """Even if the steps that follow draft nothing and tell nobody so."""
-    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Controller((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=1.0, parents=(-1, -1, 0))
     bench.submit("one", [1, 2, 3], max_tokens=30)
     bench.turn()
@@ -159,7 +159,7 @@ def test_what_the_device_drafted_is_verified_once() -> None:
 
 def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose drafts are as those of one of late takes that one's arrays, and a bound of its own."""
-    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Controller((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=0.5, parents=(-1, -1, 0))
     plans: list[StepPlan] = []
     launch = bench.runner.launch
@@ -188,8 +188,8 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
 def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is forgiven whoever comes new is forgiven a request, not each of its choices."""
     welcomed: list[int] = []
-    monkeypatch.setattr(Pace, "welcome", lambda self, rows, new: welcomed.append(new))
-    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Pace((0, 2))))
+    monkeypatch.setattr(Controller, "admit", lambda self, rows, new: welcomed.append(new))
+    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))))
     bench.submit("one", [1, 2, 3], max_tokens=30, n=4)
     bench.submit("two", [4, 5, 6], max_tokens=30)
     bench.run()
@@ -200,8 +200,8 @@ def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPat
 def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
     turns: list[int] = []
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
-    bench = Bench(speculation=Speculator(None, DeviceTraits(3), Pace((0, 1, 2, 3))), luck=0.5)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
+    bench = Bench(speculation=Speculator(None, DeviceTraits(3), Controller((0, 1, 2, 3))), luck=0.5)
     plans: list[StepPlan] = []
     launch = bench.runner.launch
     monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
@@ -224,19 +224,21 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
 def test_what_is_drawn_and_what_is_not_have_their_own_records(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught: list[Pace] = []
-    learn = Pace.learn
-    monkeypatch.setattr(Pace, "learn", lambda pace, *told: taught.append(pace) or learn(pace, *told))
-    greedy = Pace((0, 3), fixed=True)
-    hoped = greedy.gained(3)
+    taught: list[Controller] = []
+    learn = Controller.observe
+    monkeypatch.setattr(
+        Controller, "observe", lambda controller, *told: taught.append(controller) or learn(controller, *told)
+    )
+    greedy = Controller((0, 3), fixed=True)
+    hoped = greedy.expected(3)
     bench = Bench(speculation=Speculator(None, DeviceTraits(3), greedy), luck=0.0)
     for number in range(3):
         bench.submit(str(number), [1, 2, 3], max_tokens=30, temperature=temperature)
     bench.run()
-    assert all(pace is taught[0] for pace in taught) and taught[0].gained(3) < 1.2 < hoped
+    assert all(controller is taught[0] for controller in taught) and taught[0].expected(3) < 1.2 < hoped
     assert (taught[0] is greedy) == (temperature == 0.0)
     if temperature:
-        assert greedy.gained(3) == hoped, "nothing drawn counts for it"
+        assert greedy.expected(3) == hoped, "nothing drawn counts for it"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -244,9 +246,9 @@ def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeyp
     """While drafting rests one stands for several."""
     booked: list[int] = []
     plain: list[bool] = []
-    rested, measure = Pace.rested, Speculator.end_step
+    rested, measure = Controller.measure_plain, Speculator.end_step
 
-    def book(self: Pace, rows: int, seconds: float, steps: int = 1) -> None:
+    def book(self: Controller, rows: int, seconds: float, steps: int = 1) -> None:
         booked.append(steps)
         rested(self, rows, seconds, steps)
 
@@ -254,11 +256,11 @@ def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeyp
         plain.append(not drafts.active)
         return measure(self, drafts, *told)
 
-    monkeypatch.setattr(Pace, "rested", book)
+    monkeypatch.setattr(Controller, "measure_plain", book)
     monkeypatch.setattr(Speculator, "end_step", measured)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
-    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 13)
-    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), Pace((0, 2))), luck=0.5)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
+    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 13)
+    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))), luck=0.5)
     for number in range(4):
         bench.submit(f"{number}", list(range(20)), max_tokens=60)
         bench.run()

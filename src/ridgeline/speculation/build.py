@@ -11,6 +11,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model, shipped_model
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, NoDrafter
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.speculation.first_of import FirstOf
@@ -21,7 +22,6 @@ from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.medusa import Medusa
 from ridgeline.speculation.ngram import NGram
 from ridgeline.speculation.options import MOST, Wanted, check_draft, check_files, read_vocabulary, read_wanted, refusal
-from ridgeline.speculation.pace import Pace
 from ridgeline.speculation.recurrent import Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -81,7 +81,7 @@ def open_drafters(
     asked = None if not host else host[0] if len(host) == 1 else FirstOf(host)
     cuts = traits is not None and traits.cuts
     sizes = tuple(sorted({0, traits.max_nodes, wanted.most})) if traits is not None and cuts else wanted.sizes
-    return Speculator(asked, traits, Pace(sizes), LOGIT_ROWS), device
+    return Speculator(asked, traits, Controller(sizes), LOGIT_ROWS), device
 
 
 def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:

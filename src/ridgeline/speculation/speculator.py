@@ -13,10 +13,10 @@ from operator import attrgetter
 
 from ridgeline.core.draft import DEVICE, NOTHING, Draft
 from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.guest import RequestView, Speculation
 from ridgeline.speculation.host import HostDrafter, repeats
-from ridgeline.speculation.pace import PRICE, Pace, Reading
-from ridgeline.speculation.state import NO_STEP_DRAFTS, SpeculationState, StepDrafts
+from ridgeline.speculation.state import NO_STEP_DRAFTS, Reading, SpeculationState, StepDrafts
 
 _TEMPERATURE = attrgetter("sampling.temperature")
 _WEIGHT = 0.2
@@ -55,25 +55,26 @@ class Speculator(Speculation):
     """Proposes drafts of a host drafter, of a device drafter, or of both; a draft of the host goes first.
 
     Args:
-        pace: says how many nodes pay, and when to ask the host drafter.
+        controller: says how many nodes pay, and when to call the host drafter; of greedy steps, and the model of another one for
+            steps that sample.
         logit_rows: largest number of logit rows of a step with drafts.
     """
 
     def __init__(
-        self, host: HostDrafter | None, device: DeviceTraits | None, pace: Pace, logit_rows: int = 1 << 30
+        self, host: HostDrafter | None, device: DeviceTraits | None, controller: Controller, logit_rows: int = 1 << 30
     ) -> None:
-        self.max_nodes = pace.sizes[-1]
+        self.max_nodes = controller.sizes[-1]
         self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
         self.idle = False
-        self._host, self._device, self._pace = host, device, pace
-        self._paces = pace, Pace(pace.sizes, pace.fixed)
+        self._host, self._device, self._controller = host, device, controller
+        self._controllers = controller, Controller(controller.sizes, controller.fixed)
         """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
         self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
         self._chain_nodes = 0 if device is None else device.chain_nodes
         self._rows, self._next_nodes, self._logit_rows = 1, 0, logit_rows
         self._idle_steps = self._waiting = self._new = 0
-        self._plain = self._paces[0], 0, 0
-        """Plain steps in a row that the pace has not counted yet: their pace, rows and number."""
+        self._plain = controller, 0, 0
+        """Plain steps in a row that no controller has counted yet: their controller, rows and number."""
         self._asked: list[SpeculationState] = []
         self._probe_gain = 0.0
         """Moving average of `question_gain` over probes: the expectation for a new request."""
@@ -87,12 +88,12 @@ class Speculator(Speculation):
             # Where text repeats, a request's own calls decide: in a batch one probe alone would bear the cost of all rows.
             gain = max(self._probe_gain, _REPEAT_GAIN if self._host.needs_repeat else 0.0)
             state.probe_until, state.question_gain = 0, gain
-        if self._host.needs_repeat and not (self._pace.fixed or state.last_gain or repeats(request.tokens)):
+        if self._host.needs_repeat and not (self._controller.fixed or state.last_gain or repeats(request.tokens)):
             return False
-        asks = known < state.probe_until or (state.question_gain > 0 and self._pace.affords(self._rows))
+        asks = known < state.probe_until or (state.question_gain > 0 and self._controller.may_call(self._rows))
         new = not state.probe_until
         due = new or known >= state.probe_until + _PROBE_INTERVAL
-        if not asks and due and (tokens := self._pace.look(self._rows, new=new)):
+        if not asks and due and (tokens := self._controller.probe_calls(self._rows, new=new)):
             state.probe_until, asks = known + tokens, True
         self._waiting += asks
         return asks
@@ -124,7 +125,7 @@ class Speculator(Speculation):
             draft = self._ask(self._host, request)
         if draft is not None and (draft := draft.first(nodes)).tokens:
             expected = sum(state.acceptance ** (node + 1) for node in range(len(draft.tokens)))
-            if not offered or expected > self._pace.gained(offered) - 1:
+            if not offered or expected > self._controller.expected(offered) - 1:
                 return draft
         if request.sampling.penalized:  # see _ask
             return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else NOTHING
@@ -142,7 +143,7 @@ class Speculator(Speculation):
             state.proposer.observe(news, NOTHING, news[:1])
         state.observed = len(tokens)
         room = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
-        nodes = min(room, self._pace.worth(self._rows, state.acceptance))
+        nodes = min(room, self._controller.host_nodes(self._rows, state.acceptance))
         draft = state.proposer.propose(nodes, nodes) if nodes > 0 else NOTHING
         # Penalties count the tokens of a row from its start on, which only a chain keeps in order.
         return draft.chain() if request.sampling.penalized else draft
@@ -153,23 +154,23 @@ class Speculator(Speculation):
             self.idle = self._idle_steps > 0 and not (plan.joins or self._finds_repeat(requests))
             return NO_STEP_DRAFTS
         device, rows = self._device, sum(plan.samples)
-        self._rows, self._pace = max(1, rows), self._paces[any(map(_TEMPERATURE, requests))]
+        self._rows, self._controller = max(1, rows), self._controllers[any(map(_TEMPERATURE, requests))]
         self._new += sum(join.choice == 0 for join in plan.joins)
         if rows and self._new:
-            self._pace.welcome(rows, self._new)
+            self._controller.admit(rows, self._new)
             self._new = 0
         nodes, self._next_nodes = self._next_nodes, 0
         asked, self._asked = self._asked, []
         waiting, self._waiting = self._waiting, 0
         if device is not None and rows and not _all_quoted(plan, requests):
             most = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
-            self._next_nodes = self._pace.choose(rows, most)
+            self._next_nodes = self._controller.choose(rows, most)
         plan.ahead = self._next_nodes
         active = bool(nodes or plan.ahead or asked or plan.drafts)
         if device is not None and (active or device.reads_tokens):
             self._offer(plan, requests, device)
         if rows and not (active or waiting or plan.joins or self.slots_ahead):
-            self._idle_steps = self._pace.rest(rows, host=self._host is not None, device=device is not None)
+            self._idle_steps = self._controller.idle_steps(rows, host=self._host is not None, device=device is not None)
             self.idle = self._idle_steps > 0
         return StepDrafts(nodes, asked, active)
 
@@ -177,7 +178,7 @@ class Speculator(Speculation):
         """Whether some text repeats, so that a call of the host drafter is worth it before the idle steps are over."""
         host = self._host
         due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
-        if not (due and self._pace.affords(self._rows)):
+        if not (due and self._controller.may_call(self._rows)):
             return False
         return any(one.speculation.question_gain > 0 and repeats(one.tokens) for one in requests)
 
@@ -200,7 +201,7 @@ class Speculator(Speculation):
     ) -> None:
         state, kept = request.speculation, result.kept.get(place, [])
         if draft.tokens[0] == DEVICE:
-            self._pace.learn(len(draft.tokens) + state.cut_nodes, kept)
+            self._controller.observe(len(draft.tokens) + state.cut_nodes, kept)
             return
         tried = min(len(draft.tokens), len(kept) + 1)
         state.acceptance += _WEIGHT * (len(kept) / tried - state.acceptance)
@@ -214,8 +215,8 @@ class Speculator(Speculation):
     ) -> float:
         rows = len(requests)
         if not drafts.active:
-            pace, many, steps = self._plain
-            self._plain = self._pace, rows, steps + 1 if pace is self._pace and many == rows else 1
+            known = self._plain[:2] == (self._controller, rows)
+            self._plain = self._controller, rows, self._plain[2] + 1 if known else 1
         if self.idle and not drafts.active and self._idle_steps % _IDLE_STRIDE:
             return 0.0
         self._cut(requests, result)
@@ -224,8 +225,8 @@ class Speculator(Speculation):
         seconds = result.device_s + result.gap_s
         if not drafts.active:
             if not result.fresh:
-                self._pace.rested(rows, seconds, self._plain[2])
-                self._plain = self._pace, rows, 0
+                self._controller.measure_plain(rows, seconds, self._plain[2])
+                self._plain = self._controller, rows, 0
             return 0.0
         return self._measure(drafts, plan, result, seconds)
 
@@ -236,26 +237,28 @@ class Speculator(Speculation):
             state.cut_nodes = 0
             if worth < state.device_nodes and not requests[place].in_flight:  # else a later step drafts for it
                 if not worth:
-                    self._pace.learn(state.device_nodes, [])
+                    self._controller.observe(state.device_nodes, [])
                 state.cut_nodes, state.device_nodes = worth and state.device_nodes - worth, worth
 
     def _measure(self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float) -> float:
-        """Tell the pace what a step with drafts took and gained. Returns the seconds saved."""
+        """Tell the controller what a step with drafts took and gained. Returns the seconds saved."""
         rows, asked = len(plan.rows), drafts.asked
-        gained, idle = len(result.tokens) / rows, not plan.drafts
-        if not asked:
-            # A step that drafts another size than it verifies is no measurement of either.
-            read = Reading(rows, gained, seconds, fresh=result.fresh)
-            return self._pace.drafted(read, drafts.nodes, steady=plan.ahead == drafts.nodes, idle=idle)
-        nodes, quoted = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
-        read = Reading(rows, gained, seconds, nodes / rows, quoted / rows, result.fresh, len(asked) / rows)
-        if plan.ahead or drafts.nodes:
-            saved, price = self._pace.drafted(read, drafts.nodes, steady=False, idle=idle), PRICE
-        else:
-            saved, price = self._pace.asked(read, len(asked), sum(map(_probed, asked)))
+        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
+        step = Reading(
+            rows,
+            seconds,
+            len(result.tokens) / rows,
+            drafts.nodes,
+            plan.ahead,
+            host_nodes / rows,
+            host_tokens / rows,
+            len(asked) / rows,
+            result.fresh,
+        )
+        saved, price = self._controller.measure(step)
         for state in asked:
             state.question_gain += _WEIGHT * (state.last_gain - price - state.question_gain)
-            if _probed(state):
+            if state.observed <= state.probe_until:  # the call was a probe
                 self._probe_gain += _WEIGHT / 4 * (state.last_gain - price - self._probe_gain)
         return saved
 
@@ -265,11 +268,6 @@ def _all_quoted(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
     if not plan.drafts or min(plan.drafts) < 0:
         return False
     return min(request.speculation.question_gain for request in requests) > 1
-
-
-def _probed(state: SpeculationState) -> bool:
-    """Whether its last call of the host drafter was a probe."""
-    return state.observed <= state.probe_until
 
 
 def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:

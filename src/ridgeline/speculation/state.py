@@ -1,8 +1,9 @@
-"""What speculation remembers: of a request between steps, and of a step between its plan and its commit."""
+"""Records of speculation: of a request, of a step between its plan and its commit, and of a committed step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ridgeline.core.draft import Draft
 from ridgeline.speculation.host import Proposer
@@ -61,3 +62,18 @@ class StepDrafts:
 
 
 NO_STEP_DRAFTS = StepDrafts()
+
+
+class Reading(NamedTuple):
+    """A committed step. Tokens gained, nodes verified and calls of the host drafter are per row. drafted: device nodes for the next
+    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones."""
+
+    rows: int
+    seconds: float
+    tokens: float
+    nodes: int = 0
+    drafted: int = 0
+    host_nodes: float = 0.0
+    host_tokens: float = 0.0
+    calls: float = 0.0
+    fresh: bool = False
