@@ -28,15 +28,18 @@ import torch
 from common import HERE, cpu_name, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter, Views
-from ridgeline.engine import assemble, device, drafting
+from ridgeline.engine import assemble, device
 from ridgeline.engine.local import LocalEngine
-from ridgeline.engine.pace import Pace
-from ridgeline.engine.speculation import NO_DRAFTS, Drafts, OnDevice, Speculation
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.config import read_model
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
+from ridgeline.speculation import build
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.device import Behind, DeviceDrafter, NoDrafter, Views
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.options import Wanted
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.wire.messages import StepStats
 
 NODES = 4
@@ -133,8 +136,10 @@ class Engine:
         """Draft up to sizes[-1] nodes; (0,): as without any drafter."""
         scheduler = self.local.engine.loop.scheduler
         self.share.fill_(round(share * 1000))
-        drafts = Drafts(None, OnDevice(NODES, reads=self.reads), Pace(sizes, fixed), drafting.LOGIT_ROWS)
-        scheduler._speculation = drafts if sizes[-1] else NO_DRAFTS
+        drafts = Speculator(
+            None, DeviceTraits(NODES, reads_tokens=self.reads), Controller(sizes, fixed), build.LOGIT_ROWS
+        )
+        scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
     def decode(self, batch: int, prompt: int, repeats: int) -> Decoded:
         """Medians of `repeats` runs, after one that is not looked at."""
@@ -180,17 +185,15 @@ def _note(stats: StepStats) -> None:
 def start(model: Path, draft: Path | None, config: EngineConfig, script: Script) -> Engine:
     """An engine on random weights; draft: a draft model whose time is paid, None for a free drafter."""
     share = torch.zeros((), dtype=torch.int32, device=script.said.device)
-    wanted = drafting.Wanted(device="draft" if draft else "recycling", folder=draft, most=NODES)
+    wanted = Wanted(device="draft" if draft else "recycling", folder=draft, most=NODES)
 
-    def opened(
-        asked: drafting.Wanted, target: LoadedModel, folder: Path, dummy: bool
-    ) -> tuple[Speculation | None, DeviceDrafter]:
+    def opened(asked: Wanted, target: LoadedModel, encode: object, dummy: bool) -> tuple[Speculation, DeviceDrafter]:
         inner: DeviceDrafter = NoDrafter()
         if draft is not None:
-            inner, _ = drafting._open_device(asked, target, dummy)
-        return None, Controlled(inner, share, script)
+            inner, _ = build._open_device(asked, target, dummy)
+        return NO_SPECULATION, Controlled(inner, share, script)
 
-    drafting.wanted_by = lambda *_: wanted
+    build.wanted_by = lambda *_: wanted
     assemble.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
         ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"),

@@ -27,10 +27,11 @@ import torch
 from common import HERE, cpu_name, provenance, write_rows
 
 from ridgeline.core.config import ModelConfig
-from ridgeline.core.draft import NOTHING, Draft, HostDrafter
-from ridgeline.decoding.lookahead import Lookahead
-from ridgeline.decoding.reference import Reference
+from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.models.hub import resolve_model
+from ridgeline.speculation.host import HostDrafter
+from ridgeline.speculation.lookahead import Lookahead
+from ridgeline.speculation.ngram import NGram
 from ridgeline.text.tokenizer import Tokenizer
 
 HELD_OUT = HERE.parent / "tests" / "data" / "heldout.jsonl"
@@ -164,7 +165,7 @@ def answer(drafter: HostDrafter, target: Target, case: Case, size: tuple[int, in
         words = gained(draft, drawn)
         text += words
         said = time.thread_time_ns()
-        guess.hear(words, draft, drawn)
+        guess.observe(words, draft, drawn)
         tally.host_ns += time.thread_time_ns() - said + proposed - began
         tally.tokens += len(words)
         tally.steps += 1
@@ -218,7 +219,7 @@ def reference(work: Sequence[Case], arguments: argparse.Namespace) -> Iterator[d
         tally = Tally()
         for case in [case for case in work if case.kind == kind][: arguments.cases]:
             target = Forced(case.prompt + case.answer)
-            answer(Reference(), target, case, (arguments.nodes, arguments.depth), tally)
+            answer(NGram(), target, case, (arguments.nodes, arguments.depth), tally)
         yield {"row": f"reference, {kind}", "drafter": "reference", "work": kind} | tally.row(arguments.query_cost)
 
 

@@ -44,7 +44,6 @@ from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sizing import hardware_defaults
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
-from ridgeline.decoding.drafters import NoDrafter
 from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
@@ -52,6 +51,7 @@ from ridgeline.hardware.power import board_joules
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.choose import choose
+from ridgeline.speculation.device import NoDrafter
 
 MATRICES = frozenset(("qkv", "out", "gate+up", "down"))
 QUANTIZED = MATRICES | {name for name, parts in RUNS.items() if MATRICES & set(parts)}

@@ -27,12 +27,13 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6352
+HEART_STATEMENTS = 6100
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
     "models/": "the decoder that every step runs",
     "decoding/": "what is done with the logits of every step",
+    "speculation/": "what is drafted, and its state in every request and step",
     "parallel/": "the mesh that every layer is given",
     "ops/choose.py": "chooses the operations that every step calls",
     "ops/table.py": "the interface between layers and operations",
@@ -54,6 +55,10 @@ HEART: Mapping[str, str] = {
 """Package, or file of ops and core, that the request path passes through, with the reason. Paths are below PACKAGES."""
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
+    "speculation/options.py": "start-up: the option --speculate",
+    "speculation/ngram.py": "host drafter: called where its drafts pay",
+    "speculation/lookahead.py": "host drafter: called where its drafts pay",
+    "speculation/first_of.py": "host drafters joined by +",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention over parts of the keys; no step calls it yet",
@@ -72,7 +77,6 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/resolve.py": "start-up: options",
     "core/sizing.py": "start-up: what fits into memory",
     "core/slo.py": "judges requests in service and bench",
-    "core/speculate.py": "start-up: the option --speculate",
 }
 """Start of a path that the heart leaves out, with the reason. Each file of ops and core is in one of the two tables."""
 SPLIT_PACKAGES = ("ops/", "core/")

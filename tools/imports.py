@@ -28,12 +28,13 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "parallel": ("core",),
     "models": ("core", "ops", "quant", "parallel"),
     "decoding": ("core", "ops", "models"),
+    "speculation": ("core", "ops", "models", "decoding"),
     "engine": (
-        "core", "wire", "text", "metrics", "hardware", "ops", "quant", "kv", "parallel", "models", "decoding",
+        "core", "wire", "text", "metrics", "hardware", "ops", "quant", "kv", "parallel", "models", "decoding", "speculation",
     ),
     "service": ("core", "wire", "text", "metrics", "hardware.table", "planner"),
     "planner": ("core", "hardware", "metrics"),
-    "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "quality"),
+    "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
     "bench": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),
     "quality": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),
     "llm": ("core", "wire", "text", "models", "engine.local"),
@@ -41,10 +42,11 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 """Package -> what its modules may import, beside each other. cli may import everything, and no package imports cli.
 `ridgeline.llm` (offline use) stands outside like bench: it knows the engine by its local client alone."""
 
+_GUEST = ("core", "speculation.guest", "speculation.state", "speculation.host")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix",
-    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight", "engine.speculation",
-    "engine.pace",
+    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight",
+    "speculation.guest", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
@@ -54,8 +56,10 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
     "engine.flight": _PLANNING,
-    "engine.speculation": _PLANNING,
-    "engine.pace": _PLANNING,
+    "speculation.guest": _GUEST,
+    "speculation.state": _GUEST,
+    "speculation.host": _GUEST,
+    "speculation.controller": ("core", "speculation.state", "speculation.host"),
     "engine.virtual": ("core",),
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""
@@ -63,7 +67,8 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
-    "engine.flight", "engine.loop", "engine.virtual", "cli.main", "cli.serve", "cli.chat",
+    "engine.flight", "engine.loop", "engine.virtual", "speculation.guest", "speculation.speculator", "speculation.options",
+    "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""
 

@@ -34,9 +34,9 @@ from ridgeline.compress.recurrent import DEPTH as CHAIN
 from ridgeline.compress.recurrent import RecurrentModule, lesson
 from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
-from ridgeline.decoding.recurrent import load_recurrent
 from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.sample import sample
+from ridgeline.speculation.recurrent import load_recurrent
 
 PROMPT, LENGTH = 64, 256  # tokens
 DEPTH = 5

@@ -31,7 +31,7 @@ from ridgeline.compress.recurrent import RecurrentModule, lesson, place_loss, re
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
-from ridgeline.decoding.recurrent import load_recurrent
+from ridgeline.speculation.recurrent import load_recurrent
 
 HEADS = 4
 WRITTEN = 3  # rows the teacher wrote, for each of the corpus

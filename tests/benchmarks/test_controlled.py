@@ -11,13 +11,14 @@ import torch
 from controlled import NODES, PLACES, Script, dictated, start
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine import assemble, drafting
+from ridgeline.engine import assemble
 from ridgeline.ops.rows import Int, RowState
+from ridgeline.speculation import build
 from tests.benchmarks.test_ledger import LLAMA
 
 
 def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room, name in ((drafting, "wanted_by"), (assemble, "open_drafters")):
+    for room, name in ((build, "wanted_by"), (assemble, "open_drafters")):
         monkeypatch.setattr(room, name, getattr(room, name))  # what `start` puts there goes with the test
     monkeypatch.setattr(controlled, "OUTPUT", 24)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": PLACES}))

@@ -16,8 +16,8 @@ from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
-from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from tests.engine.fake import FakeRunner, next_token
 
 VOCAB = 97
@@ -47,7 +47,7 @@ class Shape:
     batching: str = "continuous"
     depth: int = 0
     prefix_cache: bool = True
-    speculation: Speculation | None = None
+    speculation: Speculation = NO_SPECULATION
     fail_at: Sequence[int] = ()
     luck: float = 0.0
     parents: tuple[int, ...] = ()
@@ -132,17 +132,17 @@ class Bench:
 class Guesser(Speculation):
     """Drafts chains, or trees, whose nodes are right with a given chance if those above them are."""
 
-    def waits(self, request: Request) -> bool:
+    def waits(self, request: Any) -> bool:
         return True
 
     def __init__(self, chance: float, most: int, seed: int, *, trees: bool = False) -> None:
         self._random = random.Random(seed)
-        self._chance, self.most, self._trees = chance, most, trees
+        self._chance, self.max_nodes, self._trees = chance, most, trees
 
-    def propose(self, request: Request, most: int) -> Draft:
+    def propose(self, request: Any, nodes: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
-        for node in range(min(most, request.limit - request.expected - 1, self._random.randint(0, self.most))):
+        for node in range(min(nodes, request.limit - request.expected - 1, self._random.randint(0, self.max_nodes))):
             parent = self._random.randint(-1, node - 1) if self._trees else node - 1
             path, up = [], parent
             while up >= 0:

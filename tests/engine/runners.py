@@ -15,7 +15,6 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.plan import StepResult, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
-from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.leases import Leases
@@ -25,12 +24,13 @@ from ridgeline.engine.request import Constraint, Request
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.shape import Sizes
-from ridgeline.engine.speculation import Speculation
 from ridgeline.kv.prefix import chain_root
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.capture import Capture
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.speculation.device import DeviceDrafter, NoDrafter
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from tests.models.families import save
 
 MAX_LEN = 192
@@ -82,7 +82,7 @@ class Engine:
     depth: int = 0
     graphs: bool = False
     prefix_cache: bool = True
-    speculation: Speculation | None = None
+    speculation: Speculation = NO_SPECULATION
     drafter: DeviceDrafter = field(default_factory=NoDrafter)
     drafts: tuple[int, ...] = ()
     model: LoadedModel | None = None

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ridgeline.core.draft import HostDrafter
-from ridgeline.decoding.lookahead import Lookahead
-from ridgeline.decoding.reference import Reference
 from ridgeline.engine import graphs
-from ridgeline.engine.pace import Pace
-from ridgeline.engine.speculation import Drafts
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.host import HostDrafter
+from ridgeline.speculation.lookahead import Lookahead
+from ridgeline.speculation.ngram import NGram
+from ridgeline.speculation.speculator import Speculator
 from tests.engine.runners import PROMPT, DeviceBench, alone
 from tests.engine.test_drafters import drafters, speculating
 
@@ -68,11 +68,9 @@ def test_what_the_device_drafts(name: str) -> None:
     check(bench, with_graphs(bench))
 
 
-@pytest.mark.parametrize(
-    "host", [Reference(least_chance=0.0), Lookahead(columns=2, ngram=3)], ids=["quotes", "lookahead"]
-)
+@pytest.mark.parametrize("host", [NGram(min_chance=0.0), Lookahead(columns=2, ngram=3)], ids=["quotes", "lookahead"])
 def test_what_the_host_drafts(host: HostDrafter) -> None:
-    speculation = Drafts(host, None, Pace((0, 1, 2, 4, 6), fixed=True))
+    speculation = Speculator(host, None, Controller((0, 1, 2, 4, 6), fixed=True))
     bench = DeviceBench(speculation=speculation, step_tokens=TOKENS)
     check(bench, with_graphs(bench, 6))
 
@@ -84,9 +82,12 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     monkeypatch.setattr(graphs, "UNREAD_TOKENS", tokens)
     drafter, shape = drafters("llama-gqa")["itself"]
     asked = iter([3, 0, 0, 0, 0, 3, 0, 0, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
     bench = DeviceBench(
-        speculation=Drafts(None, shape, Pace((0, 1, 3))), drafter=drafter, drafts=(0, 1, 3), step_tokens=TOKENS
+        speculation=Speculator(None, shape, Controller((0, 1, 3))),
+        drafter=drafter,
+        drafts=(0, 1, 3),
+        step_tokens=TOKENS,
     )
     recorder = with_graphs(bench)
     options: list[dict[str, object]] = [{"max_tokens": 40}, {"max_tokens": 50, "temperature": 0.8, "seed": 2}]

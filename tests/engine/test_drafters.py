@@ -12,15 +12,15 @@ import torch
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
-from ridgeline.decoding.draft_model import DraftModel
-from ridgeline.decoding.drafters import Behind, DeviceDrafter
-from ridgeline.decoding.heads import MedusaHeads, tree
-from ridgeline.decoding.medusa import Medusa
-from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
-from ridgeline.decoding.recycling import Recycling
-from ridgeline.engine.pace import Pace
 from ridgeline.engine.request import Request
-from ridgeline.engine.speculation import Drafts, OnDevice
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.device import Behind, DeviceDrafter
+from ridgeline.speculation.draft_model import DraftModel
+from ridgeline.speculation.heads import MedusaHeads, tree
+from ridgeline.speculation.medusa import Medusa
+from ridgeline.speculation.recurrent import UNMEASURED, Recurrent, load_recurrent
+from ridgeline.speculation.recycling import Recycling
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.engine.runners import PROMPT, DeviceBench, alone, pair
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter, OnDevice]]:
+def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter, DeviceTraits]]:
     """The target drafting for itself is always right; heads of noise are hardly ever."""
     model = pair(family, device)[1]
     width = model.spec.d_model
@@ -50,18 +50,18 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
     chain = Recurrent(*facts, tree([row[:1] for row in UNMEASURED], 4))
     branching = Recurrent(*facts, tree(UNMEASURED, 9))
     return {
-        "recurrent": (chain, OnDevice(4, chain.parents)),
-        "recurrent-tree": (branching, OnDevice(9, branching.parents)),
-        "itself": (DraftModel(model), OnDevice(3, reads=True)),
-        "medusa": (medusa, OnDevice(6, medusa.parents)),
-        "recycling": (recycling, OnDevice(9, recycling.parents[:9])),
+        "recurrent": (chain, DeviceTraits(4, chain.parents)),
+        "recurrent-tree": (branching, DeviceTraits(9, branching.parents)),
+        "itself": (DraftModel(model), DeviceTraits(3, reads_tokens=True)),
+        "medusa": (medusa, DeviceTraits(6, medusa.parents)),
+        "recycling": (recycling, DeviceTraits(9, recycling.parents[:9])),
     }
 
 
 def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **facts: object) -> DeviceBench:
     drafter, shape = drafters(family, str(facts.get("device", "cpu")))[name]
-    sizes = (0, shape.most) if nodes is None else nodes
-    speculation = Drafts(None, shape, Pace(sizes, fixed=nodes is None))
+    sizes = (0, shape.max_nodes) if nodes is None else nodes
+    speculation = Speculator(None, shape, Controller(sizes, fixed=nodes is None))
     return DeviceBench(family, speculation=speculation, drafter=drafter, drafts=sizes, **facts)
 
 
@@ -100,10 +100,10 @@ def test_a_draft_that_is_the_target_is_always_right(family: str, depth: int) -> 
 def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes change from step to step, so drafting pauses and goes on."""
     drafter, shape = drafters("llama-gqa")["itself"]
-    pace = Pace((0, 1, 3))
+    controller = Controller((0, 1, 3))
     asked = iter([3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
-    bench = DeviceBench(speculation=Drafts(None, shape, pace), drafter=drafter, depth=1)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
+    bench = DeviceBench(speculation=Speculator(None, shape, controller), drafter=drafter, depth=1)
     bench.submit("one", max_tokens=60)
     bench.run()
     assert bench.tokens["one", 0] == alone(max_tokens=60)
@@ -112,9 +112,9 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.
 
 @pytest.mark.parametrize("worth", [0, 2])
 def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four nodes that are drafted in every step; the pace learns that the others are never kept."""
+    """Of four nodes that are drafted in every step; the controller learns that the others are never kept."""
     bench, seen, learned = speculating("llama-gqa", "recurrent"), set[int](), list[int]()
-    draft, verified, learn = Recurrent.draft, StepCounts.verified, Pace.learn
+    draft, verified, learn = Recurrent.draft, StepCounts.verified, Controller.observe
 
     def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
         draft(self, behind, *facts)
@@ -124,13 +124,13 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
         seen.add(nodes)
         verified(self, nodes, accepted)
 
-    def learns(self: Pace, nodes: int, kept: list[int]) -> None:
+    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
         learned.append(nodes)
         learn(self, nodes, kept)
 
     monkeypatch.setattr(Recurrent, "draft", drafted)
     monkeypatch.setattr(StepCounts, "verified", counted)
-    monkeypatch.setattr(Pace, "learn", learns)
+    monkeypatch.setattr(Controller, "observe", learns)
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
@@ -141,24 +141,24 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
 def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is cut and never verified, as a host drafter has more to say, leaves the next one whole."""
     bench, learned = speculating("llama-gqa", "recurrent"), list[int]()
-    draft, propose, learn = Recurrent.draft, Drafts.propose, Pace.learn
+    draft, propose, learn = Recurrent.draft, Speculator.propose, Controller.observe
     steps = iter(range(1000))
 
     def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
         draft(self, behind, *facts)
         return torch.full((len(behind.rows),), (2, 4, 3)[next(steps) % 3], dtype=torch.int32)
 
-    def proposes(self: Drafts, request: Request, most: int) -> Draft:
+    def proposes(self: Speculator, request: Request, most: int) -> Draft:
         found = propose(self, request, most)
         return NOTHING if len(found.tokens) == 2 else found
 
-    def learns(self: Pace, nodes: int, kept: list[int]) -> None:
+    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
         learned.append(nodes)
         learn(self, nodes, kept)
 
     monkeypatch.setattr(Recurrent, "draft", drafted)
-    monkeypatch.setattr(Drafts, "propose", proposes)
-    monkeypatch.setattr(Pace, "learn", learns)
+    monkeypatch.setattr(Speculator, "propose", proposes)
+    monkeypatch.setattr(Controller, "observe", learns)
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ridgeline.core.plan import StepPlan
 from ridgeline.core.spec import KvLayout
-from ridgeline.engine.pace import Pace
 from ridgeline.engine.request import Lease
-from ridgeline.engine.speculation import NO_DRAFTS, Drafts, OnDevice, Speculation
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.engine.helpers import PLAIN, WINDOWED, Guesser, oracle, prompts
 from tests.engine.late import LateBench, at_once, never
 
@@ -248,8 +249,12 @@ def test_a_loading_request_gives_way_like_any_other(layout: KvLayout) -> None:
 
 
 def _speculations() -> list[Speculation]:
-    """None, host chains, device chains at a pace that is measured."""
-    return [NO_DRAFTS, Guesser(0.5, 3, seed=1), Drafts(None, OnDevice(3, reads=True), Pace((0, 3)))]
+    """None, host chains, device chains of a measured size."""
+    return [
+        NO_SPECULATION,
+        Guesser(0.5, 3, seed=1),
+        Speculator(None, DeviceTraits(3, reads_tokens=True), Controller((0, 3))),
+    ]
 
 
 @settings(max_examples=150, deadline=None)

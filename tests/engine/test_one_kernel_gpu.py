@@ -15,10 +15,10 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
-from ridgeline.engine.pace import Pace
 from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton.layers import Layers
 from ridgeline.ops.triton.layers_keys import ALONE
+from ridgeline.speculation.controller import Controller
 from ridgeline.wire.messages import StepStats, Submit
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path, monke
         json.dumps(LARGE | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64})
     )
     asked = cycle([4, 4, 4, 0, 0, 0, 0, 0, 4, 2, 2, 4, 4])
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: next(asked))
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
     calls.clear()
     monkeypatch.setattr(Layers, "__call__", counted(Layers.__call__))
     seen: list[StepStats] = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.core.draft import Draft
-from ridgeline.engine.request import Request
-from ridgeline.engine.speculation import Speculation
+from ridgeline.speculation.guest import Speculation
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -168,12 +168,12 @@ def test_seeds() -> None:
 class Guesser(Speculation):
     """Drafts of random length, each token right with probability `skill`; in a tree, wrong ones beside it."""
 
-    most = 12
+    max_nodes = 12
 
     def __init__(self, answers: dict[str, list[int]], skill: float, *, trees: bool) -> None:
         self.answers, self.skill, self.trees, self.draw = answers, skill, trees, random.Random(5)
 
-    def propose(self, request: Request, most: int) -> Draft:
+    def propose(self, request: Any, nodes: int) -> Draft:
         said = request.expected - request.prompt_len
         count = min(self.draw.randrange(0, 6), request.limit - request.expected - 1)
         truth = self.answers[request.id][said : said + max(0, count)]
@@ -193,7 +193,7 @@ class Guesser(Speculation):
             if token not in own:
                 break
             right = len(tokens) - len(own) + own.index(token)
-        draft = Draft(tuple(tokens), tuple(parents)).first(most)
+        draft = Draft(tuple(tokens), tuple(parents)).first(nodes)
         return draft.chain() if request.sampling.penalized else draft
 
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
-from ridgeline.engine.pace import Pace
-from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.guest import Speculation
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, Guesser, oracle, prompts
 
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, WINDOWED], ids=["plain", "windowed"])
@@ -71,7 +72,7 @@ def test_what_the_device_drafts_needs_no_host(
     layout: KvLayout, depth: int, luck: float, parents: tuple[int, ...]
 ) -> None:
     """Drafts of a step in flight are verified by the next one, whose plan does not know them."""
-    speculation = Drafts(None, OnDevice(5, parents, reads=True), Pace((0, 5), fixed=True))
+    speculation = Speculator(None, DeviceTraits(5, parents, reads_tokens=True), Controller((0, 5), fixed=True))
     bench = Bench(layout=layout, depth=depth, blocks=60, speculation=speculation, luck=luck, parents=parents)
     wanted = prompts(3, 6)
     for index, prompt in enumerate(wanted):
@@ -86,7 +87,7 @@ def test_what_the_device_drafts_needs_no_host(
 
 def _speculations(most: int) -> list[Speculation]:
     """Host chains, host trees, device chains that wait for nobody."""
-    device = Drafts(None, OnDevice(3, reads=True), Pace((0, 3), fixed=True))
+    device = Speculator(None, DeviceTraits(3, reads_tokens=True), Controller((0, 3), fixed=True))
     return [Guesser(0.5, most, seed=1), Guesser(0.5, most, seed=1, trees=True), device]
 
 

@@ -6,6 +6,7 @@ import random
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,14 @@ from ridgeline.core.draft import DEVICE, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout, LayerSpec, ModelSpec, Rope
-from ridgeline.engine.flight import FlyingStep
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
-from ridgeline.engine.speculation import NO_DRAFTS, Speculation
 from ridgeline.engine.virtual import VirtualRunner
+from ridgeline.speculation.guest import NO_SPECULATION, RequestView, Speculation
+from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
 SPEC = ModelSpec("LlamaForCausalLM", 128_256, 4096, (LAYER,) * 32, 131_072)
@@ -34,7 +35,7 @@ class Simulation:
     """A scheduler and a loop around a virtual runner. Records plans, results and what each request gained."""
 
     def __init__(
-        self, runner: VirtualRunner, *, rows: int = 64, depth: int = 0, drafts: Speculation = NO_DRAFTS
+        self, runner: VirtualRunner, *, rows: int = 64, depth: int = 0, drafts: Speculation = NO_SPECULATION
     ) -> None:
         leases = Leases(LAYOUT, 4000, prefix_cache=True)
         scheduler = Scheduler(LAYOUT, leases, Limits(rows, 2048, 4096), admission("continuous"), drafts)
@@ -170,21 +171,22 @@ class Always(Speculation):
     """Drafts the same tree for every step of every request; tokens of the host's own, or unknown ones of the device."""
 
     def __init__(self, parents: tuple[int, ...], *, device: bool) -> None:
-        self.most, self._parents, self._device = len(parents), parents, device
+        self.max_nodes, self._parents, self._device = len(parents), parents, device
 
-    def waits(self, request: Request) -> bool:
+    def waits(self, request: Any) -> bool:
         return not self._device
 
-    def plain(self, request: Request) -> bool:
+    def skips(self, request: Any) -> bool:
         return False
 
-    def propose(self, request: Request, most: int) -> Draft:
-        count = min(len(self._parents), most, request.limit - request.expected - 1)
+    def propose(self, request: Any, nodes: int) -> Draft:
+        count = min(len(self._parents), nodes, request.limit - request.expected - 1)
         tokens = (DEVICE,) * count if self._device else tuple(range(10, 10 + count))
         return Draft(tokens, self._parents[:count]) if count > 0 else Draft()
 
-    def ahead(self, step: FlyingStep) -> None:
-        step.plan.ahead = self.most if self._device else 0
+    def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
+        plan.ahead = self.max_nodes if self._device else 0
+        return NO_STEP_DRAFTS
 
 
 @pytest.mark.parametrize("device", [True, False])

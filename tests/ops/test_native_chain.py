@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ridgeline.core.config import ModelConfig
-from ridgeline.decoding.draft_model import DraftModel
-from ridgeline.decoding.drafters import Behind
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops import native_cpu
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops, Programs
+from ridgeline.speculation.device import Behind
+from ridgeline.speculation.draft_model import DraftModel
 from tests.models.families import save
 
 PAGE, PAGES, WIDTH, LIMIT = 4, 12, 48, 40

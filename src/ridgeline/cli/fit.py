@@ -23,12 +23,12 @@ from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
-from ridgeline.engine.drafting import weigh
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.probe import Device, meant, probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
+from ridgeline.speculation.build import weigh
 
 
 def parser() -> Parser:

@@ -26,7 +26,6 @@ from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 from ridgeline.core.sampling import MAX_LOGPROBS
-from ridgeline.engine.drafting import weigh
 from ridgeline.hardware.probe import probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -34,6 +33,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
 from ridgeline.quality.ladder import Task, chart, climb, rows, rungs
 from ridgeline.quality.texts import read_texts
+from ridgeline.speculation.build import weigh
 from ridgeline.text.tokenizer import Tokenizer
 
 TOKENS = {"prompts": 8, "prompt-tokens": 128, "answer-tokens": 128, "repeats": 3, "judged-tokens": 8192}

@@ -24,12 +24,12 @@ from ridgeline.cli.flags import Given, Parser, parser_for
 from ridgeline.cli.show import Stages, chosen, configuration, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
-from ridgeline.core.speculate import check_files, read_wanted
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.launch import begin
 from ridgeline.service.listen import bind
+from ridgeline.speculation.options import check_files, read_wanted
 
 SHIPPED_NAME = "ridgeline-14m"
 """What the API calls the model that comes with Ridgeline."""

@@ -1,4 +1,4 @@
-"""A recurrent draft as a module that can be trained: the network of decoding.recurrent, its loss, and the folder it is saved in.
+"""A recurrent draft as a module that can be trained: the network of speculation.recurrent, its loss, and the folder it is saved in.
 
 It learns from the model it drafts for: chains begin behind every token of a text at once, each from the model's hidden state there
 and with the keys and values that the model has written up to there, and go on through the text's own tokens, as a draft goes on
@@ -21,9 +21,9 @@ from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder, rota
 from ridgeline.compress.distill import Recipe
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec, NumberFormat
-from ridgeline.decoding.recurrent import MATRICES, ROWS, RecurrentWeights
 from ridgeline.ops.reference import pack_bits
 from ridgeline.quant.integer import SMALLEST_SCALE, round_to_nearest
+from ridgeline.speculation.recurrent import MATRICES, ROWS, RecurrentWeights
 
 DEPTH = 4
 """Tokens of the chains that it is trained on."""
@@ -87,9 +87,9 @@ class Snapped(nn.Linear):
 
 
 class RecurrentModule(nn.Module):
-    """A recurrent draft to be trained; see decoding.recurrent for what it computes. spec: of the model it drafts for, of which it
-    takes width, norms and activation. ids int64 [outputs]: the tokens it may say. attended: the layer of the model whose keys and
-    values it reads. Its linears round their weights as they will be stored."""
+    """A recurrent draft to be trained; see speculation.recurrent for what it computes. spec: of the model it drafts for, of
+    which it takes width, norms and activation. ids int64 [outputs]: the tokens it may say. attended: the layer of the model whose
+    keys and values it reads. Its linears round their weights as they will be stored."""
 
     ids: Tensor
 
@@ -217,7 +217,7 @@ def recurrent_losses(
 
 
 def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> None:
-    """Write the draft for a model of `spec`, matrices in FORM and the embedding in 8 bits; see decoding.recurrent. The folder is
+    """Write the draft for a model of `spec`, matrices in FORM and the embedding in 8 bits; see speculation.recurrent. The folder is
     made."""
     mlp = draft.mlp
     matrices = {

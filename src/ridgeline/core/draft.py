@@ -1,19 +1,14 @@
-"""What a draft is, and what makes one on the host. Every draft is verified (ops.verify), so a drafter decides how fast a
-request is and never what it says.
+"""Drafts: tokens proposed behind the last known token of a request.
 
-A draft is a tree of tokens behind the last known one. Each node takes a query token of the next step; the target draws once
-behind each, and the path that agrees with its draws is kept. A chain is the tree whose every node hangs on the one before.
-
-Two kinds of drafters. A *host* drafter reads what was said (`Guess`, one per request) and needs the last step's tokens first.
-A *device* drafter (decoding.drafters) computes its tokens at the end of a step, so that the host never waits for them.
+A draft is a tree. Each node takes one query token of the next step. The target draws one token behind each node, and the path
+that agrees with the draws is kept (ops.verify). A chain is a tree whose every node hangs on the one before. Drafts change
+the speed of a request and never its output.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 MAX_DRAFT = 63
 """Nodes of a draft: with the last known token they are the 64 query tokens whose ancestors a mask of 64 bits can name."""
@@ -54,34 +49,3 @@ class Draft:
 
 
 NOTHING = Draft()
-
-
-class Guess(Protocol):
-    """One request's state of a host drafter."""
-
-    def propose(self, nodes: int, depth: int) -> Draft:
-        """A draft of at most `nodes` nodes and at most `depth` levels behind the last token it has heard of. The likeliest
-        nodes come first."""
-
-    def hear(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
-        """The request gained `tokens`, at least one. draft: what was verified in that step. drawn: what the target would say
-        behind the last known token and behind each node, 1 + len(draft.tokens) ids."""
-
-
-GRAM, GLANCE = 3, 4096
-
-
-def repeats(tokens: array[int]) -> bool:
-    """Whether the last GRAM tokens, four bytes each, stand somewhere before among the last GLANCE: a search of a microsecond or
-    two, which may mistake neighbours' bytes for tokens."""
-    text = tokens[-GLANCE:].tobytes()
-    return 0 <= text.find(text[-4 * GRAM :]) < len(text) - 4 * GRAM
-
-
-class HostDrafter(Protocol):
-    """quotes: it has nothing to say where a request's last tokens are new (`repeats`), so asking then is in vain."""
-
-    quotes: bool
-
-    def start(self, tokens: Sequence[int]) -> Guess:
-        """For a request that knows these tokens, its prompt."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -16,9 +17,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import KvLayout, ModelSpec
-from ridgeline.core.speculate import Wanted
 from ridgeline.engine.account import open_account
-from ridgeline.engine.drafting import draft_model, open_drafters, weigh
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -34,6 +33,8 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
+from ridgeline.speculation.build import draft_model, open_drafters, weigh
+from ridgeline.speculation.options import Wanted
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.grammar_cache import GrammarCache
 from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -80,7 +81,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     account, ceilings = open_account(spec, device, config.calibration)
     stages.ends("ceilings")
     loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
-    speculation, drafter = open_drafters(wanted, loaded, folder, model.load_format == "dummy")
+    speculation, drafter = open_drafters(wanted, loaded, _encoder(folder), model.load_format == "dummy")
     _finish(device)
     stages.ends("weights")
     sizes = Sizes(
@@ -166,6 +167,11 @@ def _memory(device: torch.device) -> tuple[int, int]:
         return host_memory()[1], 0
     free, total = torch.cuda.mem_get_info(device)
     return total, total - free
+
+
+def _encoder(folder: Path) -> Callable[[str], list[int]]:
+    """Token ids of a text without special tokens. The tokenizer is loaded by the call."""
+    return lambda text: Tokenizer.load(folder).encode(text, add_special_tokens=False)
 
 
 def _grammars(folder: Path, spec: ModelSpec) -> GrammarCache | None:

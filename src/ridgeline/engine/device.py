@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ridgeline.core.spec import KvFormat
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, NoDrafter
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
 from ridgeline.decoding.penalties import Said, apply_penalties
@@ -26,6 +25,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Gathered, Int, Knob, Spread
 from ridgeline.ops.sample import Limits, greedy
 from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.speculation.device import Behind, DeviceDrafter, NoDrafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ridgeline.core.draft import Draft
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.engine.request import Request
+from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
 
 class Share(NamedTuple):
@@ -24,15 +25,12 @@ class Share(NamedTuple):
 @dataclass(slots=True)
 class FlyingStep:
     """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
-    got anything but one query token that draws, by place in the step. size: nodes per row that were chosen for it. asked: requests
-    that a host drafter was asked for. drafting: something is drafted, asked or verified."""
+    got anything but one query token that draws, by place in the step. drafts: speculation's record of it."""
 
     plan: StepPlan
     requests: list[Request] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
-    size: int = 0
-    asked: list[Request] = field(default_factory=list)
-    drafting: bool = False
+    drafts: StepDrafts = NO_STEP_DRAFTS
 
     def state_rows(self, forms: deque[FlyingStep]) -> None:
         """Write its rows into the plan. forms: the last step of each form of late; a step like one of them has its very arrays."""

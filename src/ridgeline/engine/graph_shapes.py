@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
-from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.engine.shape import Sizes, StepShape
+from ridgeline.speculation.build import LOGIT_ROWS
 
 MIXED_ROWS = 32
 """Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""

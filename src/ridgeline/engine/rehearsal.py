@@ -18,12 +18,12 @@ import torch
 from ridgeline.decoding.masks import mask_words
 from ridgeline.engine.batch import Batch, blank, pack_rows, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.drafting import LOGIT_ROWS
 from ridgeline.engine.execute import EagerSteps
 from ridgeline.engine.logits_inputs import LogitsInputs
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.weights import Progress
 from ridgeline.ops.step import SHORT
+from ridgeline.speculation.build import LOGIT_ROWS
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)
 """Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from ridgeline.core.draft import Draft, Guess
+from ridgeline.core.draft import Draft
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.speculation.state import SpeculationState
 
 
 class Constraint(Protocol):
@@ -110,27 +111,7 @@ class Request:
     device_s: float = 0.0
     """Its part of the device's time, by query tokens, up to the moment when a query token's price stood at `paid`."""
     paid: float = -1.0
-    drafted: int = 0
-    accepted: int = 0
-    guess: Guess | None = None
-    """Its state of a host drafter, which has heard of its first `heard` tokens."""
-    heard: int = 0
-    found: Draft | None = None
-    """What the host drafter has just proposed for its next step."""
-    offered: int = 0
-    """Nodes that the device drafts for it at the end of its last planned step."""
-    cut: int = 0
-    """Nodes behind these that were not worth verifying."""
-    unread: int = 0
-    """Tokens that a draft model has not read (an upper bound)."""
-    kept: float = 0.7
-    """The share of a host drafter's nodes that are kept if those before them are, lately."""
-    quoted: float = 0.0
-    """What a question to a host drafter wins it lately: the tokens gained, less those that plain steps would have had by then."""
-    gained: int = 0
-    """Tokens gained by the last question."""
-    asked_to: int = -1
-    """Tokens up to which it is asked to find out; -1: nobody has asked yet."""
+    speculation: SpeculationState = field(default_factory=SpeculationState)
 
     def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
         """Whether its next query tokens can be planned: the keys and values before them are there or will be by then. If a
@@ -162,7 +143,7 @@ class Request:
         """In the order of metrics.records.Spent, once the first token is there."""
         prefill = self.first_token - self.first_planned
         waits = self.first_planned - self.arrival, prefill, now - self.first_token
-        return *waits, self.preempted, self.device_s, self.drafted, self.accepted
+        return *waits, self.preempted, self.device_s, self.speculation.drafted, self.speculation.accepted
 
     @property
     def needs_scores(self) -> bool:

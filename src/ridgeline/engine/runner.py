@@ -14,7 +14,6 @@ import torch
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
-from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
 from ridgeline.engine.batch import BatchBuilder
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.execute import CapturedSteps, EagerSteps, Loaded
@@ -29,6 +28,7 @@ from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
 from ridgeline.ops.capture import CudaCapture
+from ridgeline.speculation.device import DeviceDrafter, NoDrafter
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ridgeline.engine.flight import FlyingStep, Share
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
-from ridgeline.engine.speculation import NO_DRAFTS, Speculation
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 
 _LOOK_S = 0.0005
 """Seconds between two looks where all that run wait: for their masks, or for their blocks to be filled."""
@@ -43,7 +43,7 @@ class Scheduler:
         leases: Leases,
         limits: Limits,
         admission: Admission,
-        speculation: Speculation | None = None,
+        speculation: Speculation = NO_SPECULATION,
     ) -> None:
         self.layout = layout
         self.leases = leases
@@ -52,7 +52,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._admission = admission
-        self._speculation = speculation or NO_DRAFTS
+        self._speculation = speculation
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
@@ -97,7 +97,7 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Whether the request could run if it were alone."""
-        most = request.limit + self._speculation.most + self._speculation.reach
+        most = request.limit + self._speculation.max_nodes + self._speculation.slots_ahead
         return self.layout.pages_for(most, self.limits.step_tokens) <= self.leases.total
 
     def add(self, request: Request) -> None:
@@ -206,7 +206,7 @@ class Scheduler:
             self._admit(step, budget, now)
         if step.requests:
             step.state_rows(self._forms)
-            self._speculation.ahead(step)
+            step.drafts = self._speculation.begin_step(step.plan, step.requests)
         elif not (step.plan.transfers or step.plan.cancels or self._asks(now)):
             return None
         self.leases.start(step.plan)
@@ -223,13 +223,13 @@ class Scheduler:
 
     def _continue_running(self, step: FlyingStep, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
-        alone, last = self._speculation.resting, len(self.running) - 1
+        idle, last = self._speculation.idle, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
             if planned >= expected or budget <= 0:
                 continue
             fast = planned + 1 == expected < request.limit and planned < request.writable
-            if fast and request.constraint is None and (alone or self._speculation.plain(request)):
+            if fast and request.constraint is None and (idle or self._speculation.skips(request)):
                 request.planned = expected
                 request.expected = expected + 1
                 request.in_flight += 1
@@ -256,7 +256,8 @@ class Scheduler:
                 if found is None:
                     return 0
                 draft = found
-        while not self.leases.extend(request, request.planned + n_query + len(draft.tokens) + speculation.reach, plan):
+        after = request.planned + n_query + speculation.slots_ahead
+        while not self.leases.extend(request, after + len(draft.tokens), plan):
             if draft.tokens:
                 draft = NOTHING
                 plan.masks.pop(request.row, None)
@@ -343,7 +344,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.generation = self._generation
         request.state = State.RUNNING
-        request.offered = request.unread = 0
+        request.speculation.reset_device()
         insort(self.running, request, key=_order)
         request.computed = request.planned = self.leases.open(request, plan)
         if request.lease is Lease.READY:
@@ -409,7 +410,7 @@ class Scheduler:
                 self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
             offset += count
         if step.requests:
-            self.counts.saved_s += self._speculation.measure(step, result)
+            self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
         draws = sum(step.plan.samples) + len(step.plan.drafts)
         self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
@@ -449,9 +450,8 @@ class Scheduler:
         if tokens:
             if n_draft:
                 self.counts.verified(n_draft, len(tokens) - 1)
-                request.drafted += n_draft
-                request.accepted += len(tokens) - 1
-                self._speculation.learn(request, step.shares[place].draft, tokens, result, place)
+                request.speculation.count(n_draft, len(tokens) - 1)
+                self._speculation.observe(request, step.shares[place].draft, tokens, result, place)
             self._take_tokens(request, place, tokens, result, now, news)
         plain = request.constraint is None and request.sampling.logprobs is None
         if request.cached_sent and plain:

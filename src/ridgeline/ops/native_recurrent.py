@@ -25,24 +25,24 @@ class _Parts(ctypes.Structure):
     """Mirror of Parts in recurrent.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("embedding", *_NORMS, "cos_sin", "ids", "parents", "ranks")),
+        *((name, c_void_p) for name in ("embedding", *_NORMS, "cos_sin", "ids", "parents", "ranks", "sizes")),
         *((name, IntWeights) for name in _MATRICES),
-        *((name, c_int64) for name in ("d_model", "queries", "half", "d_ff", "outputs", "gate")),
-        ("eps", c_float),
-        ("offset", c_float),
+        *((name, c_int64) for name in ("d_model", "queries", "half", "d_ff", "outputs", "gate", "n_sizes")),
+        *((name, c_float) for name in ("eps", "offset", "node_cost", "min_chance")),
     )
 
 
 class NativeRecurrent:
     """See Programs.recurrent; matrices as the library packs them. Weights stay where they are for good."""
 
-    __slots__ = ("_attended", "_dtype", "_kept", "_parts", "_run", "_view_of", "_views")
+    __slots__ = ("_attended", "_dtype", "_kept", "_parts", "_run", "_sizes", "_view_of", "_views")
 
     def __init__(self, parts: RecurrentParts, kernels: Kernels, view_of: ViewOf) -> None:
         self._run, self._dtype, self._kept, self._view_of = kernels.recurrent, parts.embedding.dtype, parts, view_of
         self._views: Views = _nothing
         matrices, norms = parts.matrices, (parts.norms[name] for name in _NORMS)
-        vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks)
+        self._sizes = torch.tensor(parts.cut.sizes, dtype=torch.int32)
+        vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks, self._sizes)
         self._parts = _Parts(
             *(at(one) for one in vectors),
             *(int_weights(matrices[name]) for name in _MATRICES),
@@ -52,8 +52,11 @@ class NativeRecurrent:
             matrices["gate_up"].out // 2,
             matrices["head"].out,
             GATES[parts.activation],
+            len(parts.cut.sizes),
             parts.eps,
             parts.offset,
+            parts.cut.node_cost,
+            parts.cut.min_chance,
         )
 
     def __call__(self, drawn: Any, count: int, views: Views) -> torch.Tensor:

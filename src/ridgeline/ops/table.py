@@ -295,12 +295,24 @@ def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCut:
+    """How many nodes of a draft are verified: those whose expected tokens exceed their cost."""
+
+    node_cost: float
+    """Cost of verifying one node of one row, in tokens that the row gains meanwhile by plain decoding."""
+    min_chance: float
+    """A further level is drafted if some node of the last level is kept with more than this probability."""
+    sizes: tuple[int, ...]
+    """Numbers of nodes that may be verified, beside 0 and all. Each size is a step shape of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentParts:
-    """A loaded recurrent draft (decoding.recurrent). embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
+    """A recurrent draft, loaded. embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
     [2 F, D], down [D, F], head [N, D], as reference.int_pack lays them out; norms query_norm, inner_norm and norm float32 [D];
     cos_sin: of its queries, as in QkvShape; ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes
     of its largest draft tree, parents before children, -1 for the last known token; a node is the child of that rank, 0 the
-    likeliest."""
+    likeliest. cut: of its drafts."""
 
     embedding: torch.Tensor
     matrices: Mapping[str, IntMatrix]
@@ -313,10 +325,11 @@ class RecurrentParts:
     activation: str
     eps: float
     offset: bool
+    cut: DraftCut
 
 
 RunRecurrent = Callable[[Any, int, Views], torch.Tensor | None]
-"""(rows that have drawn, as decoding.drafters.Behind; count; views of the layer that is attended to): writes up to that many nodes
+"""(rows that have drawn, as speculation.device.Behind; count; views of the layer that is attended to): writes up to that many nodes
 behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything. None: all are
 worth it."""
 

@@ -1,4 +1,4 @@
-// A tree of drafts by a recurrent draft, all of its tokens in one parallel region; see decoding/recurrent.py.
+// A tree of drafts by a recurrent draft, all of its tokens in one parallel region; see speculation/recurrent.py.
 //
 // Nodes that have children are grown together, level by level, so that the weights are read once for each level. They are
 // integers so that they stay in the caches of the cores from one level to the next, and leave the last-level cache to the
@@ -20,18 +20,9 @@
 namespace ridgeline {
 namespace {
 
-// What it costs to verify a node, in the tokens that are said in that time, and the chance from which on a node's children are
-// drafted. Walks over the draws of the shipped draft on its benchmark's texts, with steps timed on two cores in a quiet and a noisy
-// hour (plain 400 and 510 us), are within 1 % of their fastest with 0.065 to 0.1 and 0.15 to 0.2; a price to verify at all gains
-// nothing, as the kept draws are more than these chances say (greedy 0.77 for 0.62, sampled 0.52 for 0.41).
-constexpr float NODE = 0.08f, GROWS = 0.15f;
-// Nodes that may be worth verifying, beside all: the batch of a step is built anew for every number of them that a request comes
-// to, which takes a third of a plain step.
-constexpr index SIZES[] = {2, 3, 5};
-
 // Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
 // half]; ids [outputs]. Of each node of the largest tree, parents before children: parents, -1 for the last known token, and
-// ranks, the child's number.
+// ranks, the child's number. node_cost, min_chance, sizes: see DraftCut in table.py.
 template <class T> struct Parts {
     const T* embedding;
     const float* query_norm;
@@ -41,9 +32,10 @@ template <class T> struct Parts {
     const token* ids;
     const std::int32_t* parents;
     const std::int32_t* ranks;
+    const std::int32_t* sizes;  // [n_sizes]
     IntWeights mix, query, out, gate_up, down, head;
-    index d_model, queries, half, d_ff, outputs, gate;
-    float eps, offset;
+    index d_model, queries, half, d_ff, outputs, gate, n_sizes;
+    float eps, offset, node_cost, min_chance;
 };
 
 // Mirrored by the order of arguments there. hidden [n, d_model]: the target's, where it drew each row's last token. cache: of the
@@ -272,7 +264,7 @@ template <class T> bool say(const Recurrent<T>& c, const Room<T>& room, const Le
             const index above = level.grown[child.above].node;
             float& own = room.chances[row * c.count + child.node];
             own = chance[child.rank] * (above < 0 ? 1 : room.chances[row * c.count + above]);
-            grows |= own > GROWS;
+            grows |= own > c.parts->min_chance;
             room.said[row * c.count + child.node] = best[child.rank];
             if (team.who == 0) c.tokens(row)[c.known(row) + child.node] = best[child.rank];
         }
@@ -345,13 +337,14 @@ void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const
 // How many nodes promise more than they cost, the same for all rows.
 template <class T> std::int32_t worth_of(const Recurrent<T>& c, const std::vector<float>& chances) {
     // A plain step takes so many of one row's; in that time as many tokens are said as it has rows.
-    const float rows = float(c.n), longer = 1 + NODE * (rows - 1), price = rows / longer;
+    const Parts<T>& p = *c.parts;
+    const float rows = float(c.n), longer = 1 + p.node_cost * (rows - 1), price = rows / longer;
     float promised = 0, most = 0;
     index found = 0;
     for (index node = 0; node < c.count; ++node) {
-        promised -= NODE * rows * price;
+        promised -= p.node_cost * rows * price;
         for (index row = 0; row < c.n; ++row) promised += chances[row * c.count + node];
-        const bool may = node + 1 == c.count || std::find(std::begin(SIZES), std::end(SIZES), node + 1) != std::end(SIZES);
+        const bool may = node + 1 == c.count || std::find(p.sizes, p.sizes + p.n_sizes, node + 1) != p.sizes + p.n_sizes;
         if (may && promised > most) most = promised, found = node + 1;
     }
     return std::int32_t(found);

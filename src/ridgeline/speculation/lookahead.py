@@ -48,7 +48,7 @@ class Lookahead:
         self._columns = columns
         self._ngram = ngram
         self._candidates = candidates
-        self.quotes = False
+        self.needs_repeat = False
 
     def start(self, tokens: Sequence[int]) -> Window:
         return Window(tokens, self._columns, Pool(self._ngram, self._candidates))
@@ -92,7 +92,7 @@ class Pool:
 
 
 class Window:
-    """One request: its columns, oldest level first, and its pool. Implements `Guess`."""
+    """One request: its columns, oldest level first, and its pool. Implements `Proposer`."""
 
     def __init__(self, tokens: Sequence[int], columns: int, pool: Pool) -> None:
         self._pool = pool
@@ -118,7 +118,7 @@ class Window:
         self._proposed = tree.draft()
         return self._proposed
 
-    def hear(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
         recent, ngram = self._recent, self._pool.ngram
         recent.extend(tokens)
         self._pool.read(recent[-len(tokens) - ngram + 1 :])

@@ -16,9 +16,6 @@ from ridgeline.compress.recurrent import BEYOND, DEPTH, RecurrentModule, lesson,
 from ridgeline.compress.write import write
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
-from ridgeline.decoding.drafters import Behind
-from ridgeline.decoding.heads import Candidate, tree
-from ridgeline.decoding.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 from ridgeline.models.rope import rope_table
@@ -28,7 +25,10 @@ from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.reference import INT_REFERENCE, REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
-from ridgeline.ops.table import Ops, Programs
+from ridgeline.ops.table import DraftCut, Ops, Programs
+from ridgeline.speculation.device import Behind
+from ridgeline.speculation.heads import Candidate, tree
+from ridgeline.speculation.recurrent import UNMEASURED, UNMEASURED_CUT, Recurrent, load_recurrent
 from ridgeline.text.tokenizer import Tokenizer
 
 LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))
@@ -39,8 +39,7 @@ PAGE, PAGES = 16, 32
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 UNSAID = 1
 """What rows hold behind what they know; no draft says it."""
-NODE, GROWS, SIZES = 0.08, 0.15, (2, 5)
-"""As in native/recurrent.cpp."""
+CUT = DraftCut(node_cost=0.08, min_chance=0.15, sizes=(2, 5))
 ROUNDED = 0.02
 """What a draw may lack of the best logit, on the mean over rows, where inputs are rounded to 8 bits (0.005 is what it does)."""
 COUNT = 5
@@ -66,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def drafter(
     folder: Path, ops: Ops, dtype: torch.dtype = torch.float32, nodes: tuple[Candidate, ...] = CHAIN
 ) -> Recurrent:
-    return Recurrent(load_recurrent(folder, SPEC), SPEC, ops, dtype, CPU, nodes)
+    return Recurrent(replace(load_recurrent(folder, SPEC), cut=CUT), SPEC, ops, dtype, CPU, nodes)
 
 
 def rows(seed: int = 0) -> tuple[RowState, torch.Tensor, torch.Tensor]:
@@ -294,10 +293,10 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
         assert bool((found[found != UNSAID] % 2 == 0).all()), "only tokens that it may say"
         drawn, own = chances(folder, nodes[:count], other, heat)
         assert [bool(column.any()) for column in (found != UNSAID).T] == drawn
-        price = len(KNOWN) / (1 + NODE * (len(KNOWN) - 1))
-        costs = [price * NODE * len(KNOWN) * size for size in range(1, count + 1)]
+        price = len(KNOWN) / (1 + CUT.node_cost * (len(KNOWN) - 1))
+        costs = [price * CUT.node_cost * len(KNOWN) * size for size in range(1, count + 1)]
         gains = [float(own[:, : size + 1].detach().sum()) - cost for size, cost in enumerate(costs)]
-        best = max((at for at in range(count) if at + 1 in (*SIZES, count)), key=gains.__getitem__)
+        best = max((at for at in range(count) if at + 1 in (*CUT.sizes, count)), key=gains.__getitem__)
         assert worth is not None and set(worth.tolist()) == {best + 1 if gains[best] > 0 else 0}
         stopped += not all(drawn)
     assert stopped, "some drafts are cut"
@@ -344,8 +343,27 @@ def chances(
             share = every[at].softmax(1).gather(1, found[:, at : at + 1].long() // 2)[:, 0]
             own[:, at] = share * (1 if nodes[at].parent < 0 else own[:, nodes[at].parent])
             drawn[at] = True
-        ends = not bool((own[:, level] > GROWS).any())
+        ends = not bool((own[:, level] > CUT.min_chance).any())
     return drawn, own
+
+
+def test_what_is_verified_is_read_from_the_folder(folder: Path) -> None:
+    assert load_recurrent(folder, SPEC).cut == UNMEASURED_CUT
+    config = json.loads((folder / "config.json").read_text())
+    for given, wanted in (
+        ({"node_cost": 0.2, "sizes": [4]}, DraftCut(0.2, UNMEASURED_CUT.min_chance, (4,))),
+        ({"node_cost": 0}, None),
+        ({"min_chance": 2}, None),
+        ({"sizes": [0]}, None),
+        ({"price": 1}, None),
+        (3, None),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"verification": given}))
+        if wanted is not None:
+            assert load_recurrent(folder, SPEC).cut == wanted
+        else:
+            with pytest.raises(ConfigError, match="verification"):
+                load_recurrent(folder, SPEC)
 
 
 def test_noise_is_the_targets(folder: Path) -> None:

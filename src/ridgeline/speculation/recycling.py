@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views
 from ridgeline.ops.rows import RowState
+from ridgeline.speculation.device import Behind, DeviceDrafter, Views
 
 WIDTH = 8
 """Successors kept of each token."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from ridgeline.core.draft import NOTHING, Draft, repeats
-from ridgeline.core.plan import StepPlan, StepResult
-from ridgeline.engine import speculation
-from ridgeline.engine.flight import FlyingStep
-from ridgeline.engine.pace import Pace
-from ridgeline.engine.speculation import Drafts, OnDevice
+from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.plan import StepPlan
+from ridgeline.speculation import speculator
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.host import repeats
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from ridgeline.speculation.state import StepDrafts
 from tests.engine.helpers import VOCAB, Bench, oracle
 
 
@@ -29,13 +31,13 @@ class Listener:
         assert self.text == self.truth[: len(self.text)]
         return Draft(tuple(self.truth[len(self.text) :][: min(nodes, depth, 3)])) if self.asked % 2 else NOTHING
 
-    def hear(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
         self.text += tokens
         self.drawn.append((draft, list(drawn)))
 
 
 class Host:
-    quotes = False
+    needs_repeat = False
 
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = truth
@@ -48,13 +50,13 @@ class Host:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("device", [None, OnDevice(2, reads=True)])
-def test_a_guess_knows_everything_that_was_said(depth: int, cache: bool, device: OnDevice | None) -> None:
+@pytest.mark.parametrize("device", [None, DeviceTraits(2, reads_tokens=True)])
+def test_a_guess_knows_everything_that_was_said(depth: int, cache: bool, device: DeviceTraits | None) -> None:
     """Whoever drafted it, and however long nobody asked."""
     prompt = list(range(20))
     said = oracle(prompt, 60)
     host = Host(prompt + said)
-    speculation = Drafts(host, device, Pace((0, 2), fixed=True))
+    speculation = Speculator(host, device, Controller((0, 2), fixed=True))
     bench = Bench(depth=depth, speculation=speculation, luck=0.5, step_tokens=32)
     bench.submit("one", prompt, max_tokens=60, cache=cache)
     bench.run()
@@ -81,7 +83,7 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
         asked = 0
 
     host = Silent([])
-    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", list(range(10)), max_tokens=128)
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
@@ -94,9 +96,11 @@ def test_a_glance_at_the_last_tokens() -> None:
     assert not repeats(array("i", [1, 2, 3, *range(4, 5000), 1, 2, 3])), "too long ago"
 
 
-@pytest.mark.parametrize("quotes", [False, True])
-def test_who_quotes_is_asked_where_a_glance_promises_something(quotes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "repeats", lambda tokens: tokens[-1] % 2 == 0)
+@pytest.mark.parametrize("needs_repeat", [False, True])
+def test_who_quotes_is_asked_where_a_glance_promises_something(
+    needs_repeat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator, "repeats", lambda tokens: tokens[-1] % 2 == 0)
     asked: list[int] = []
 
     class Silent(Host):
@@ -111,19 +115,19 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(quotes: bool, mon
             return guess
 
     host = Silent([])
-    host.quotes = quotes
-    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    host.needs_repeat = needs_repeat
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", list(range(10)), max_tokens=128)
     bench.run()
     assert bench.tokens["one", 0] == oracle(list(range(10)), 128)
-    assert asked and any(token % 2 for token in asked) is not quotes
+    assert asked and any(token % 2 for token in asked) is not needs_repeat
 
 
 @pytest.mark.parametrize("glances", [False, True])
 def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who begins to repeat what was said is asked within a few steps, however long drafting was to be off; nobody else is."""
-    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 64)
-    monkeypatch.setattr(speculation, "repeats", lambda tokens: glances and len(tokens) >= 50)
+    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 64)
+    monkeypatch.setattr(speculator, "repeats", lambda tokens: glances and len(tokens) >= 50)
     asked: list[int] = []
 
     class Noted(Host):
@@ -133,8 +137,8 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     prompt = list(range(20))
     host = Noted(prompt + oracle(prompt, 80))
-    host.quotes = True
-    bench = Bench(speculation=Drafts(host, None, Pace((0, 4))), step_tokens=32)
+    host.needs_repeat = True
+    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
     bench.submit("one", prompt, max_tokens=80)
     bench.run()
     assert bench.tokens["one", 0] == oracle(prompt, 80)
@@ -143,19 +147,19 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_device_drafted_is_verified_once() -> None:
     """Even if the steps that follow draft nothing and tell nobody so."""
-    speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Controller((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=1.0, parents=(-1, -1, 0))
     bench.submit("one", [1, 2, 3], max_tokens=30)
     bench.turn()
     (request,) = bench.scheduler.running
-    assert request.offered == 3
+    assert request.speculation.device_nodes == 3
     assert len(speculation.propose(request, 8).tokens) == 3
     assert speculation.propose(request, 8) == NOTHING
 
 
 def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose drafts are as those of one of late takes that one's arrays, and a bound of its own."""
-    speculation = Drafts(None, OnDevice(3, (-1, -1, 0)), Pace((0, 3), fixed=True))
+    speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Controller((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=0.5, parents=(-1, -1, 0))
     plans: list[StepPlan] = []
     launch = bench.runner.launch
@@ -184,8 +188,8 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
 def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is forgiven whoever comes new is forgiven a request, not each of its choices."""
     welcomed: list[int] = []
-    monkeypatch.setattr(Pace, "welcome", lambda self, rows, new: welcomed.append(new))
-    bench = Bench(speculation=Drafts(None, OnDevice(2), Pace((0, 2))))
+    monkeypatch.setattr(Controller, "admit", lambda self, rows, new: welcomed.append(new))
+    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))))
     bench.submit("one", [1, 2, 3], max_tokens=30, n=4)
     bench.submit("two", [4, 5, 6], max_tokens=30)
     bench.run()
@@ -196,8 +200,8 @@ def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPat
 def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
     turns: list[int] = []
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
-    bench = Bench(speculation=Drafts(None, OnDevice(3), Pace((0, 1, 2, 3))), luck=0.5)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
+    bench = Bench(speculation=Speculator(None, DeviceTraits(3), Controller((0, 1, 2, 3))), luck=0.5)
     plans: list[StepPlan] = []
     launch = bench.runner.launch
     monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
@@ -220,19 +224,21 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
 def test_what_is_drawn_and_what_is_not_have_their_own_records(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught: list[Pace] = []
-    learn = Pace.learn
-    monkeypatch.setattr(Pace, "learn", lambda pace, *told: taught.append(pace) or learn(pace, *told))
-    greedy = Pace((0, 3), fixed=True)
-    hoped = greedy.gained(3)
-    bench = Bench(speculation=Drafts(None, OnDevice(3), greedy), luck=0.0)
+    taught: list[Controller] = []
+    learn = Controller.observe
+    monkeypatch.setattr(
+        Controller, "observe", lambda controller, *told: taught.append(controller) or learn(controller, *told)
+    )
+    greedy = Controller((0, 3), fixed=True)
+    hoped = greedy.expected(3)
+    bench = Bench(speculation=Speculator(None, DeviceTraits(3), greedy), luck=0.0)
     for number in range(3):
         bench.submit(str(number), [1, 2, 3], max_tokens=30, temperature=temperature)
     bench.run()
-    assert all(pace is taught[0] for pace in taught) and taught[0].gained(3) < 1.2 < hoped
+    assert all(controller is taught[0] for controller in taught) and taught[0].expected(3) < 1.2 < hoped
     assert (taught[0] is greedy) == (temperature == 0.0)
     if temperature:
-        assert greedy.gained(3) == hoped, "nothing drawn counts for it"
+        assert greedy.expected(3) == hoped, "nothing drawn counts for it"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -240,21 +246,21 @@ def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeyp
     """While drafting rests one stands for several."""
     booked: list[int] = []
     plain: list[bool] = []
-    rested, measure = Pace.rested, Drafts.measure
+    rested, measure = Controller.measure_plain, Speculator.end_step
 
-    def book(self: Pace, rows: int, seconds: float, steps: int = 1) -> None:
+    def book(self: Controller, rows: int, seconds: float, steps: int = 1) -> None:
         booked.append(steps)
         rested(self, rows, seconds, steps)
 
-    def measured(self: Drafts, step: FlyingStep, result: StepResult) -> float:
-        plain.append(not step.drafting)
-        return measure(self, step, result)
+    def measured(self: Speculator, drafts: StepDrafts, *told: Any) -> float:
+        plain.append(not drafts.active)
+        return measure(self, drafts, *told)
 
-    monkeypatch.setattr(Pace, "rested", book)
-    monkeypatch.setattr(Drafts, "measure", measured)
-    monkeypatch.setattr(Pace, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
-    monkeypatch.setattr(Pace, "rest", lambda self, rows, **facts: 13)
-    bench = Bench(depth=depth, speculation=Drafts(None, OnDevice(2), Pace((0, 2))), luck=0.5)
+    monkeypatch.setattr(Controller, "measure_plain", book)
+    monkeypatch.setattr(Speculator, "end_step", measured)
+    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
+    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 13)
+    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))), luck=0.5)
     for number in range(4):
         bench.submit(f"{number}", list(range(20)), max_tokens=60)
         bench.run()

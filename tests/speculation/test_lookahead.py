@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.errors import ConfigError
-from ridgeline.decoding import lookahead
-from ridgeline.decoding.combined import FirstOf
-from ridgeline.decoding.lookahead import Lookahead, Pool, Window
-from ridgeline.decoding.reference import Reference
-from tests.decoding.simulated import Run, Target, hashed, paths, plain, speculate, verify
+from ridgeline.speculation import lookahead
+from ridgeline.speculation.first_of import FirstOf
+from ridgeline.speculation.lookahead import Lookahead, Pool, Window
+from ridgeline.speculation.ngram import NGram
+from tests.speculation.simulated import Run, Target, hashed, paths, plain, speculate, verify
 
 prompts = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 shapes = st.tuples(st.integers(1, 5), st.integers(2, 5), st.integers(1, 4))
@@ -95,9 +95,9 @@ def test_the_first_step_is_a_chain_and_each_step_adds_a_level() -> None:
 def test_a_window_that_was_not_verified_stays() -> None:
     guess = Lookahead(columns=2, ngram=3, candidates=1).start([1, 2, 3, 4])
     first = guess.propose(64, 16)
-    guess.hear([50], NOTHING, [50])
+    guess.observe([50], NOTHING, [50])
     assert guess.propose(64, 16) == first
-    guess.hear([51], NOTHING, [51])
+    guess.observe([51], NOTHING, [51])
     assert guess.propose(64, 16) == first
 
 
@@ -141,12 +141,12 @@ def test_together_the_first_with_a_guess_is_asked(
     prompt: list[int], order: int, steps: list[tuple[int, int, int]]
 ) -> None:
     target, text = hashed(5, order), list(prompt)
-    reference, both = Reference().start(prompt), FirstOf([Reference(), Lookahead()]).start(prompt)
+    reference, both = NGram().start(prompt), FirstOf([NGram(), Lookahead()]).start(prompt)
     for nodes, depth, _ in steps:
         first, draft = reference.propose(nodes, depth), both.propose(nodes, depth)
         assert draft == first if first.tokens else draft.tokens, "Lookahead always has a guess"
         gained, drawn = verify(target, text, draft)
         text += gained
-        reference.hear(gained, draft, drawn)
-        both.hear(gained, draft, drawn)
+        reference.observe(gained, draft, drawn)
+        both.observe(gained, draft, drawn)
     assert text == prompt + plain(target, prompt, len(text) - len(prompt))

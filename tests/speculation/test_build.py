@@ -13,13 +13,13 @@ from ridgeline import LLM, Completion, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
-from ridgeline.core.speculate import read_wanted
 from ridgeline.engine import device
-from ridgeline.engine.drafting import wanted_by, weigh
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
+from ridgeline.speculation.build import wanted_by, weigh
+from ridgeline.speculation.options import read_wanted
 from ridgeline.wire.messages import StepStats
 
 ASSETS = shipped_model().parent
@@ -81,8 +81,8 @@ def always_drafting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepStats
     """Draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
     local, steps = llm._engine, []
     monkeypatch.setattr(local, "_on_step", steps.append)
-    for pace in local.engine.loop.scheduler._speculation._paces:
-        monkeypatch.setattr(pace, "fixed", True)
+    for controller in local.engine.loop.scheduler._speculation._controllers:
+        monkeypatch.setattr(controller, "fixed", True)
     return steps
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views
-from ridgeline.decoding.heads import MedusaHeads, tree
+from ridgeline.speculation.device import Behind, DeviceDrafter, Views
+from ridgeline.speculation.heads import MedusaHeads, tree
 
 UNMEASURED = ((0.6, 0.12, 0.06, 0.03), (0.4, 0.1, 0.05), (0.25, 0.08, 0.04), (0.15, 0.05))
 """How often candidates are right, by head and rank, where a folder of heads does not say (the order of magnitude that Cai et

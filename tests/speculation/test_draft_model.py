@@ -10,9 +10,9 @@ import pytest
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import read_vocabulary
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
+from ridgeline.speculation.options import read_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,34 @@
-"""The drafters that are wanted: what they take beside the model, and the objects themselves."""
+"""Builds the drafters that an option names, and states the memory they need beside the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.draft import HostDrafter
 from ridgeline.core.sizing import Beside
 from ridgeline.core.spec import ModelSpec
-from ridgeline.core.speculate import MOST, Wanted, check_draft, check_files, read_vocabulary, read_wanted, refusal
-from ridgeline.decoding.combined import FirstOf
-from ridgeline.decoding.draft_model import DraftModel
-from ridgeline.decoding.drafters import DeviceDrafter, NoDrafter
-from ridgeline.decoding.heads import load_heads, tree
-from ridgeline.decoding.lookahead import Lookahead
-from ridgeline.decoding.medusa import Medusa
-from ridgeline.decoding.recurrent import Recurrent, load_recurrent
-from ridgeline.decoding.recycling import Recycling
-from ridgeline.decoding.reference import Reference
-from ridgeline.engine.pace import Pace
-from ridgeline.engine.speculation import Drafts, OnDevice, Speculation
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model, shipped_model
-from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.device import DeviceDrafter, NoDrafter
+from ridgeline.speculation.draft_model import DraftModel
+from ridgeline.speculation.first_of import FirstOf
+from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.heads import load_heads, tree
+from ridgeline.speculation.host import HostDrafter
+from ridgeline.speculation.lookahead import Lookahead
+from ridgeline.speculation.medusa import Medusa
+from ridgeline.speculation.ngram import NGram
+from ridgeline.speculation.options import MOST, Wanted, check_draft, check_files, read_vocabulary, read_wanted, refusal
+from ridgeline.speculation.recurrent import Recurrent, load_recurrent
+from ridgeline.speculation.recycling import Recycling
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
 
-LEAST_CHANCE = 0.35
-"""Of a node that a reference drafter proposes on a CPU, where a step with drafts costs a fifth more before its first node."""
+NGRAM_MIN_CHANCE = {"cpu": 0.35, "cuda": 0.07}
+"""Device -> lowest estimated acceptance of a node that the n-gram drafter proposes. On a CPU a step with drafts costs a fifth more
+before its first node; on a GPU a further query token costs next to nothing (benchmarks/speculation.py, controlled.py)."""
 LOGIT_ROWS = 1024
 """Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
 
@@ -64,49 +66,54 @@ def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken
 
 
 def open_drafters(
-    wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool
-) -> tuple[Speculation | None, DeviceDrafter]:
-    """The drafters for a loaded target; folder: of its tokenizer. dummy: a draft model gets random weights too."""
+    wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]], dummy: bool
+) -> tuple[Speculation, DeviceDrafter]:
+    """The guest of the scheduler and the device drafter for a loaded target.
+
+    Args:
+        encode: token ids of a text in the target's vocabulary.
+        dummy: a draft model gets random weights too.
+    """
     if not wanted.most:
-        return None, NoDrafter()
-    device, shape = _open_device(wanted, target, dummy)
-    host = [_open_host(name, wanted, target, folder) for name in wanted.host]
+        return NO_SPECULATION, NoDrafter()
+    device, traits = _open_device(wanted, target, dummy)
+    host = [_open_host(name, wanted, target, encode) for name in wanted.host]
     asked = None if not host else host[0] if len(host) == 1 else FirstOf(host)
-    sizes = tuple(sorted({0, shape.most, wanted.most})) if shape is not None and shape.cuts else wanted.sizes
-    return Drafts(asked, shape, Pace(sizes), LOGIT_ROWS), device
+    cuts = traits is not None and traits.cuts
+    sizes = tuple(sorted({0, traits.max_nodes, wanted.most})) if traits is not None and cuts else wanted.sizes
+    return Speculator(asked, traits, Controller(sizes), LOGIT_ROWS), device
 
 
-def _open_host(name: str, wanted: Wanted, target: LoadedModel, folder: Path) -> HostDrafter:
+def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:
     if name == "lookahead":
         return Lookahead()
-    # On a GPU a further query token costs next to nothing.
-    least = LEAST_CHANCE if target.decoder.embedding.device.type == "cpu" else LEAST_CHANCE / 5
+    min_chance = NGRAM_MIN_CHANCE[target.decoder.embedding.device.type]
     if wanted.documents is None:
-        return Reference(least_chance=least)
+        return NGram(min_chance=min_chance)
     try:
         text = wanted.documents.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(f"the document {str(wanted.documents)!r} cannot be read ({error})") from None
-    return Reference([Tokenizer.load(folder).encode(text, add_special_tokens=False)], least_chance=least)
+    return NGram([encode(text)], min_chance=min_chance)
 
 
-def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, OnDevice | None]:
+def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits | None]:
     spec, place = target.spec, target.decoder.embedding.device
     if wanted.device == "draft":
         folder, config = draft_model(wanted, spec, "dummy" if dummy else "auto")
         model = build(folder, model=config, ops=target.ops, device=place)
-        return DraftModel(model, read_vocabulary(folder, model.spec)), OnDevice(wanted.most, reads=True)
+        return DraftModel(model, read_vocabulary(folder, model.spec)), DeviceTraits(wanted.most, reads_tokens=True)
     if wanted.device == "recurrent" and wanted.folder is not None:
         weights = load_recurrent(wanted.folder, spec)
         rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
         nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
         recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
-        return recurrent, OnDevice(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
+        return recurrent, DeviceTraits(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
     if wanted.device == "medusa" and wanted.folder is not None:
         heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
         medusa = Medusa(heads, target.decoder.logits, wanted.most)
-        return medusa, OnDevice(len(medusa.parents), medusa.parents)
+        return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
     if wanted.device == "recycling":
         recycling = Recycling(spec.vocab_size, place)
-        return recycling, OnDevice(min(wanted.most, len(recycling.parents)), recycling.parents)
+        return recycling, DeviceTraits(min(wanted.most, len(recycling.parents)), recycling.parents)
     return NoDrafter(), None

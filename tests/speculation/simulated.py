@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ridgeline.core.draft import Draft, Guess, HostDrafter
+from ridgeline.core.draft import Draft
+from ridgeline.speculation.host import HostDrafter, Proposer
 
 Target = Callable[[Sequence[int]], int]
 
@@ -56,7 +57,7 @@ def plain(target: Target, prompt: Sequence[int], count: int) -> list[int]:
 class Run:
     """A request that is speculated on. steps: verifications so far; drafted: nodes of them all."""
 
-    guess: Guess
+    guess: Proposer
     target: Target
     text: list[int]
     output: list[int] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Run:
         self.text += gained
         self.output += gained
         self.drafts.append(draft)
-        self.guess.hear(gained, draft, drawn)
+        self.guess.observe(gained, draft, drawn)
 
 
 def speculate(drafter: HostDrafter, target: Target, prompt: Sequence[int], count: int) -> Run:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.decoding.drafters import Behind
-from ridgeline.decoding.recycling import Recycling
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
+from ridgeline.speculation.device import Behind
+from ridgeline.speculation.recycling import Recycling
 
 VOCAB = 64
 

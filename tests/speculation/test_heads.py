@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
-from ridgeline.decoding.heads import Candidate, MedusaHeads, load_heads, tree
 from ridgeline.models.config import read_model
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.speculation.heads import Candidate, MedusaHeads, load_heads, tree
 
 WIDTH, VOCAB = 16, 40
 SPEC = ModelSpec("LlamaForCausalLM", VOCAB, WIDTH, (LayerSpec(2, 1, 8, 32, Rope(dim=8)),), 64)

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
+from ridgeline.speculation.device import Behind, DeviceDrafter, Views, draw_among
 
 _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""

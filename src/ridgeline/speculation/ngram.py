@@ -38,7 +38,7 @@ PLACES = 8
 BRANCHES = 6
 REACH = 32_768
 """Tokens of a prompt that are indexed, counted from its end: 200 bytes and 0.3 us each."""
-LEAST_CHANCE = 0.1
+MIN_CHANCE = 0.1
 """Of a node that is drafted: about what a query token costs in steps, times the tokens that a step gains."""
 
 _MEASURED = (
@@ -105,27 +105,27 @@ _Match = tuple[int, Text, int]
 """Grade, text, and the place in it behind which the guess begins."""
 
 
-class Reference:
+class NGram:
     """The drafter. documents: token ids of texts that answers are likely to quote, searched after the request's own."""
 
-    def __init__(self, documents: Sequence[Sequence[int]] = (), *, least_chance: float = LEAST_CHANCE) -> None:
+    def __init__(self, documents: Sequence[Sequence[int]] = (), *, min_chance: float = MIN_CHANCE) -> None:
         self._documents = Text()
         for document in documents:
             self._documents.extend((*document, -1))
-        self._least_chance = least_chance
-        self.quotes = not documents
+        self._min_chance = min_chance
+        self.needs_repeat = not documents
 
-    def start(self, tokens: Sequence[int]) -> Quotation:
-        return Quotation(tokens, self._documents, self._least_chance)
+    def start(self, tokens: Sequence[int]) -> NGramProposer:
+        return NGramProposer(tokens, self._documents, self._min_chance)
 
 
-class Quotation:
-    """One request: its tokens, and how far matches have been right in it. Implements `Guess`."""
+class NGramProposer:
+    """One request: its tokens, and how far matches have been right in it. Implements `Proposer`."""
 
-    def __init__(self, tokens: Sequence[int], documents: Text, least_chance: float) -> None:
+    def __init__(self, tokens: Sequence[int], documents: Text, min_chance: float) -> None:
         self._own = Text(tokens[-REACH:])
         self._texts = (self._own, documents) if documents.tokens else (self._own,)
-        self._least_chance = least_chance
+        self._min_chance = min_chance
         self._chance = list(_MEASURED)
         self._tried = [_WEIGHT] * len(_MEASURED)
         self._proposed = NOTHING
@@ -145,7 +145,7 @@ class Quotation:
             self._source = matches[0][1:]
         return self._proposed
 
-    def hear(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
         self._own.extend(tokens)
         if self._source is not None:
             self._source = self._source[0], self._source[1] + len(tokens)
@@ -213,7 +213,7 @@ class Quotation:
         reached = 1.0
         for _ in tokens:
             reached *= self._chance[grade]
-            if reached < self._least_chance:
+            if reached < self._min_chance:
                 break
             grades.append(grade)
             grade = min(grade + 1, LONGEST)
@@ -222,7 +222,7 @@ class Quotation:
 
     def _tree(self, matches: list[_Match], nodes: int, depth: int) -> Draft:
         """Continuations merged. A node takes its match's chance of what its parent's chance leaves after earlier children."""
-        chance, least = self._chance, self._least_chance
+        chance, least = self._chance, self._min_chance
         tokens: list[int] = []
         parents: list[int] = []
         grades: list[int] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.decoding.drafters import Behind, DeviceDrafter, Views, draw_among
-from ridgeline.decoding.heads import Candidate, read_accuracies
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.reference import int_plain, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
+from ridgeline.ops.table import DraftCut, IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
+from ridgeline.speculation.device import Behind, DeviceDrafter, Views, draw_among
+from ridgeline.speculation.heads import Candidate, read_accuracies
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
 """Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups], or [out] where there is
@@ -43,19 +43,22 @@ NORMS = ("query_norm", "inner_norm", "norm")
 ROWS = (8, 1 << 20)
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
 """How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
+UNMEASURED_CUT = DraftCut(node_cost=0.08, min_chance=0.15, sizes=(2, 3, 5))
+"""Where a folder does not say: the shipped draft's, measured on two CPU cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """What a folder holds. matrices: by name, as ops.reference.int_pack lays them out. norms: float32 [d_model]. ids: int32 [N],
     the tokens that the head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is
-    what the target says where those above it are."""
+    what the target says where those above it are. cut: which of its nodes a CPU verifies."""
 
     matrices: dict[str, IntMatrix]
     norms: dict[str, Tensor]
     ids: Tensor
     layer: int
     accuracies: tuple[tuple[float, ...], ...] = UNMEASURED
+    cut: DraftCut = UNMEASURED_CUT
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A matrix in floating point, [out, in]."""
@@ -98,7 +101,26 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         tensors["ids"].int(),
         config["attended_layer"],
         read_accuracies(folder, config) or UNMEASURED,
+        _read_cut(folder, config),
     )
+
+
+def _read_cut(folder: Path, config: Mapping[str, Any]) -> DraftCut:
+    """`verification` of a draft's config.json: node_cost (> 0), min_chance (0 to 1) and sizes, see DraftCut. Raises ConfigError."""
+    given = config.get("verification", {})
+    try:
+        cut = replace(UNMEASURED_CUT, **given)
+        cut = replace(cut, sizes=tuple(cut.sizes))
+        fine = cut.node_cost > 0 and 0 <= cut.min_chance <= 1 and all(type(one) is int and one > 0 for one in cut.sizes)
+    except TypeError:
+        fine = False
+    if not fine:
+        raise ConfigError(
+            f"{folder / 'config.json'}: verification must have node_cost (above 0), min_chance (0 to 1) and sizes (a list of node "
+            "counts).",
+            param="speculate",
+        )
+    return cut
 
 
 def _held(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], form: tuple[int, int]) -> IntMatrix:
@@ -152,6 +174,7 @@ class Recurrent(DeviceDrafter):
             spec.activation,
             spec.norm_eps,
             spec.norm_offset,
+            weights.cut,
         )
 
         def by_nodes() -> RunRecurrent:

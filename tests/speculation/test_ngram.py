@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.core.draft import NOTHING
-from ridgeline.decoding.reference import EDIT_BEHIND, PLACES, REACH, Reference, Text
-from tests.decoding.simulated import Run, check, hashed, paths, plain, speculate
+from ridgeline.speculation.ngram import EDIT_BEHIND, PLACES, REACH, NGram, Text
+from tests.speculation.simulated import Run, check, hashed, paths, plain, speculate
 
 SOURCE = list(range(10, 26))
 few = st.integers(0, 3)
@@ -28,7 +28,7 @@ def said(text: Sequence[int], path: tuple[int, ...]) -> bool:
 def test_a_guess_keeps_to_its_bounds_and_was_said_before(
     prompt: list[int], documents: list[list[int]], order: int, steps: list[tuple[int, int, int]]
 ) -> None:
-    run = Run(Reference(documents).start(prompt), hashed(4, order), list(prompt))
+    run = Run(NGram(documents).start(prompt), hashed(4, order), list(prompt))
     for nodes, depth, kept in steps:
         before = list(run.text)
         run.step(nodes, depth, kept)
@@ -39,13 +39,13 @@ def test_a_guess_keeps_to_its_bounds_and_was_said_before(
 @given(prompt=texts, order=st.integers(0, 4), vocab=st.integers(1, 5))
 def test_the_answer_is_the_plain_one(prompt: list[int], order: int, vocab: int) -> None:
     target = hashed(vocab, order)
-    run = speculate(Reference(), target, prompt, 60)
+    run = speculate(NGram(), target, prompt, 60)
     assert run.output[:60] == plain(target, prompt, 60)
 
 
 def first_chain(tokens: list[int], depth: int = 4) -> list[int]:
     """The path of likeliest nodes."""
-    draft = Reference().start(tokens).propose(32, depth)
+    draft = NGram().start(tokens).propose(32, depth)
     check(draft, 32, depth)
     longest: tuple[int, ...] = ()
     for path in paths(draft):
@@ -68,14 +68,14 @@ def test_of_two_long_matches_the_longer_one_is_followed() -> None:
 def test_each_further_place_is_less_likely() -> None:
     """One of them can be right at most, so what is left for the next place shrinks."""
     tokens = [token for follower in range(70, 76) for token in (5, 6, 7, follower)]
-    assert Reference().start([*tokens, 5, 6, 7]).propose(8, 1).tokens == (75, 74, 73)
+    assert NGram().start([*tokens, 5, 6, 7]).propose(8, 1).tokens == (75, 74, 73)
 
 
 def test_several_places_make_a_tree() -> None:
     tokens = [5, 6, 7, 70, 60, 5, 6, 7, 80, 61, 5, 6, 7]
-    draft = Reference().start(tokens).propose(8, 1)
+    draft = NGram().start(tokens).propose(8, 1)
     assert draft.tokens == (80, 70) and draft.parents == (-1, -1)
-    assert Reference().start(tokens).propose(1, 1).tokens == (80,), "the likeliest first"
+    assert NGram().start(tokens).propose(1, 1).tokens == (80,), "the likeliest first"
 
 
 @pytest.mark.parametrize("behind", range(EDIT_BEHIND))
@@ -85,37 +85,37 @@ def test_several_places_make_a_tree() -> None:
 def test_a_copy_goes_on_behind_one_edit(edit: list[int], goes_on: int, behind: int) -> None:
     """Eight tokens are copied, then the ninth is replaced, gets one before it, or is left out; then `behind` more are copied."""
     end = goes_on + behind
-    found = paths(Reference().start([*SOURCE, 0, *SOURCE[:8], *edit, *SOURCE[goes_on:end]]).propose(32, 2))
+    found = paths(NGram().start([*SOURCE, 0, *SOURCE[:8], *edit, *SOURCE[goes_on:end]]).propose(32, 2))
     assert (SOURCE[end],) in found
     if behind or edit != [99]:
         assert tuple(SOURCE[end : end + 2]) in found, "a match with tokens behind its edit is trusted further"
 
 
 def test_an_edit_needs_a_copy_before_it() -> None:
-    assert Reference().start([*SOURCE, 0, *SOURCE[6:8], 99]).propose(32, 4) == NOTHING
-    assert Reference().start([*SOURCE, 0, *SOURCE[5:8], 99]).propose(32, 4) != NOTHING
+    assert NGram().start([*SOURCE, 0, *SOURCE[6:8], 99]).propose(32, 4) == NOTHING
+    assert NGram().start([*SOURCE, 0, *SOURCE[5:8], 99]).propose(32, 4) != NOTHING
 
 
 def test_two_edits_are_one_too_many() -> None:
-    assert Reference().start([*SOURCE, 0, *SOURCE[:8], 98, 99]).propose(32, 4) == NOTHING
+    assert NGram().start([*SOURCE, 0, *SOURCE[:8], 98, 99]).propose(32, 4) == NOTHING
 
 
 def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
-    draft = Reference().start([1, 2, 3] * 4).propose(10, 10)
+    draft = NGram().start([1, 2, 3] * 4).propose(10, 10)
     assert draft.tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
 def test_documents_are_quoted_up_to_their_end() -> None:
-    drafter = Reference([SOURCE[:10], SOURCE[10:]])
+    drafter = NGram([SOURCE[:10], SOURCE[10:]])
     assert drafter.start([0, 1, *SOURCE[2:8]]).propose(8, 8).tokens == tuple(SOURCE[8:10])
     assert drafter.start([0, *SOURCE[4:10]]).propose(8, 8) == NOTHING
     assert drafter.start([0, *SOURCE[4:10], 99]).propose(8, 8) == NOTHING
 
 
 def test_requests_share_documents_and_not_what_they_say() -> None:
-    drafter = Reference([SOURCE])
+    drafter = NGram([SOURCE])
     one = drafter.start(SOURCE[:8])
-    one.hear([77, 78, 79], NOTHING, [77])
+    one.observe([77, 78, 79], NOTHING, [77])
     assert one.propose(1, 1).tokens == ()
     assert drafter.start([0, 77, 78]).propose(8, 8) == NOTHING
     assert drafter.start([0, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
@@ -123,27 +123,27 @@ def test_requests_share_documents_and_not_what_they_say() -> None:
 
 def test_matches_that_fail_are_no_longer_followed() -> None:
     """Each time the same two tokens come, something else follows."""
-    guess = Reference().start([1, 2, 3])
+    guess = NGram().start([1, 2, 3])
     drafted = []
     for turn in range(60):
-        guess.hear([1, 2], NOTHING, [1])
+        guess.observe([1, 2], NOTHING, [1])
         draft = guess.propose(8, 1)
         drafted.append(len(draft.tokens))
-        guess.hear([100 + turn], draft, [100 + turn] * (1 + len(draft.tokens)))
+        guess.observe([100 + turn], draft, [100 + turn] * (1 + len(draft.tokens)))
     assert drafted[0] == 1 and drafted[-1] == 0
 
 
 def test_a_copy_takes_few_steps() -> None:
     passage = [token * 37 % 1009 for token in range(400)]
-    run = speculate(Reference(), lambda text: passage[(len(text) - 404) % 400], [*passage, *range(2000, 2004)], 390)
+    run = speculate(NGram(), lambda text: passage[(len(text) - 404) % 400], [*passage, *range(2000, 2004)], 390)
     assert len(run.drafts) < 390 / 10
     assert run.output[:390] == passage[:390]
 
 
 def test_only_the_end_of_a_long_prompt_is_searched() -> None:
     near, far = list(range(1000, 1000 + REACH // 2)), list(range(1000, 1000 + REACH))
-    assert Reference().start([*SOURCE, *near, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
-    assert Reference().start([*SOURCE, *far, *SOURCE[:8]]).propose(1, 1) == NOTHING
+    assert NGram().start([*SOURCE, *near, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
+    assert NGram().start([*SOURCE, *far, *SOURCE[:8]]).propose(1, 1) == NOTHING
 
 
 @pytest.mark.parametrize("prompt", [[7] * 3000, [7, 8] * 1500, [7, 8, 9, 7, 8, 6] * 500])
@@ -156,7 +156,7 @@ def test_the_work_of_a_guess_does_not_grow_with_the_prompt(monkeypatch: pytest.M
         return shared(self, place, tokens, end)
 
     monkeypatch.setattr(Text, "shared", counted)
-    guess = Reference().start([*prompt, 5, 7, 8])
+    guess = NGram().start([*prompt, 5, 7, 8])
     guess.propose(16, 8)
     assert 0 < len(compared) <= (PLACES + 1) * (1 + EDIT_BEHIND)
     assert len(prompt) > 10 * len(compared)

@@ -1,0 +1,200 @@
+"""The controller: how many nodes to draft, and when to call the host drafter. A step that verifies n device nodes per row promises
+
+    rate(n) = (1 + a_1 + .. + a_n) / t(n)
+
+tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
+time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others are
+probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns _SHARE of all
+time and _GRANT with a new request. Each step that drafts adds the tokens it gained and takes the time it took. Nothing is drafted
+on an empty budget, and a probe must be affordable. So drafting that never pays costs _SHARE, _CAP steps and _GRANT per request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from ridgeline.speculation.state import Reading
+
+_SHARE, _CAP, _START, _GRANT, _DEAR = 0.0125, 5.0, 2.0, 0.75, 3.0  # budgets; t(n) from which on grants pay no probe
+_PROBE, _COLD, _CALLS, _LEAST_PRICE = 6, 2, 4, 0.3
+"""Steps of a probe; those at its begin without a representative time; calls of a host probe; least plain steps of a probe."""
+_HOLD, _MAX_IDLE, _WARM_UP, _UNTIL_PROBE = 8, 64, 16, 24.0
+"""Steps between two decisions; of the longest idle period; before the first probe; before a probe beside a size that pays."""
+_MARGIN, _PRIOR = 1.03, 0.65  # least rate of a size in use; acceptance given the parent, before any reading
+_WEIGHT, _SURPRISE, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
+"""Weight of a reading; most expected times, and for a size without readings most plain steps, that a step counts as; plain steps,
+divided by the rows, by which first steps of shapes may exceed the expected time without regret."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Plain steps that drafting may lose. recent: what it gained since the last decision."""
+
+    balance: float = _START
+    recent: float = 0.0
+
+    def book(self, gained: float, earned: float) -> None:
+        self.recent += gained
+        self.balance = min(_CAP, self.balance + gained + earned)
+
+    def steps_to(self, price: float) -> int:  # plain steps until it is affordable
+        return max(0, math.ceil((price - self.balance) / _SHARE))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Steps with about so many rows. plain: seconds of a plain one. times: t(n). node_time, call_time: plain steps that a host node
+    and a call add per row; verifying at all adds two nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps.
+    until_probe: plain steps to the next probe beside a size that pays, after the one of `probed`."""
+
+    build: float
+    times: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    node_time: float = 0.05
+    call_time: float = 0.15
+    plain: float = 0.0
+    count: int = 0
+    nodes: int = 0
+    hold: int = 0
+    probed: int = 0
+    until_probe: float = _UNTIL_PROBE
+    device: _Budget = field(default_factory=_Budget)
+    host: _Budget = field(default_factory=_Budget)
+
+    def earn(self, steps: float, device: float = 0.0, host: float = 0.0) -> None:
+        self.until_probe -= steps
+        self.device.book(device, _SHARE * steps)
+        self.host.book(host, _SHARE * steps)
+
+
+class Controller:
+    """sizes: numbers of device nodes to choose from, ascending, 0 first. fixed: always the largest, for measurements."""
+
+    def __init__(self, sizes: tuple[int, ...], fixed: bool = False) -> None:
+        self.sizes, self.fixed = sizes, fixed
+        self._batches, self._drafts = dict[int, _Batch](), 0
+        self._kept = [_PRIOR ** (node + 1) for node in range(sizes[-1])]  # a_i
+
+    def _of(self, rows: int) -> _Batch:
+        """Batches within a quarter are alike. A new one starts with the times of the next larger one, where nodes cost no less."""
+        bits = max(0, rows.bit_length() - 3)
+        key = rows >> bits << bits
+        if key not in self._batches:
+            larger = [other for other, one in self._batches.items() if other > key and one.count >= _WARM_UP]
+            like = self._batches[min(larger)] if larger else _Batch(0.0)
+            new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0)
+            self._batches[key] = replace(new, until_probe=_UNTIL_PROBE, device=_Budget(), host=_Budget())
+        return self._batches[key]
+
+    def admit(self, rows: int, new: int) -> None:
+        """Of so many rows some are new requests, whose text may be easier than the last."""
+        batch, grant = self._of(rows), _GRANT * min(1.0, new / rows)
+        cheapest = min([time for size, time in batch.times.items() if size], default=0.0)
+        for budget in (batch.host, batch.device)[: 1 + (cheapest < _DEAR)]:
+            budget.balance = max(budget.balance, min(_GRANT, budget.balance + grant))
+
+    def expected(self, nodes: int) -> float:
+        """Tokens that a row is expected to gain by a step with so many nodes."""
+        return 1 + sum(self._kept[:nodes])
+
+    def choose(self, rows: int, most: int) -> int:
+        """Device nodes per row, at most `most`, to draft for the next step."""
+        if self.fixed:
+            return min(self.sizes[-1], most)
+        batch = self._of(rows)
+        if not batch.hold:
+            self._decide(batch, [size for size in self.sizes if size <= most])
+        batch.hold -= 1
+        return min(batch.nodes, most)
+
+    def _decide(self, batch: _Batch, sizes: list[int]) -> None:
+        budget, times = batch.device, batch.times
+        rates = {size: self.expected(size) / times.get(size, max(times.values())) for size in sizes}
+        known = [size for size in sizes if size in times]
+        best = max(known, key=rates.__getitem__)
+        if rates[best] < _MARGIN:
+            best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # a probe that gains goes on
+        budget.recent, batch.nodes, batch.hold = 0.0, best, _HOLD
+        # Probe a size without readings if it may be best; beside 0 the best other one; else 0 and the neighbours in turns.
+        new = next((size for size in sizes if size not in times and rates[size] > rates[best]), 0)
+        place = known.index(best) if best in known else 0
+        near = {0, *known[max(1, place - 1) : place + 2]} - {best}
+        turn = min(near, key=lambda size: (size <= batch.probed, size), default=0)
+        other = new or (turn if best else max(known[1:], key=rates.__getitem__, default=0))
+        price = min(_CAP, max(_LEAST_PRICE, _PROBE * (1 - rates[other] / rates[best]) * times.get(other, 1.0)))
+        if budget.balance <= 0 or batch.count < _WARM_UP:
+            batch.nodes = 0
+        elif other != best and price <= budget.balance and (new or not best or batch.until_probe <= 0):
+            batch.nodes = batch.probed = other
+            batch.hold, batch.until_probe = _PROBE, price / _SHARE
+        elif not best:
+            batch.hold = max(_HOLD, min(_MAX_IDLE, budget.steps_to(price)))
+
+    def observe(self, nodes: int, kept: list[int]) -> None:
+        """Of the first `nodes` nodes of a device draft those in `kept` were kept."""
+        self._drafts += 1
+        weight, every = max(_WEIGHT, 1 / (self._drafts + 4)), self._kept
+        every[:nodes] = [rate + weight * ((node in kept) - rate) for node, rate in enumerate(every[:nodes])]
+        ratio = every[nodes - 1] / max(every[nodes - 2] if nodes > 1 else 1.0, 0.01)
+        for node in range(nodes, len(every)):  # without readings: drifts up to what the last two suggest
+            hope = max(every[node], every[node - 1] * ratio)
+            every[node] = min(every[node - 1], every[node] + _WEIGHT / 4 * (hope - every[node]))
+
+    def may_call(self, rows: int) -> bool:
+        """Whether the host drafter may be called for a request where that pays."""
+        return self.fixed or self._of(rows).host.balance > 0
+
+    def probe_calls(self, rows: int, new: bool) -> int:
+        """Calls of a host probe for one request; 0 if unaffordable. new: its first probe; others leave room for one."""
+        batch = self._of(rows)
+        price = self._call_price(batch, rows) * (1 if new else 2)
+        return _CALLS if self.fixed or (batch.count >= _WARM_UP and price <= batch.host.balance) else 0
+
+    def _call_price(self, batch: _Batch, rows: int) -> float:
+        return min(_CAP, max(_LEAST_PRICE, _CALLS * batch.call_time) / rows)
+
+    def host_nodes(self, rows: int, acceptance: float) -> int:
+        """Nodes of a host chain, the last of which is kept with a probability above its time."""
+        most, time = self.sizes[-1], min(0.5, max(self._of(rows).node_time, 0.01))
+        depth = int(math.log(time) / math.log(min(0.99, max(acceptance, 0.01))))
+        return most if self.fixed else min(most, max(1, depth))
+
+    def idle_steps(self, rows: int, host: bool, device: bool) -> int:
+        """Plain steps until the next decision, after a step that drafts nothing."""
+        batch = self._of(rows)
+        call = max(_HOLD, batch.host.steps_to(2 * self._call_price(batch, rows))) if host else _MAX_IDLE
+        steps, batch.hold = min(_MAX_IDLE, call, batch.hold if device else _MAX_IDLE), 0
+        return steps
+
+    def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """So many plain steps, the last of which took `seconds`."""
+        batch = self._of(rows)
+        batch.count += steps
+        batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first step of a process may take seconds
+        batch.plain += max(_WEIGHT, steps / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
+        batch.earn(steps)
+
+    def measure(self, step: Reading) -> tuple[float, float]:
+        """A step that drafts, verifies or called. Returns the seconds it saved, and the plain steps that each call took."""
+        batch, times, drafts = self._of(step.rows), self._of(step.rows).times, step.nodes or step.drafted
+        if not (step.nodes or step.host_nodes):  # a plain step takes less, or else its mean is out of date
+            batch.plain -= 4 * _WEIGHT * max(0.0, batch.plain - step.seconds)
+        host = batch.call_time * step.calls + batch.node_time * (step.host_nodes and step.host_nodes + 2)
+        known = times.get(step.nodes) if step.nodes or not step.drafted else None
+        expected = (known or max(times.values())) + host
+        batch.plain = batch.plain or step.seconds / expected
+        took = min(step.seconds / batch.plain, _SURPRISE * expected if known else _UNKNOWN)
+        building = min(max(0.0, took - expected), batch.build) if step.fresh else 0.0
+        readable, batch.build, took = not (step.fresh and batch.build), batch.build - building, took - building
+        host = host if drafts else took - 1  # measured where only the host drafts
+        batch.earn(took, step.tokens - step.host_tokens - took + host, step.host_tokens - host)
+        ruined = drafts and batch.device.balance <= 0  # before the probe is over
+        if readable and step.nodes and not step.calls:
+            if (step.nodes == step.drafted and batch.hold < _PROBE - _COLD) or (ruined and known is None):
+                times[step.nodes] = took + (1 - 4 * _WEIGHT) * ((known or took) - took)
+        elif readable and step.host_nodes and not drafts:
+            batch.node_time += 2 * _WEIGHT * (max(0.0, host) / (step.host_nodes + 2) - batch.node_time)
+        elif readable and step.calls and not drafts:
+            batch.call_time += _WEIGHT * (max(0.0, host) / step.calls - batch.call_time)
+        batch.hold = 0 if ruined else batch.hold
+        return (step.tokens - took) * batch.plain, max(0.05, host / step.calls) if step.calls else 0.0

@@ -1,0 +1,39 @@
+"""Several host drafters for one request: the first draft is taken, and all of them observe the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.speculation.host import HostDrafter, Proposer
+
+
+class FirstOf:
+    """drafters: in order of preference. A drafter that proposes only with confidence (speculation.ngram) comes before one that
+    always proposes (speculation.lookahead)."""
+
+    def __init__(self, drafters: Sequence[HostDrafter]) -> None:
+        self._drafters = tuple(drafters)
+        self.needs_repeat = all(one.needs_repeat for one in drafters)
+
+    def start(self, tokens: Sequence[int]) -> FirstProposer:
+        return FirstProposer([drafter.start(tokens) for drafter in self._drafters])
+
+
+class FirstProposer:
+    """One request. Implements `Proposer`."""
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._proposers = tuple(proposers)
+
+    def propose(self, nodes: int, depth: int) -> Draft:
+        for proposer in self._proposers:
+            draft = proposer.propose(nodes, depth)
+            if draft.tokens:
+                return draft
+        return NOTHING
+
+    def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+        """Each drafter recognises its own draft, and learns only the text from a draft of another."""
+        for proposer in self._proposers:
+            proposer.observe(tokens, draft, drawn)

@@ -1,0 +1,93 @@
+"""Speculation as the scheduler knows it: a guest that proposes drafts and observes what became of them.
+
+The scheduler holds one guest and calls it at five places: before a step for each request (`skips`, `waits`, `propose`), when a
+step is planned (`begin_step`), and when it is committed (`observe` for each verified draft, `end_step`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.speculation.state import NO_STEP_DRAFTS, SpeculationState, StepDrafts
+
+
+class RequestView(Protocol):
+    """What speculation reads of a request. It writes to `speculation` alone."""
+
+    @property
+    def speculation(self) -> SpeculationState: ...
+
+    @property
+    def tokens(self) -> array[int]:
+        """Prompt and committed output."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def constraint(self) -> object | None:
+        """A grammar, which must approve every draft token."""
+
+    @property
+    def limit(self) -> int:
+        """Tokens at which the request ends."""
+
+    @property
+    def expected(self) -> int:
+        """Tokens known, with all that the steps in flight may add."""
+
+    @property
+    def in_flight(self) -> int:
+        """Steps in flight that hold the request."""
+
+
+class Speculation:
+    """The protocol, with a default that proposes nothing."""
+
+    max_nodes = 0
+    """Nodes of the largest draft."""
+    slots_ahead = 0
+    """Slots behind all tokens that may be gained which drafting on the device writes."""
+    idle = False
+    """The next steps are plain decoding: the scheduler need not ask about any request."""
+
+    def waits(self, request: RequestView) -> bool:
+        """Whether the request can be planned only after its last token is committed."""
+        return False
+
+    def skips(self, request: RequestView) -> bool:
+        """Whether the request's next step is plain decoding. May prepare the draft that `propose` returns."""
+        return not self.waits(request)
+
+    def propose(self, request: RequestView, nodes: int) -> Draft:
+        """A draft of at most `nodes` nodes for the request's next step."""
+        return NOTHING
+
+    def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
+        """A step is planned. States in the plan what the device drafts. requests: in the order of the plan's rows."""
+        return NO_STEP_DRAFTS
+
+    def observe(
+        self, request: RequestView, draft: Draft, tokens: Sequence[int], result: StepResult, place: int
+    ) -> None:
+        """The request verified `draft` in a step, at index `place`, and gained `tokens`, which it knows by now."""
+
+    def end_step(
+        self, drafts: StepDrafts, plan: StepPlan, requests: Sequence[RequestView], result: StepResult
+    ) -> float:
+        """The step of `begin_step` is committed. Returns the seconds that its drafts saved."""
+        return 0.0
+
+
+class NoSpeculation(Speculation):
+    """Every request verifies nothing."""
+
+    idle = True
+
+
+NO_SPECULATION = NoSpeculation()

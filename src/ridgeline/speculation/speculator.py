@@ -1,0 +1,284 @@
+"""Which requests verify drafts in a step, whose drafts, and how many nodes.
+
+Drafting pays while the time that it adds to a step is worth less than the tokens it gains. The controller measures both. So
+speculation is off where it does not pay, and on again where it does (Leviathan et al. 2023, section 3.3, use the same sums with
+given rates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ridgeline.core.draft import DEVICE, NOTHING, Draft
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.guest import RequestView, Speculation
+from ridgeline.speculation.host import HostDrafter, repeats
+from ridgeline.speculation.state import NO_STEP_DRAFTS, Reading, SpeculationState, StepDrafts
+
+_TEMPERATURE = attrgetter("sampling.temperature")
+_WEIGHT = 0.2
+"""Weight of a new draft in the moving averages of a request."""
+_IDLE_STRIDE = 8
+"""While speculation is idle, one measured step stands for so many."""
+_PROBE_INTERVAL = 32
+"""Tokens of a request after a probe of the host drafter until the next one."""
+_REPEAT_STRIDE, _REPEAT_GAIN = 4, 0.5
+"""Idle steps between two looks for repeated text; tokens that a call of the host drafter is expected to gain there."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """What the host must know of a device drafter."""
+
+    max_nodes: int
+    parents: tuple[int, ...] = ()
+    """Parents of the largest draft's nodes; empty for chains."""
+    reads_tokens: bool = False
+    """It keeps keys and values of its own, so it must read every token once."""
+    cuts: bool = False
+    """It says how many of its nodes are worth verifying."""
+
+    def draft(self, nodes: int) -> Draft:
+        return Draft((DEVICE,) * nodes, self.parents[:nodes])
+
+    @property
+    def chain_nodes(self) -> int:
+        """Leading nodes of the largest draft that are a chain."""
+        branches = (node for node, parent in enumerate(self.parents) if parent != node - 1)
+        return next(branches, self.max_nodes)
+
+
+class Speculator(Speculation):
+    """Proposes drafts of a host drafter, of a device drafter, or of both; a draft of the host goes first.
+
+    Args:
+        controller: says how many nodes pay, and when to call the host drafter; of greedy steps, and the model of another one for
+            steps that sample.
+        logit_rows: largest number of logit rows of a step with drafts.
+    """
+
+    def __init__(
+        self, host: HostDrafter | None, device: DeviceTraits | None, controller: Controller, logit_rows: int = 1 << 30
+    ) -> None:
+        self.max_nodes = controller.sizes[-1]
+        self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
+        self.idle = False
+        self._host, self._device, self._controller = host, device, controller
+        self._controllers = controller, Controller(controller.sizes, controller.fixed)
+        """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
+        self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
+        self._chain_nodes = 0 if device is None else device.chain_nodes
+        self._rows, self._next_nodes, self._logit_rows = 1, 0, logit_rows
+        self._idle_steps = self._waiting = self._new = 0
+        self._plain = controller, 0, 0
+        """Plain steps in a row that no controller has counted yet: their controller, rows and number."""
+        self._asked: list[SpeculationState] = []
+        self._probe_gain = 0.0
+        """Moving average of `question_gain` over probes: the expectation for a new request."""
+
+    def waits(self, request: RequestView) -> bool:
+        """The host drafter is called while that pays, and now and then as a probe."""
+        if self._host is None or self.idle:
+            return False
+        state, known = request.speculation, len(request.tokens)
+        if state.probe_until < 0:
+            # Where text repeats, a request's own calls decide: in a batch one probe alone would bear the cost of all rows.
+            gain = max(self._probe_gain, _REPEAT_GAIN if self._host.needs_repeat else 0.0)
+            state.probe_until, state.question_gain = 0, gain
+        if self._host.needs_repeat and not (self._controller.fixed or state.last_gain or repeats(request.tokens)):
+            return False
+        asks = known < state.probe_until or (state.question_gain > 0 and self._controller.may_call(self._rows))
+        new = not state.probe_until
+        due = new or known >= state.probe_until + _PROBE_INTERVAL
+        if not asks and due and (tokens := self._controller.probe_calls(self._rows, new=new)):
+            state.probe_until, asks = known + tokens, True
+        self._waiting += asks
+        return asks
+
+    def skips(self, request: RequestView) -> bool:
+        # A draft model writes behind the rows, in slots that only `Scheduler._give` leases.
+        state = request.speculation
+        state.proposal = None
+        if self.slots_ahead or state.device_nodes:
+            return False
+        if self._host is None or not self.waits(request):
+            return True
+        if request.in_flight:
+            return False
+        # An empty proposal costs the call and no more.
+        draft = self._ask(self._host, request)
+        state.proposal = draft if draft.tokens else None
+        return not draft.tokens
+
+    def propose(self, request: RequestView, nodes: int) -> Draft:
+        # A device draft is verified by the next step or never: afterwards other tokens stand in its places.
+        state = request.speculation
+        offered, state.device_nodes = min(nodes, state.device_nodes), 0
+        # The host does not know what the device drafted, so no grammar could approve it.
+        if request.constraint is not None:
+            offered = 0
+        draft, state.proposal = state.proposal, None
+        if draft is None and self._host is not None and self.waits(request):
+            draft = self._ask(self._host, request)
+        if draft is not None and (draft := draft.first(nodes)).tokens:
+            expected = sum(state.acceptance ** (node + 1) for node in range(len(draft.tokens)))
+            if not offered or expected > self._controller.expected(offered) - 1:
+                return draft
+        if request.sampling.penalized:  # see _ask
+            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else NOTHING
+        return self._drafts[offered] if offered else NOTHING
+
+    def _ask(self, host: HostDrafter, request: RequestView) -> Draft:
+        """A draft of the host drafter, which observes only now what other steps gained."""
+        state, tokens = request.speculation, request.tokens
+        self._asked.append(state)
+        state.last_gain = 0
+        if state.proposer is None:
+            state.proposer = host.start(tokens)
+        elif state.observed < len(tokens):
+            news = tokens[state.observed :]
+            state.proposer.observe(news, NOTHING, news[:1])
+        state.observed = len(tokens)
+        room = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
+        nodes = min(room, self._controller.host_nodes(self._rows, state.acceptance))
+        draft = state.proposer.propose(nodes, nodes) if nodes > 0 else NOTHING
+        # Penalties count the tokens of a row from its start on, which only a chain keeps in order.
+        return draft.chain() if request.sampling.penalized else draft
+
+    def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
+        if self.idle:
+            self._idle_steps -= 1
+            self.idle = self._idle_steps > 0 and not (plan.joins or self._finds_repeat(requests))
+            return NO_STEP_DRAFTS
+        device, rows = self._device, sum(plan.samples)
+        self._rows, self._controller = max(1, rows), self._controllers[any(map(_TEMPERATURE, requests))]
+        self._new += sum(join.choice == 0 for join in plan.joins)
+        if rows and self._new:
+            self._controller.admit(rows, self._new)
+            self._new = 0
+        nodes, self._next_nodes = self._next_nodes, 0
+        asked, self._asked = self._asked, []
+        waiting, self._waiting = self._waiting, 0
+        if device is not None and rows and not _all_quoted(plan, requests):
+            most = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
+            self._next_nodes = self._controller.choose(rows, most)
+        plan.ahead = self._next_nodes
+        active = bool(nodes or plan.ahead or asked or plan.drafts)
+        if device is not None and (active or device.reads_tokens):
+            self._offer(plan, requests, device)
+        if rows and not (active or waiting or plan.joins or self.slots_ahead):
+            self._idle_steps = self._controller.idle_steps(rows, host=self._host is not None, device=device is not None)
+            self.idle = self._idle_steps > 0
+        return StepDrafts(nodes, asked, active)
+
+    def _finds_repeat(self, requests: Sequence[RequestView]) -> bool:
+        """Whether some text repeats, so that a call of the host drafter is worth it before the idle steps are over."""
+        host = self._host
+        due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
+        if not (due and self._controller.may_call(self._rows)):
+            return False
+        return any(one.speculation.question_gain > 0 and repeats(one.tokens) for one in requests)
+
+    def _offer(self, plan: StepPlan, requests: Sequence[RequestView], device: DeviceTraits) -> None:
+        """Note what the step drafts for each of its requests."""
+        first = 0
+        for place, (request, n_draft) in enumerate(zip(requests, plan.n_draft, strict=True)):
+            state, samples = request.speculation, plan.samples[place]
+            state.device_nodes = plan.ahead if samples else 0
+            if device.reads_tokens:
+                own = n_draft > 0 and plan.drafts[first] == DEVICE
+                state.unread = _unread(state.unread, plan, place, own)
+                if samples and plan.ahead:
+                    plan.unread.append(min(state.unread, len(request.tokens) + 1))
+                    state.unread = 0
+            first += n_draft
+
+    def observe(
+        self, request: RequestView, draft: Draft, tokens: Sequence[int], result: StepResult, place: int
+    ) -> None:
+        state, kept = request.speculation, result.kept.get(place, [])
+        if draft.tokens[0] == DEVICE:
+            self._controller.observe(len(draft.tokens) + state.cut_nodes, kept)
+            return
+        tried = min(len(draft.tokens), len(kept) + 1)
+        state.acceptance += _WEIGHT * (len(kept) / tried - state.acceptance)
+        state.last_gain = len(kept)
+        if state.proposer is not None:
+            state.proposer.observe(tokens, draft, result.drawn[place])
+            state.observed = len(request.tokens)
+
+    def end_step(
+        self, drafts: StepDrafts, plan: StepPlan, requests: Sequence[RequestView], result: StepResult
+    ) -> float:
+        rows = len(requests)
+        if not drafts.active:
+            known = self._plain[:2] == (self._controller, rows)
+            self._plain = self._controller, rows, self._plain[2] + 1 if known else 1
+        if self.idle and not drafts.active and self._idle_steps % _IDLE_STRIDE:
+            return 0.0
+        self._cut(requests, result)
+        if result.error is not None or 0 in plan.samples or sum(plan.n_query) != rows + len(plan.drafts):
+            return 0.0
+        seconds = result.device_s + result.gap_s
+        if not drafts.active:
+            if not result.fresh:
+                self._controller.measure_plain(rows, seconds, self._plain[2])
+                self._plain = self._controller, rows, 0
+            return 0.0
+        return self._measure(drafts, plan, result, seconds)
+
+    def _cut(self, requests: Sequence[RequestView], result: StepResult) -> None:
+        """Offer no more of the device's drafts than it found worth verifying."""
+        for place, worth in result.worth.items():
+            state = requests[place].speculation
+            state.cut_nodes = 0
+            if worth < state.device_nodes and not requests[place].in_flight:  # else a later step drafts for it
+                if not worth:
+                    self._controller.observe(state.device_nodes, [])
+                state.cut_nodes, state.device_nodes = worth and state.device_nodes - worth, worth
+
+    def _measure(self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float) -> float:
+        """Tell the controller what a step with drafts took and gained. Returns the seconds saved."""
+        rows, asked = len(plan.rows), drafts.asked
+        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
+        step = Reading(
+            rows,
+            seconds,
+            len(result.tokens) / rows,
+            drafts.nodes,
+            plan.ahead,
+            host_nodes / rows,
+            host_tokens / rows,
+            len(asked) / rows,
+            result.fresh,
+        )
+        saved, price = self._controller.measure(step)
+        for state in asked:
+            state.question_gain += _WEIGHT * (state.last_gain - price - state.question_gain)
+            if state.observed <= state.probe_until:  # the call was a probe
+                self._probe_gain += _WEIGHT / 4 * (state.last_gain - price - self._probe_gain)
+        return saved
+
+
+def _all_quoted(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
+    """Whether host drafts gain so much for all requests that a device draft beside them would seldom be verified."""
+    if not plan.drafts or min(plan.drafts) < 0:
+        return False
+    return min(request.speculation.question_gain for request in requests) > 1
+
+
+def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:
+    """Tokens of a request that a draft model has not read once the step's own are drawn, if it drafts nothing in the step.
+
+    before: the same before the step. own: the step verifies drafts of the draft model.
+    """
+    n_query, n_draft = plan.n_query[place], plan.n_draft[place]
+    if n_query > 1 + n_draft:  # it reads along with the target
+        return plan.samples[place]
+    if own:
+        # Its own drafts but for the last one are read, and then what was drawn behind them.
+        return before + 2
+    return before + 1 + n_draft

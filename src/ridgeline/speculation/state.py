@@ -1,0 +1,79 @@
+"""Records of speculation: of a request, of a step between its plan and its commit, and of a committed step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ridgeline.core.draft import Draft
+from ridgeline.speculation.host import Proposer
+
+
+@dataclass(slots=True)
+class SpeculationState:
+    """One request's part of speculation. The scheduler owns it and reads the two counters; all else belongs to the speculator."""
+
+    drafted: int = 0
+    """Draft nodes verified."""
+    accepted: int = 0
+    """Draft nodes kept."""
+
+    proposer: Proposer | None = None
+    """State of the host drafter, which has observed the request's first `observed` tokens."""
+    observed: int = 0
+    proposal: Draft | None = None
+    """Draft of the host drafter for the next step, made before that step was planned."""
+    acceptance: float = 0.7
+    """Moving average: share of host nodes kept, given that the node above was kept."""
+    question_gain: float = 0.0
+    """Moving average: tokens that a call of the host drafter gains, less those that plain steps gain in the time it costs."""
+    last_gain: int = 0
+    """Tokens gained by the last call of the host drafter."""
+    probe_until: int = -1
+    """Number of known tokens up to which the host drafter is called as a probe; -1 before the first decision."""
+
+    device_nodes: int = 0
+    """Nodes that the device drafts for the request at the end of its last planned step."""
+    cut_nodes: int = 0
+    """Nodes behind these that the device found not worth verifying."""
+    unread: int = 0
+    """Tokens that a draft model has not read (an upper bound)."""
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """A step verified `drafted` nodes and kept `accepted` of them."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def reset_device(self) -> None:
+        """The request gets a new row: the device holds no drafts for it."""
+        self.device_nodes = self.unread = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """Speculation's record of a step in flight. The default is a step of plain decoding."""
+
+    nodes: int = 0
+    """Device nodes per row that were chosen for verification in the step."""
+    asked: list[SpeculationState] = field(default_factory=list)
+    """Requests for which the host drafter was called."""
+    active: bool = False
+    """Something is drafted, asked or verified."""
+
+
+NO_STEP_DRAFTS = StepDrafts()
+
+
+class Reading(NamedTuple):
+    """A committed step. Tokens gained, nodes verified and calls of the host drafter are per row. drafted: device nodes for the next
+    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones."""
+
+    rows: int
+    seconds: float
+    tokens: float
+    nodes: int = 0
+    drafted: int = 0
+    host_nodes: float = 0.0
+    host_tokens: float = 0.0
+    calls: float = 0.0
+    fresh: bool = False
