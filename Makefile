@@ -77,7 +77,7 @@ test_newest = $(WITH_NEWEST) tools/installed.py triton $(NEWEST_TRITON) && \
 
 test: lint $(NATIVE_STAMP) $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not long' $(ARGS)
-	$(test_newest) tests/ops/test_triton.py -k 'not several_rows_that_ask and not tree and not compacted'
+	$(test_newest) tests/ops/test_triton.py -k 'not several_rows_that_ask and not tree and not compacted and not many'
 
 # Tests in a browser (apt-get install chromium, else they are skipped) and tests that take minutes.
 test-long: $(LONG_STAMP) $(NATIVE_STAMP) $(NEWEST_STAMP)
