@@ -329,7 +329,7 @@ def test_new_shapes_without_end_are_regret() -> None:
     """As where of many rows each drafts another number of nodes."""
     controller = Controller((0, 4))
     controller.measure_plain(8, 1.0, 100)
-    for _ in range(8):
+    for _ in range(6):
         controller.measure(Reading(8, 2.5, 1.5, 4, 4, fresh=True))
         controller.measure(asked(8, 2.5, 0.5, 4.0, calls=8, fresh=True))
     assert not controller.may_call(8) and batch_of(controller, 8).device.balance <= 0
