@@ -16,6 +16,8 @@ import numpy
 import pytest
 from hypothesis import settings
 
+from .interpreter import keep_types
+
 # Before torch is imported anywhere: tests use tiny tensors, on which a second thread only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And where a test asks for two, those of all workers share the cores: who waits for a slice of work sleeps. By default it spins
@@ -50,7 +52,8 @@ def interpreter() -> Iterator[Any]:
     """Triton's interpreter, which is a module, mended in three places. Version 3.6 makes loop bounds of arrays of one element,
     which numpy 2.4 no longer converts. It patches triton.language at each call of one function by another and never takes
     that back, which is half of its time: it is enough once a launch, if all is patched that any function may see. And version
-    3.9 makes a mask of integers where a comparison of numbers is broadcast, and then refuses it."""
+    3.9 makes a mask of integers where a comparison of numbers is broadcast, and then refuses it. `keep_types` halves the rest of
+    its time."""
     from triton import language
     from triton.runtime import interpreter as module
 
@@ -82,6 +85,7 @@ def interpreter() -> Iterator[Any]:
         patch.setattr(module, "_patch_lang_tensor", bounded)
         patch.setattr(module, "_patch_lang", patch_once)
         patch.setattr(module, "_LangPatchScope", Launch)
+        keep_types(patch, module)
         yield module
 
 

@@ -31,6 +31,14 @@ FORMATS = [
     (8, 128, True),
 ]
 CASES = [(form, torch.float16) for form in FORMATS] + [(FORMATS[0], DTYPE), (FORMATS[5], DTYPE)]
+# (tokens, tile)
+TILES = [(1, IntVectorTile(8, 1, 100)), (1, IntVectorTile(2, 4, 3)), (3, IntVectorTile(8, 2, 2))]
+# All pairs on a GPU; in the interpreter one tile for each case, each tile with several formats.
+FEW_TOKENS = (
+    [(*few, *case) for few in TILES for case in CASES]
+    if DEVICE == "cuda"
+    else [(*TILES[place], *case) for place, case in zip((0, 2, 1, 0, 2, 1, 1, 2, 1, 0), CASES, strict=True)]
+)
 
 
 def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -64,10 +72,7 @@ def test_whole_matrices(n: int, k: int, form: tuple[int, int, bool], dtype: torc
     close(dequantize(packed, dtype), weight, dtype)
 
 
-@pytest.mark.parametrize(("form", "dtype"), CASES)
-@pytest.mark.parametrize(
-    ("tokens", "tile"), [(1, IntVectorTile(8, 1, 100)), (1, IntVectorTile(2, 4, 3)), (3, IntVectorTile(8, 2, 2))]
-)
+@pytest.mark.parametrize(("tokens", "tile", "form", "dtype"), FEW_TOKENS)
 def test_few_tokens(tokens: int, tile: IntVectorTile, form: tuple[int, int, bool], dtype: torch.dtype) -> None:
     """Fewer programs than groups of rows, and more; edges in both directions; all that stands around the product."""
     packed, weight = matrix(22, 264, form)

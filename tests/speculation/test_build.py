@@ -92,7 +92,7 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pays depends on who else uses the machine."""
     llm = engine(way)
     steps = always_drafting(llm, monkeypatch)
-    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=400))
+    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
     assert accepted == sum(sum(one.accepted_at) for one in steps)
