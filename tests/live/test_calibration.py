@@ -46,9 +46,8 @@ def test_predictions_follow_the_calibration(calibration: Path, tmp_path: Path) -
         assert server.metric("decode_step_predicted_seconds") > 20 * calibrated
 
 
-def test_without_one_they_say_so(tmp_path: Path) -> None:
-    with served(tmp_path, *FLAGS) as server:
-        assert rests_on(server) == "uncalibrated"
+def test_without_one_they_say_so(server: Served) -> None:
+    assert rests_on(server) == "uncalibrated"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def run(server: Served, tasks: TaskManager, names: list[str], **arguments: Any) 
     return {name: sorted(samples[name], key=lambda sample: sample["doc_id"]) for name in names}
 
 
+@cache
 def likelihood(llm: LLM, context: str, continuation: str) -> tuple[float, bool]:
     """Sum of the continuation's log-probabilities, and whether each of its tokens is the most probable one."""
     encode = llm.tokenizer.encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .served import served
+from .served import Served, served
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "512", "--threads", "1")
 ASK = {
@@ -15,17 +15,16 @@ ASK = {
 }
 
 
-def test_auto(tmp_path: Path) -> None:
-    with served(tmp_path, *FLAGS) as server:
-        plain = server.send("POST", "/v1/completions", ASK).json
-    with served(tmp_path, *FLAGS, "--speculate", "auto") as server:
-        drafted = server.send("POST", "/v1/completions", ASK).json
-        streamed = server.send("POST", "/v1/completions", ASK | {"stream": True})
+def test_auto(server: Served, tmp_path: Path) -> None:
+    plain = server.send("POST", "/v1/completions", ASK).json
+    with served(tmp_path, *FLAGS, "--speculate", "auto") as drafting:
+        drafted = drafting.send("POST", "/v1/completions", ASK).json
+        streamed = drafting.send("POST", "/v1/completions", ASK | {"stream": True})
         assert streamed.status == 200
-        accepted = server.metric("spec_decode_num_accepted_tokens_total")
-        assert server.metric("spec_decode_num_draft_tokens_total") >= accepted > 0
-        assert server.metric("spec_decode_num_drafts_total") > 0
-        text = server.send("GET", "/metrics").data.decode()
+        accepted = drafting.metric("spec_decode_num_accepted_tokens_total")
+        assert drafting.metric("spec_decode_num_draft_tokens_total") >= accepted > 0
+        assert drafting.metric("spec_decode_num_drafts_total") > 0
+        text = drafting.send("GET", "/metrics").data.decode()
         assert "spec_decode_num_accepted_tokens_per_pos_total{" in text and 'position="0"' in text
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
     assert drafted["usage"] == plain["usage"]
