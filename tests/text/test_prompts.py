@@ -95,6 +95,21 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]
     return load
 
 
+Chat = Callable[[str, str], tuple[ChatTemplates, ChatTemplate]]
+
+
+@pytest.fixture(scope="module")
+def chat_of(load: Callable[[str], Tokenizer]) -> Chat:
+    """A template compiled once for a tokenizer, as it is served and on its own: chat_of(template, tokenizer)."""
+
+    @cache
+    def chat_of(name: str, kind: str) -> tuple[ChatTemplates, ChatTemplate]:
+        tokenizer, source = load(kind), SOURCES[name]
+        return ChatTemplates(tokenizer, {"default": source}), ChatTemplate(source, tokenizer.specials)
+
+    return chat_of
+
+
 def tool(**changes: Any) -> dict[str, Any]:
     function = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}, **changes}
     return {"type": "function", "function": function}
@@ -192,20 +207,26 @@ def harmless(text: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "kind"), COMBINATIONS)
-def test_text_of_a_request_never_becomes_a_control_token(name: str, kind: str, load: Any) -> None:
+def test_text_of_a_request_never_becomes_a_control_token(name: str, kind: str, load: Any, chat_of: Chat) -> None:
     tokenizer: Tokenizer = load(kind)
-    chat = ChatTemplates(tokenizer, {"default": SOURCES[name]})
-    plain = ChatTemplate(SOURCES[name], tokenizer.specials)
+    chat, plain = chat_of(name, kind)
     places = set()
+
+    @cache
+    def expected(place: str, text: str) -> list[int] | None:
+        """Control tokens beside a harmless text. None: this template has no such place."""
+        try:
+            return controls(tokenizer, encode(chat, **PLACES[place](text)).ids, SOURCES[name])
+        except RequestError:
+            return None
+
     for place, request in PLACES.items():
         for text in HOSTILE:
-            try:
-                expected = encode(chat, **request(harmless(text, kind)))
-            except RequestError:  # this template has no such place
+            known = expected(place, harmless(text, kind))
+            if known is None:
                 continue
             places.add(place)
             prompt = encode(chat, **request(text))
-            known = controls(tokenizer, expected.ids, SOURCES[name])
             assert controls(tokenizer, prompt.ids, SOURCES[name]) == known, (place, text)
             assert prompt.text == plain.render(**request(text)), (place, text)
     assert len(places) >= 6
@@ -233,10 +254,9 @@ def _benign() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "kind"), COMBINATIONS)
-def test_other_conversations_have_the_ids_of_their_text(name: str, kind: str, load: Any) -> None:
+def test_other_conversations_have_the_ids_of_their_text(name: str, kind: str, load: Any, chat_of: Chat) -> None:
     tokenizer: Tokenizer = load(kind)
-    chat = ChatTemplates(tokenizer, {"default": SOURCES[name]})
-    plain = ChatTemplate(SOURCES[name], tokenizer.specials)
+    chat, plain = chat_of(name, kind)
     for request in _benign():
         special = request.get("add_special_tokens", False)
         try:
