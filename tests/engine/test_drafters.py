@@ -65,8 +65,16 @@ def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **
     return DeviceBench(family, speculation=speculation, drafter=drafter, drafts=sizes, **facts)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        *(("llama-gqa", 0), ("mistral-window", 1), ("gemma3", 1)),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("llama-gqa", 1), ("mistral-window", 0), ("gemma3", 0))
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
 def test_speculated_is_plain(family: str, depth: int, name: str) -> None:
     """In a batch, prompts in chunks, requests that come later; sampled, logged and penalized rows too."""
