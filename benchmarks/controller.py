@@ -29,7 +29,7 @@ from common import provenance, write_rows
 from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Flag, Join, StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvGroup, KvLayout
+from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -277,7 +277,7 @@ class TimedNGram(NGram):
 def run(scenario: Scenario, seed: int, make: Callable[[SimulatedDevice], Speculation]) -> float:
     """Tokens per plain step."""
     device = SimulatedDevice(scenario, seed)
-    layout = KvLayout((KvGroup((0,), None, 8),), PAGE, 64, "float32")
+    layout = KvLayout((KvGroup((0,), None, 8),), PAGE, 64, KV_FORMATS["float32"])
     leases = Leases(layout, 64 * (1 + scenario.rows), prefix_cache=False)
     limits = Limits(scenario.rows, 8192, 4096)
     scheduler = Scheduler(layout, leases, limits, admission("continuous"), make(device))
