@@ -101,3 +101,33 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     counts = bench.scheduler.counts
     assert counts.accepted >= counts.drafted - 2 * 3 > 0
     assert "read" in recorder.replayed
+
+
+def test_a_drafter_learns_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold what shows it the logits."""
+    seen: list[int] = []
+    bench = speculating("llama-gqa", "recycling", step_tokens=TOKENS)
+    drafter = bench.how.drafter
+    see = type(drafter).see
+    monkeypatch.setattr(type(drafter), "see", lambda *given: (seen.append(1), see(*given))[1])
+    with_graphs(bench)
+    seen.clear()
+    bench.submit("a", PROMPT * 2, max_tokens=20)
+    bench.run()
+    assert seen
+
+
+def test_steps_of_a_draft_model_are_captured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it has read everything. fresh: the first two of a shape."""
+    bench = speculating("llama-gqa", "itself", step_tokens=TOKENS)
+    collect, fresh = bench.runner.collect, list[bool]()
+
+    def noted() -> Any:
+        result = collect()
+        fresh.append(result.fresh)
+        return result
+
+    monkeypatch.setattr(bench.runner, "collect", noted)
+    bench.submit("a", PROMPT * 2, max_tokens=30)
+    bench.run()
+    assert 2 <= sum(fresh) < len(fresh)

@@ -490,3 +490,33 @@ def test_buckets_reach_every_size(rows: int) -> None:
     sizes = buckets(rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == rows and sizes[0] == 1
+
+
+def test_a_lost_row_has_nothing_to_read(runner: Runner) -> None:
+    """A draft model reads what the others have missed."""
+    start(runner)
+    made = plan(2, (2, 9, 1, True), (1, 1, 1, True), (3, 1, 4, False), unread=[7, 5])
+    kept, lost = runner.rows.drop_lost(made)
+    assert lost == [0, 2] and kept.unread.tolist() == [5]
+    [(packed, shape)] = unread_steps(kept, None)
+    assert (shape.rows, shape.tokens) == (1, 3) and packed[0] == 1
+
+
+def test_chunks_need_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs as without: a step in which nobody draws does not run the head for its padding."""
+    counts: list[int] = []
+    logits = Decoder.logits
+    for graphs in (True, False):
+        bench = DeviceBench(rows=3, step_tokens=16)
+        if graphs:
+            bench.use_graphs(Uncaptured)
+        seen: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Decoder, "logits", lambda self, hidden, seen=seen: seen.append(len(hidden)) or logits(self, hidden)
+            )
+            bench.submit("a", PROMPT * 5, max_tokens=1)
+            bench.run()
+        counts.append(len(seen))
+        assert bench.tokens["a", 0] == alone(PROMPT * 5, max_tokens=1)
+    assert counts == [1, 1]

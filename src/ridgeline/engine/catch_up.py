@@ -10,15 +10,22 @@ from ridgeline.core.plan import StepPlan
 from ridgeline.engine.batch import blank
 from ridgeline.engine.shape import StepShape
 
+UNREAD = 2
+"""Tokens of a row that a draft model reads as it begins to draft: the last one drawn, and the one before it."""
+
+
+def is_behind(plan: StepPlan) -> bool:
+    """Whether a draft model has to read tokens of some row before it drafts."""
+    return max(plan.unread, default=0) > UNREAD
+
 
 def unread_steps(plan: StepPlan, padded: StepShape | None) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Packed steps of what the plan's rows have not read but for the last two tokens, each row's in order, with their shapes.
-    padded: the shape of each step, which holds as many rows at a time as it has; None: one step without padding."""
-    if max(plan.unread, default=0) <= 2:
+    """Packed steps of what the plan's rows have not read but for the last UNREAD tokens, each row's in order, with their shapes.
+    padded: the shape of each step, one row of which is left for padding; None: one step without padding."""
+    if not is_behind(plan):
         return
     rows = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
-    # The scratch row stands in for one that was lost: it has nothing to read.
-    counts = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - 2, 0) * (rows > 0)
+    counts = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - UNREAD, 0)
     rows, counts = rows[counts > 0], counts[counts > 0]
     most = len(rows) if padded is None else padded.rows - 1
     for begin in range(0, len(rows), max(1, most)):
@@ -32,7 +39,7 @@ def reading(rows: int, tokens: int) -> StepShape:
 
 
 def _reading(rows: np.ndarray, counts: np.ndarray, shape: StepShape) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Steps that read the last `counts` tokens of device rows but for two, both int32 [n]."""
+    """Steps that read `counts` tokens of device rows, both int32 [n]: those before the last UNREAD."""
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     # Tokens that are read again have places below 0 (ops.rows.Spread).
     place = np.arange(len(row_of)) - np.cumsum(counts)[row_of] - 1

@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.core.plan import StepPlan
 from ridgeline.engine.batch import Batch, unpack
-from ridgeline.engine.catch_up import unread_steps
+from ridgeline.engine.catch_up import is_behind, unread_steps
 from ridgeline.engine.device import DeviceStep, Outcome
 from ridgeline.engine.packet import Packet
 from ridgeline.engine.shape import StepShape
@@ -114,14 +114,14 @@ class CapturedSteps(EagerSteps):
         if found is None and plan.rows and not (plan.masks or plan.score_ids):
             shape = StepShape.of(plan)
             for greedy in (False, True):
-                kept = self._kept.get((shape, plan.ahead, greedy))
-                if kept is not None and plan.repeats(kept.plan):
-                    found = self._last = kept
+                key = shape, plan.ahead, greedy
+                if key in self._kept and plan.repeats(self._kept[key].plan):
+                    found = self._last = self._kept[key] = self._kept.pop(key)
         return found
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> Loaded:
         loaded = super().load(plan, batch, padded)
-        if batch.shape.chunked or not batch.plain or plan.unread:
+        if batch.shape.chunked or not batch.plain or is_behind(plan):
             return loaded
         key = batch.shape, batch.ahead, batch.greedy
         if (kept := self._kept.pop(key, None)) is None:
@@ -141,8 +141,8 @@ class CapturedSteps(EagerSteps):
 
     def run(self, loaded: Loaded, plan: StepPlan) -> Outcome:
         learn = self._step.drafter.learns()
+        loaded.runs += 1
         if loaded.captured is None or learn:  # a captured step teaches a drafter nothing
             return self._whole(loaded, plan, learn)
-        loaded.runs += 1
         outcome: Outcome = loaded.captured.replay(plan)
         return outcome

@@ -116,6 +116,8 @@ class GraphSteps(EagerSteps):
                 hidden = self._hidden[: shape.draws]
             else:
                 hidden = self._step.forward(batch, plan.bound)
+            if not draws and batch.scores is None:
+                return Outcome(None)  # what is padded would draw for the scratch row
             rows = self._bucket(draws)
             if not batch.plain or shape.width > 1 or not draws or rows is None:
                 return self._finish(loaded, plan, hidden, self._step.drafter.learns())
@@ -195,7 +197,7 @@ class GraphSteps(EagerSteps):
         def step(device: DeviceStep) -> torch.Tensor | None:
             # ahead: the hidden states that drew last are wanted, of any number of nodes.
             whole = replace(batch, ahead=bool(self._nodes))
-            outcome, last = device.finish(whole, device.forward(batch, variant), 0, False)
+            outcome, last = device.finish(whole, device.forward(batch, variant), 0, device.drafter.learns())
             if whole.ahead:
                 hidden.copy_(last)
             return outcome.packed
@@ -204,7 +206,7 @@ class GraphSteps(EagerSteps):
             hidden.copy_(device.forward(batch, device.longest))
 
         def draw(device: DeviceStep) -> torch.Tensor | None:
-            return device.finish(batch, hidden, 0, False)[0].packed
+            return device.finish(batch, hidden, 0, device.drafter.learns())[0].packed
 
         def draft(device: DeviceStep) -> None:
             device.draft(drawing, hidden, variant, False)

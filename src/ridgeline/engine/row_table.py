@@ -11,9 +11,10 @@ The host half knows which request holds a row, and answers what is asked of a wh
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -113,10 +114,13 @@ class RowTable:
         lost = np.flatnonzero(held != np.frombuffer(plan.generations, dtype=np.int32)).tolist()
         if not lost:
             return plan, lost
-        rows, samples, logits = plan.rows[:], plan.samples[:], plan.logits[:]
+        rows, samples, logits, unread = plan.rows[:], plan.samples[:], plan.logits[:], plan.unread
+        if unread:  # of rows that draw
+            drawing = compress(range(len(rows)), plan.samples)
+            unread = array("i", [count for place, count in zip(drawing, unread, strict=True) if place not in lost])
         for place in lost:
             rows[place] = samples[place] = logits[place] = 0
-        return replace(plan, rows=rows, samples=samples, logits=logits), lost
+        return replace(plan, rows=rows, samples=samples, logits=logits, unread=unread), lost
 
     def _take(self, join: Join) -> None:
         row, sampling = join.row, join.sampling
