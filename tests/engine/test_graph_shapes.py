@@ -1,0 +1,93 @@
+"""Which steps have CUDA graphs, padded to what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeline.engine import graph_shapes
+from ridgeline.engine.graph_shapes import buckets, draft_shapes, mixed_shapes
+from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.shape import StepShape
+from ridgeline.ops.capture import Uncaptured
+from ridgeline.ops.step import SHORT
+from tests.engine.runners import make_step, pair
+from tests.engine.test_runner_plans import sizes
+
+
+def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(pair("llama-gqa")[1])
+
+    def captured(longest: int) -> int:
+        totals: list[int] = []
+        monkeypatch.setattr(step, "longest", longest)
+        with torch.inference_mode():
+            GraphSteps(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
+        return totals[-1]
+
+    assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
+
+
+def test_which_steps_have_a_graph() -> None:
+    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
+
+    def padded(tokens: int, rows: int, width: int = 1) -> StepShape | None:
+        return graphs.padded(StepShape(rows, rows, tokens, tokens, width), plain=True)
+
+    assert graphs.padded(StepShape.decoding(5), plain=False) == StepShape.decoding(6)
+    assert padded(17, 6) == StepShape.mixed(7, 32)
+    assert padded(64, 1) == StepShape.mixed(7, 64)
+    assert padded(65, 1) is None
+    assert padded(20, 7) is None, "no row would be left for padding"
+    assert padded(20, 4, width=3) is None
+
+
+def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = pair("llama-gqa")[1].spec
+
+    def shapes(tokens: int, quantization: str = "") -> list[StepShape]:
+        of = replace(spec, quantization=quantization)
+        return [shape for shape in mixed_shapes(sizes(64, tokens), of) if shape.tokens > 128]
+
+    assert shapes(255) == [StepShape.mixed(33, 192)], "few tokens"
+    found = [(shape.tokens, shape.rows) for shape in shapes(400)]
+    assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
+    monkeypatch.setattr(graph_shapes, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
+    assert [shape.tokens for shape in shapes(400) if shape.rows == 65] == [256], "the device takes longer than Python"
+    found_of = [[shape.tokens for shape in shapes(400, name) if shape.rows == 65] for name in ("int8", "fp8")]
+    assert found_of == [[256], [256, 384, 400]], "with inputs of 8 bits it takes half the time"
+
+
+def test_which_steps_with_drafts_have_a_graph() -> None:
+    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
+
+    def padded(tokens: int, rows: int, width: int, tree: bool = False, plain: bool = True) -> StepShape | None:
+        return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), plain)
+
+    assert padded(8, 4, 2) == StepShape.verifying(4, 1, False)
+    assert padded(7, 4, 2) == StepShape.verifying(8, 1, False), "a row is left for padding"
+    assert padded(7, 3, 3) == StepShape.verifying(4, 3, False)
+    assert padded(256, 128, 2) == StepShape.verifying(128, 1, False)
+    assert padded(255, 128, 2) == StepShape.verifying(160, 1, False)
+    assert padded(70, 66, 2) == StepShape.verifying(96, 1, False), "a step launched by Python takes longer"
+    assert padded(8, 4, 2, tree=True) is None and padded(5, 1, 5) is None and padded(8, 4, 2, plain=False) is None
+    assert graphs.padded(StepShape(4, 3, 8, 3, 2, 3), plain=True) is None, "a row reads a part of its prompt"
+
+
+def test_drafts_of_the_host_are_chains_and_trees() -> None:
+    assert draft_shapes(sizes(64, 64), False) == {False: [], True: []}
+    found = draft_shapes(sizes(64, 64, (2,), 8), True)
+    for tree in (False, True):
+        assert (StepShape.verifying(64, 2, tree) in found[tree]) is tree
+        assert {shape.width for shape in found[tree] if shape.rows == 16} >= {2, 4, 9}
+        assert max(shape.tokens for shape in found[tree] if shape.width > 3) <= 256
+        assert [shape.tokens for shape in found[tree]] == sorted(shape.tokens for shape in found[tree])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 100, 250, 512])
+def test_buckets_reach_every_size(rows: int) -> None:
+    sizes = buckets(rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == rows and sizes[0] == 1
