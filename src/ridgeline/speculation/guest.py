@@ -1,7 +1,7 @@
 """Speculation as the scheduler knows it: a guest that proposes drafts and observes what became of them.
 
-The scheduler holds one guest and calls it at five places: before a step for each request (`skips`, `waits`, `propose`), when a
-step is planned (`begin_step`), and when it is committed (`observe` for each verified draft, `end_step`).
+The scheduler holds one guest and calls it before a step for each request (`skips`, `waits`, `propose`), when a step is planned
+(`begin_step`), and when it is committed (`observe` for each verified draft, `end_step`).
 """
 
 from __future__ import annotations
