@@ -426,3 +426,25 @@ def test_calls_are_paid_by_the_host_drafter_and_earned_while_the_device_drafts()
         controller.measure(Reading(1, 1.15, 1.0, 0, 4, calls=1.0))
     assert batch.device.balance == pytest.approx(min(5.0, before[0] + 10 * 0.0125 * 1.15), abs=0.01)
     assert batch.host.balance == pytest.approx(before[1] - 10 * (0.15 - 0.0125 * 1.15), abs=0.01)
+
+
+def test_a_draft_model_that_reads_what_it_missed_is_worth_less() -> None:
+    """What it reads counts in full against the budget, and tells nothing of the size; a longer pause makes it dearer to begin."""
+
+    def started(read_time: float) -> int:
+        controller, chosen = Controller((0, 1)), 0
+        controller.measure_plain(64, 1.0, 16)
+        off = 16.0
+        for _ in range(2000):
+            nodes = controller.choose(64, 1)
+            if not nodes:
+                controller.measure_plain(64, 1.0)
+                off += 1
+                continue
+            chosen += 1
+            controller.measure(Reading(64, 1.2 + read_time * off, 1.3, nodes, nodes, missed=off))
+            off = 0.0
+        return chosen
+
+    free, dear = started(0.0), started(0.5)
+    assert free > 1500 and dear < 100

@@ -46,9 +46,13 @@ class _Budget:
 class _Batch:
     """Steps with about so many rows. plain: seconds of a plain one. times: t(n). node_time, call_time: plain steps that a host node
     and a call add per row; verifying at all adds two nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps.
-    until_probe: plain steps to the next probe beside a size that pays, after the one of `probed`."""
+    until_probe: plain steps to the next probe beside a size that pays, after the one of
+    `probed`. off: plain steps since the last one that drafted; read_time: plain steps that a draft model takes for each token per row
+    that it missed meanwhile."""
 
     build: float
+    off: int = 0
+    read_time: float = 0.0
     times: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     node_time: float = 0.05
     call_time: float = 0.15
@@ -82,7 +86,7 @@ class Controller:
         if key not in self._batches:
             larger = [other for other, one in self._batches.items() if other > key and one.count >= _WARM_UP]
             like = self._batches[min(larger)] if larger else _Batch(0.0)
-            new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0)
+            new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0, off=0)
             self._batches[key] = replace(new, until_probe=_UNTIL_PROBE, device=_Budget(), host=_Budget())
         return self._batches[key]
 
@@ -114,6 +118,8 @@ class Controller:
         best = max(known, key=rates.__getitem__)
         if rates[best] < _MARGIN:
             best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # a probe that gains goes on
+        if batch.read_time * batch.off > max(0.0, budget.balance):
+            best = 0  # a draft model would read more than it may gain
         budget.recent, batch.nodes, batch.hold = 0.0, best, _HOLD
         # Probe a size without readings if it may be best; beside 0 the best other one; else 0 and the neighbours in turns.
         new = next((size for size in sizes if size not in times and rates[size] > rates[best]), 0)
@@ -121,7 +127,8 @@ class Controller:
         near = {0, *known[max(1, place - 1) : place + 2]} - {best}
         turn = min(near, key=lambda size: (size <= batch.probed, size), default=0)
         other = new or (turn if best else max(known[1:], key=rates.__getitem__, default=0))
-        price = min(_CAP, max(_LEAST_PRICE, _PROBE * (1 - rates[other] / rates[best]) * times.get(other, 1.0)))
+        price = max(_LEAST_PRICE, _PROBE * (1 - rates[other] / rates[best]) * times.get(other, 1.0))
+        price = min(_CAP, price + batch.read_time * (batch.off if not best else _PROBE * (not other)))
         if budget.balance <= 0 or batch.count < _WARM_UP:
             batch.nodes = 0
         elif other != best and price <= budget.balance and (new or not best or batch.until_probe <= 0):
@@ -170,6 +177,7 @@ class Controller:
         """So many plain steps, the last of which took `seconds`."""
         batch = self._of(rows)
         batch.count += steps
+        batch.off += steps
         batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first step of a process may take seconds
         batch.plain += max(_WEIGHT, steps / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
         batch.earn(steps)
@@ -183,10 +191,16 @@ class Controller:
         known = times.get(step.nodes) if step.nodes or not step.drafted else None
         expected = (known or max(times.values())) + host
         batch.plain = batch.plain or step.seconds / expected
-        took = min(step.seconds / batch.plain, _SURPRISE * expected if known else _UNKNOWN)
+        took = step.seconds / batch.plain
+        if step.missed:  # it takes as long as it takes
+            batch.read_time += 4 * _WEIGHT * (max(0.0, took - expected) / step.missed - batch.read_time)
+        else:
+            took = min(took, _SURPRISE * expected if known else _UNKNOWN)
         building = min(max(0.0, took - expected), batch.build) if step.fresh else 0.0
-        readable, batch.build, took = not (step.fresh and batch.build), batch.build - building, took - building
+        readable = not (step.missed or (step.fresh and batch.build))
+        batch.build, took = batch.build - building, took - building
         host = host if drafts else took - 1  # measured where only the host drafts
+        batch.off *= not (step.nodes or step.drafted)
         batch.earn(took, step.tokens - step.host_tokens - took + host, step.host_tokens - host)
         ruined = drafts and batch.device.balance <= 0  # before the probe is over
         if readable and step.nodes and not step.calls:

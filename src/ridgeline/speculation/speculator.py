@@ -254,6 +254,7 @@ class Speculator(Speculation):
             host_tokens / rows,
             len(asked) / rows,
             result.fresh,
+            sum(max(0, count - 2) for count in plan.unread) / rows,
         )
         saved, price = self._controller.measure(step)
         for state in asked:

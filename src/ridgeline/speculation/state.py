@@ -66,7 +66,8 @@ NO_STEP_DRAFTS = StepDrafts()
 
 class Reading(NamedTuple):
     """A committed step. Tokens gained, nodes verified and calls of the host drafter are per row. drafted: device nodes for the next
-    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones."""
+    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones. missed:
+    tokens that a draft model also reads, because it was off."""
 
     rows: int
     seconds: float
@@ -77,3 +78,4 @@ class Reading(NamedTuple):
     host_tokens: float = 0.0
     calls: float = 0.0
     fresh: bool = False
+    missed: float = 0.0
