@@ -46,7 +46,7 @@ class _Budget:
 class _Batch:
     """Steps with about so many rows. plain: seconds of a plain one. times: t(n). node_time, call_time: plain steps that a host node
     and a call add per row; verifying at all adds two nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps.
-    until_probe: plain steps to the next probe beside a size that pays, after the one of `probed`. off: plain steps since the last one
+    until_probe: plain steps to the next probe beside a size in use, after the one of `probed`. off: plain steps since the last one
     that drafted; read_time: plain steps that a draft model takes for each token per row that it missed meanwhile."""
 
     build: float
