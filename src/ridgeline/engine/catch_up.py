@@ -9,23 +9,21 @@ import numpy as np
 from ridgeline.core.plan import StepPlan
 from ridgeline.engine.batch import blank
 from ridgeline.engine.shape import StepShape
-
-UNREAD = 2
-"""Tokens of a row that a draft model reads as it begins to draft: the last one drawn, and the one before it."""
+from ridgeline.speculation.state import UNREAD_TAIL
 
 
 def is_behind(plan: StepPlan) -> bool:
     """Whether a draft model has to read tokens of some row before it drafts."""
-    return max(plan.unread, default=0) > UNREAD
+    return max(plan.unread, default=0) > UNREAD_TAIL
 
 
 def unread_steps(plan: StepPlan, padded: StepShape | None) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Packed steps of what the plan's rows have not read but for the last UNREAD tokens, each row's in order, with their shapes.
+    """Packed steps of what the plan's rows have not read but for the last UNREAD_TAIL tokens, each row's in order, with shapes.
     padded: the shape of each step, one row of which is left for padding; None: one step without padding."""
     if not is_behind(plan):
         return
     rows = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
-    counts = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - UNREAD, 0)
+    counts = np.maximum(np.frombuffer(plan.unread, dtype=np.int32) - UNREAD_TAIL, 0)
     rows, counts = rows[counts > 0], counts[counts > 0]
     most = len(rows) if padded is None else padded.rows - 1
     for begin in range(0, len(rows), max(1, most)):
@@ -39,7 +37,7 @@ def reading(rows: int, tokens: int) -> StepShape:
 
 
 def _reading(rows: np.ndarray, counts: np.ndarray, shape: StepShape) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Steps that read `counts` tokens of device rows, both int32 [n]: those before the last UNREAD."""
+    """Steps that read `counts` tokens of device rows, both int32 [n]: those before the last UNREAD_TAIL."""
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     # Tokens that are read again have places below 0 (ops.rows.Spread).
     place = np.arange(len(row_of)) - np.cumsum(counts)[row_of] - 1

@@ -110,14 +110,14 @@ class CapturedSteps(EagerSteps):
         """By shape, nodes drafted ahead and whether all draw greedily; the one used longest ago comes first."""
 
     def repeated(self, plan: StepPlan) -> Loaded | None:
-        found = super().repeated(plan)
-        if found is None and plan.rows and not (plan.masks or plan.score_ids):
+        loaded = super().repeated(plan)
+        if loaded is None and plan.rows and not (plan.masks or plan.score_ids):
             shape = StepShape.of(plan)
             for greedy in (False, True):
                 key = shape, plan.ahead, greedy
                 if key in self._kept and plan.repeats(self._kept[key].plan):
-                    found = self._last = self._kept[key] = self._kept.pop(key)
-        return found
+                    loaded = self._last = self._kept[key] = self._kept.pop(key)
+        return loaded
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> Loaded:
         loaded = super().load(plan, batch, padded)

@@ -55,10 +55,10 @@ def draft_shapes(sizes: Sizes, branches: bool) -> dict[bool, list[StepShape]]:
         return {shape for shape in shapes if shape.tokens <= tokens}
 
     few = [*(nodes for nodes in HOST_NODES if nodes < host_nodes), host_nodes] if host_nodes else []
-    found: dict[bool, list[StepShape]] = {}
+    by_tree: dict[bool, list[StepShape]] = {}
     for tree in (False, True):
         shapes = fitting(HOST_ROWS, few, HOST_TOKENS, tree)
         if tree is branches:
             shapes |= fitting(DRAFT_ROWS, [nodes for nodes in sizes.drafts if nodes], LOGIT_ROWS, tree)
-        found[tree] = sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
-    return found
+        by_tree[tree] = sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
+    return by_tree

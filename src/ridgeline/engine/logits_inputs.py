@@ -93,8 +93,10 @@ class LogitsInputsBuilder:
         wanted, words = [], []
         for nodes, request in zip(self._nodes.tolist(), self._requests, strict=True):
             given, allowed = self._masks.get(request.join.row), request.allowed
-            own = [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
-            masks = [read_mask(mask, self._vocab) for mask in own]
+            given_masks = (
+                [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
+            )
+            masks = [read_mask(mask, self._vocab) for mask in given_masks]
             if allowed is not None:
                 masks = [allowed] if given is None else [mask & allowed for mask in masks]
             wanted.append(bool(masks))

@@ -16,7 +16,7 @@ from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.guest import RequestView, Speculation
 from ridgeline.speculation.host import HostDrafter, repeats
-from ridgeline.speculation.state import NO_STEP_DRAFTS, Reading, SpeculationState, StepDrafts
+from ridgeline.speculation.state import NO_STEP_DRAFTS, UNREAD_TAIL, Reading, SpeculationState, StepDrafts
 
 _TEMPERATURE = attrgetter("sampling.temperature")
 _WEIGHT = 0.2
@@ -254,7 +254,7 @@ class Speculator(Speculation):
             host_tokens / rows,
             len(asked) / rows,
             result.fresh,
-            sum(max(0, count - 2) for count in plan.unread) / rows,
+            sum(max(0, count - UNREAD_TAIL) for count in plan.unread) / rows,
         )
         saved, price = self._controller.measure(step)
         for state in asked:

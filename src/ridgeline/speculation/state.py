@@ -64,10 +64,14 @@ class StepDrafts:
 NO_STEP_DRAFTS = StepDrafts()
 
 
+UNREAD_TAIL = 2
+"""Tokens of a row that a draft model reads as it begins to draft: the last one drawn, and the one before it."""
+
+
 class Reading(NamedTuple):
     """A committed step. Tokens gained, nodes verified and calls of the host drafter are per row. drafted: device nodes for the next
     step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones. missed:
-    tokens that a draft model also reads, because it was off."""
+    tokens per row that a draft model also reads, because it was off."""
 
     rows: int
     seconds: float
