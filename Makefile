@@ -15,6 +15,8 @@ TRITON := triton==3.6.0
 NEWEST_TRITON := 3.9.0
 NEWEST := $(abspath $(VENV))/triton-$(NEWEST_TRITON)
 NEWEST_STAMP := $(NEWEST)/.ridgeline-installed
+# Tests and servers start many processes, which would compile their modules each time where the user's shell says so.
+export PYTHONDONTWRITEBYTECODE :=
 # The compiler beside pip and mypy.
 MAKEFLAGS += --jobs=2
 TOO_OLD := "Ridgeline needs Python 3.11 or newer: make PYTHON=python3.11"
@@ -50,7 +52,6 @@ $(DEV_STAMP): $(RUN_STAMP)
 $(LONG_STAMP): $(DEV_STAMP)
 	$(PIP_INSTALL) -e '.[structured,dev,long]'
 	@touch $@
-
 
 # The newest Triton, which a user's torch may bring, lies beside the environment and comes first where a test run asks for it.
 $(NEWEST_STAMP): | $(DEV_STAMP)

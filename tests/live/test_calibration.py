@@ -54,7 +54,7 @@ def test_without_one_they_say_so(server: Served) -> None:
     ("changed", "words"),
     [
         (("--dtype", "bfloat16"), "its dtype is 'float32', not 'bfloat16'"),
-        (("--threads", "2"), "1 threads', not '"),
+        pytest.param(("--threads", "2"), "1 threads', not '", marks=pytest.mark.long),
     ],
 )
 def test_one_of_something_else_is_refused(

@@ -77,6 +77,7 @@ def failed(asking: list[Asking]) -> None:
         assert request.data.count(b'"error"') == 1 and b"[DONE]" not in request.data
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_while_idle_comes_back(tmp_path: Path):
     with served(tmp_path, "--max-model-len", "512", "--dtype", "float32") as server:
         text = server.complete(max_tokens=16, temperature=0).json["choices"][0]["text"]
@@ -114,7 +115,7 @@ def test_an_engine_that_is_killed_with_requests_in_flight_comes_back(tmp_path: P
         assert server.metric("engine_restarts_total") == 2 and server.metric("num_requests_running") == 0
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_engine_that_is_killed_too_often_ends_the_server(tmp_path: Path, restarts: int):
     with served(tmp_path, "--max-model-len", "4096", "--engine-restarts", str(restarts)) as server:
         for _ in range(restarts):
@@ -130,6 +131,7 @@ def test_an_engine_that_is_killed_too_often_ends_the_server(tmp_path: Path, rest
         assert f"--engine-restarts {restarts} (within --engine-restart-minutes 10) allows no further restart." in log
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_restart(tmp_path: Path):
     with served(tmp_path, "--max-model-len", "512") as server:
         os.kill(server.engine_pid, signal.SIGKILL)
