@@ -33,15 +33,16 @@ from ablation_table import ENGINE, SCALED, VARIANTS, Asked, Variant
 from common import HERE, provenance, write_rows
 from ledger import Case, Whole
 from measuring import interval
-from shapes import _launch_all, case_of, free, load
+from shapes import case_of, free, load
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.engine.execute import EagerSteps
 from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.rehearsal import warm_up
 from ridgeline.engine.runner import Runner
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import CudaCapture
-from ridgeline.ops.triton import ahead, cublas, cuda
+from ridgeline.ops.triton import cublas, cuda
 from ridgeline.ops.triton.chunk import chunk_kernel
 
 WANTED = 0.02
@@ -130,7 +131,7 @@ class Sides:
     def __init__(self, runner: Runner, variant: Variant) -> None:
         self._runner, self._variant = runner, variant
         self._before = runner.steps
-        self._steps = {True: self._new_steps()}
+        self._steps = {True: runner.steps}
         with variant.off():
             self._steps[False] = self._new_steps()
         self.launches = {on: Launches() for on in (True, False)}
@@ -141,7 +142,7 @@ class Sides:
             return runner.steps
         with torch.inference_mode():
             steps = GraphSteps(runner._step, runner._sizes, CudaCapture())
-            steps.capture(lambda stage, done, total: None)
+            warm_up(runner._step, steps, runner._sizes, lambda stage, done, total: None)
         return steps
 
     @contextmanager
@@ -346,27 +347,6 @@ def engine_rows(source: str, pairs: Sequence[tuple[Variant, Asked]], report: Rep
     bench.local.close()
 
 
-def compile_steps(sources: Sequence[str], variants: Sequence[Variant], args: Any) -> None:
-    """Compile the kernels of all steps, of both sides, on all cores."""
-    device = torch.device(args.device)
-
-    def dry() -> None:
-        for source in sources:
-            model, pairs = load(source, args.layers, device), chosen(variants, source)
-            every = dict.fromkeys((*args.sizing, *(asked.row for _, asked in pairs)))
-            _launch_all(model, [case_of(step) for step in every])
-            for variant in dict.fromkeys(variant for variant, _ in pairs):
-                steps = dict.fromkeys((*args.sizing, *(asked.row for of, asked in pairs if of is variant)))
-                with variant.off():
-                    _launch_all(model, [case_of(step) for step in steps])
-            del model
-            free(device)
-
-    ahead.hashing().join()
-    ahead.name_all()
-    ahead.compile_all(dry, len(gpu.os.sched_getaffinity(0)), lambda *_: None)
-
-
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
@@ -424,15 +404,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Measure, print and write all rows that are asked for, into `rows` too."""
     started = time.perf_counter()
-    on_gpu = args.device == "cuda"
-    about = provenance(torch.cuda.get_device_name() if on_gpu else "cpu", args.commit)
+    about = provenance(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", args.commit)
     report = Report(about, args.out, started + args.seconds, args.turns, rows)
-    steps = [source for source in args.sources if not source.startswith(ENGINE)]
     with name_kernels():
-        if on_gpu and steps:
-            with torch.inference_mode():
-                compile_steps(steps, args.table, args)
-            print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
         for source in args.sources:
             pairs = chosen(args.table, source)
             if report.late:

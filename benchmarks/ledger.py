@@ -44,14 +44,13 @@ from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sizing import hardware_defaults
 from ridgeline.core.spec import DTYPE_BYTES, ModelSpec, kv_layout
-from ridgeline.engine.runner import Runner
+from ridgeline.engine.runner import build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
 from ridgeline.hardware.power import board_joules
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.choose import choose
-from ridgeline.speculation.device import NoDrafter
 
 MATRICES = frozenset(("qkv", "out", "gate+up", "down"))
 QUANTIZED = MATRICES | {name for name, parts in RUNS.items() if MATRICES & set(parts)}
@@ -184,7 +183,7 @@ class Whole:
         longest = max(case.longest for case in cases) + self._margin
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
-        self.runner = Runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts), NoDrafter())
+        self.runner = build_runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts))
         for kv in self.runner.store.kv:
             kv.normal_()
 

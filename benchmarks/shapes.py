@@ -7,7 +7,7 @@ and the head, and its floor is theirs. A step is named as in benchmarks/ledger.p
 are bytes of weights, keys and values at READ_TB_S, or FLOPs at what the matrix units reach while they are cool, whichever takes
 longer. Steps run as the engine runs them, but prompts one by one: what the host takes before the first kernel counts too, and
 they are too short for a card to come to its power limit. `--trace`: the kernels that each step's time goes to, as in
-benchmarks/timeline.py. Kernels of all models are compiled first, on all cores.
+benchmarks/timeline.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.operations import operations
-from ridgeline.engine.graphs import GraphSteps
-from ridgeline.engine.rehearsal import rehearse, shape_of
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
-from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.choose import choose
 
 READ_TB_S, TFLOP_S, TFLOP_S_8BIT = 4.26, 800.0, 1500.0
@@ -131,35 +126,6 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def dry(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.device) -> None:
-    """Launch every kernel of the cases."""
-    for name in names:
-        _launch_all(load(name, layers, device), cases)
-        free(device)
-
-
-def _launch_all(model: LoadedModel, cases: Sequence[Case]) -> None:
-    runner = Whole(model, cases, 1).runner
-    step, steps = runner._step.of_each_kind(), GraphSteps(runner._step, runner._sizes, Uncaptured)
-    shapes = set()
-    for case in cases:
-        counts = [count for _, count in case.shares]
-        shapes.add(steps.padded(shape_of(counts), plain=True))
-        if not case.decode:
-            rehearse(step, counts)
-    for key in steps.all_keys():
-        if key.shape in shapes:
-            steps.launch(key)
-
-
-def compile_all(names: Sequence[str], layers: int, cases: Sequence[Case], device: torch.device) -> None:
-    """All kernels of all models at once."""
-    ahead = import_module("ridgeline.ops.triton.ahead")  # only where there is a GPU, since Triton is an extra
-    ahead.hashing().join()
-    ahead.name_all()
-    ahead.compile_all(lambda: dry(names, layers, cases, device), len(os.sched_getaffinity(0)), lambda *_: None)
-
-
 def traced(whole: Whole, cases: Sequence[Case], device: torch.device, steps: int = 2) -> dict[str, list[Any]]:
     """Of each case [kernel and grid, runs, us of a step, us alone], the largest first."""
     square = torch.ones(8, 8, device=device)
@@ -241,8 +207,6 @@ def main() -> None:
     started, device, names = time.perf_counter(), torch.device(args.device), args.models.split(",")
     about = provenance(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", args.commit)
     with torch.inference_mode():
-        if device.type == "cuda":
-            compile_all(names, args.layers, [case_of(one) for one in args.steps.split(",")], device)
         for name in names:
             if time.perf_counter() - started < args.seconds:
                 measure(name, load(name, args.layers, device), args, about)
