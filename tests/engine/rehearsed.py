@@ -28,6 +28,7 @@ from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.shape import Sizes
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
+from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
 
 PROCESSORS = 132
@@ -119,10 +120,13 @@ def plans(
     drafts: tuple[int, ...] = (0,),
     tree: bool = False,
 ) -> Iterator[StepPlan]:
-    """Steps of some rows that decode, with so many drafts each in turns, beside some chunks of prompts. tree: drafts are those
-    of the host, and all hang on the last known token."""
-    for step, (sizes, others) in enumerate(itertools.product(chunks, decoding), 1):
-        made = StepPlan(step, bound=MAX_LEN)
+    """Steps of some rows that decode, with so many drafts each in turns, beside some chunks of prompts; few rows also in short
+    contexts. tree: drafts are those of the host, and all hang on the last known token."""
+    sizes_of_steps = itertools.product(chunks, decoding, (SHORT, MAX_LEN))
+    for step, (sizes, others, bound) in enumerate(sizes_of_steps, 1):
+        if bound == SHORT and others > FEW:
+            continue
+        made = StepPlan(step, bound=bound)
         for row, size in enumerate([1] * others + list(sizes), 1):
             tokens = [1] * max(2, size)
             computed = len(tokens) - size
@@ -161,6 +165,8 @@ BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
 """Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there; the long tests run all of these."""
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
 """Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
+FEW = 4
+"""Rows up to which a kernel is another one in short contexts (see attention._Call.lone)."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
 SPREAD: list[tuple[int, ...]] = [(0,), (1,), (3, 0), (4, 1, 2)]
 """Drafts of rows, in turns."""

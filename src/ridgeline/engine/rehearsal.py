@@ -134,7 +134,7 @@ def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> Non
     if not shape.decode:
         pack_rows(part, np.zeros(len(counts), dtype=np.int32), np.array(counts, dtype=np.int32))
     batch = unpack(torch.from_numpy(packed).to(step.rows.ints.device), shape)
-    for longest in {step.longest, min(step.longest, SHORT)} if shape.decode else (step.longest,):
+    for longest in {step.longest, min(step.longest, SHORT)}:
         step.forward(batch, longest)
 
 
