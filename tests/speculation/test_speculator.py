@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import cycle, pairwise
 
 import pytest
 
 from ridgeline.core.draft import NOTHING, Draft
-from ridgeline.core.plan import StepPlan
+from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation import speculator
 from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.guest import RequestView
 from ridgeline.speculation.host import repeats
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
-from ridgeline.speculation.state import StepDrafts
+from ridgeline.speculation.state import Reading, StepDrafts
 from tests.engine.helpers import VOCAB, Bench, oracle
 
 
@@ -126,7 +126,11 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(
 @pytest.mark.parametrize("glances", [False, True])
 def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who begins to repeat what was said is asked within a few steps, however long drafting was to be off; nobody else is."""
-    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 64)
+
+    class Idle(Controller):
+        def idle_steps(self, rows: int, host: bool, device: bool) -> int:
+            return 64
+
     monkeypatch.setattr(speculator, "repeats", lambda tokens: glances and len(tokens) >= 50)
     asked: list[int] = []
 
@@ -138,7 +142,7 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
     prompt = list(range(20))
     host = Noted(prompt + oracle(prompt, 80))
     host.needs_repeat = True
-    bench = Bench(speculation=Speculator(host, None, Controller((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Idle((0, 4))), step_tokens=32)
     bench.submit("one", prompt, max_tokens=80)
     bench.run()
     assert bench.tokens["one", 0] == oracle(prompt, 80)
@@ -185,23 +189,85 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
     assert all(len(plan.drafts) == len(plan.tree) == sum(plan.n_draft) for plan in plans) and changed
 
 
-def test_choices_of_a_request_bring_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forgiven whoever comes new is forgiven a request, not each of its choices."""
-    welcomed: list[int] = []
-    monkeypatch.setattr(Controller, "admit", lambda self, rows, new: welcomed.append(new))
-    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))))
+def test_a_request_brings_one_grant_however_many_choices_it_has() -> None:
+    admitted: list[int] = []
+
+    class Watched(Controller):
+        def admit(self, rows: int, new: int) -> None:
+            admitted.append(new)
+
+    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Watched((0, 2))))
     bench.submit("one", [1, 2, 3], max_tokens=30, n=4)
     bench.submit("two", [4, 5, 6], max_tokens=30)
     bench.run()
     assert bench.tokens["one", 3] == oracle([1, 2, 3], 30, choice=3)
-    assert sum(welcomed) == 2
+    assert sum(admitted) == 2
+
+
+def test_a_request_brings_its_grant_while_speculation_is_idle() -> None:
+    admitted: list[int] = []
+
+    class Idle(Controller):
+        def admit(self, rows: int, new: int) -> None:
+            admitted.append(new)
+
+        def choose(self, rows: int, most: int) -> int:
+            return 0
+
+        def idle_steps(self, rows: int, host: bool, device: bool) -> int:
+            return 40
+
+    speculation = Speculator(None, DeviceTraits(2), Idle((0, 2)))
+    bench = Bench(speculation=speculation)
+    bench.submit("one", [1, 2, 3], max_tokens=60)
+    for _ in range(10):
+        bench.turn()
+    assert speculation.idle and sum(admitted) == 1
+    bench.submit("two", [4, 5, 6], max_tokens=60)
+    bench.run()
+    assert sum(admitted) == 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("nodes", [0, 2])
+def test_a_step_is_measured_by_the_controller_that_chose_its_drafts(depth: int, nodes: int) -> None:
+    """Although the next step, which is planned before this one is committed, has another controller."""
+    measured: set[tuple[Controller, int]] = set()
+
+    class Watched(Controller):
+        def choose(self, rows: int, most: int) -> int:
+            return nodes
+
+        def idle_steps(self, rows: int, host: bool, device: bool) -> int:
+            return 0
+
+        def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
+            measured.add((self, rows))
+
+        def measure(self, step: Reading) -> tuple[float, float]:
+            measured.add((self, step.rows))
+            return 0.0, 0.0
+
+    greedy = Watched((0, 2))
+    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), greedy), luck=0.5)
+    bench.submit("greedy", [1, 2, 3], max_tokens=90, temperature=0.0)
+    for _ in range(12):
+        bench.turn()
+    bench.submit("sampled", [4, 5, 6], max_tokens=20, temperature=1.0)
+    bench.run()
+    assert {rows for controller, rows in measured if controller is greedy} == {1}
+    assert {rows for controller, rows in measured if controller is not greedy} == {2}
 
 
 def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
-    turns: list[int] = []
-    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: (3, 1, 0, 2)[turns.append(0) or len(turns) % 4])  # type: ignore[func-returns-value]
-    bench = Bench(speculation=Speculator(None, DeviceTraits(3), Controller((0, 1, 2, 3))), luck=0.5)
+    turns = cycle((1, 0, 2, 3))
+
+    class InTurns(Controller):
+        def choose(self, rows: int, most: int) -> int:
+            return next(turns)
+
+    bench = Bench(speculation=Speculator(None, DeviceTraits(3), InTurns((0, 1, 2, 3))), luck=0.5)
     plans: list[StepPlan] = []
     launch = bench.runner.launch
     monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
@@ -221,15 +287,15 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_drawn_and_what_is_not_have_their_own_records(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float) -> None:
     taught: list[Controller] = []
-    learn = Controller.observe
-    monkeypatch.setattr(
-        Controller, "observe", lambda controller, *told: taught.append(controller) or learn(controller, *told)
-    )
-    greedy = Controller((0, 3), fixed=True)
+
+    class Watched(Controller):
+        def observe(self, nodes: int, kept: list[int]) -> None:
+            taught.append(self)
+            super().observe(nodes, kept)
+
+    greedy = Watched((0, 3), fixed=True)
     hoped = greedy.expected(3)
     bench = Bench(speculation=Speculator(None, DeviceTraits(3), greedy), luck=0.0)
     for number in range(3):
@@ -242,29 +308,34 @@ def test_what_is_drawn_and_what_is_not_have_their_own_records(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_all_plain_steps_are_booked_though_few_are_looked_at(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While drafting rests one stands for several."""
-    booked: list[int] = []
+def test_all_plain_steps_are_counted_though_few_are_measured(depth: int) -> None:
+    """While speculation is idle one measured step stands for several."""
+    counted: list[int] = []
     plain: list[bool] = []
-    rested, measure = Controller.measure_plain, Speculator.end_step
 
-    def book(self: Controller, rows: int, seconds: float, steps: int = 1) -> None:
-        booked.append(steps)
-        rested(self, rows, seconds, steps)
+    class Watched(Controller):
+        def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
+            counted.append(steps)
+            super().measure_plain(rows, seconds, steps)
 
-    def measured(self: Speculator, drafts: StepDrafts, *told: Any) -> float:
-        plain.append(not drafts.active)
-        return measure(self, drafts, *told)
+        def choose(self, rows: int, most: int) -> int:
+            return 2 if len(plain) % 3 == 1 else 0
 
-    monkeypatch.setattr(Controller, "measure_plain", book)
-    monkeypatch.setattr(Speculator, "end_step", measured)
-    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: 2 if len(plain) % 3 == 1 else 0)
-    monkeypatch.setattr(Controller, "idle_steps", lambda self, rows, **facts: 13)
-    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), Controller((0, 2))), luck=0.5)
+        def idle_steps(self, rows: int, host: bool, device: bool) -> int:
+            return 13
+
+    class Noting(Speculator):
+        def end_step(
+            self, drafts: StepDrafts, plan: StepPlan, requests: Sequence[RequestView], result: StepResult
+        ) -> float:
+            plain.append(not drafts.active)
+            return super().end_step(drafts, plan, requests, result)
+
+    bench = Bench(depth=depth, speculation=Noting(None, DeviceTraits(2), Watched((0, 2))), luck=0.5)
     for number in range(4):
         bench.submit(f"{number}", list(range(20)), max_tokens=60)
         bench.run()
         assert bench.tokens[f"{number}", 0] == oracle(list(range(20)), 60)
     assert sum(plain) < len(plain), "some draft"
-    assert max(booked) >= 8 and len(booked) < 0.4 * sum(plain)
-    assert 0.9 * sum(plain) < sum(booked) <= sum(plain)
+    assert max(counted) >= 8 and len(counted) < 0.4 * sum(plain)
+    assert 0.9 * sum(plain) < sum(counted) <= sum(plain)

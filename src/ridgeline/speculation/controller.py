@@ -5,9 +5,9 @@
 tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
 time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others
 are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns _SHARE
-of all time, and _GRANT with a request that comes while speculation is not idle. Each step that drafts adds the tokens it gained
-and takes the time it took. Nothing is drafted on an empty budget, and a probe must be affordable. So drafting that never pays
-costs _SHARE, _CAP steps and _GRANT per request.
+of all time, and _GRANT with a new request. Each step that drafts adds the tokens it gained and takes the time it took. Nothing is
+drafted on an empty budget, and a probe must be affordable. So drafting that never pays costs _SHARE, _CAP steps and _GRANT per
+request.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Speculator(Speculation):
         self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
         self.idle = False
         self._host, self._device, self._controller = host, device, controller
-        self._controllers = controller, Controller(controller.sizes, controller.fixed)
+        self._controllers = controller, type(controller)(controller.sizes, controller.fixed)
         """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
         self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
         self._chain_nodes = 0 if device is None else device.chain_nodes
@@ -149,13 +149,13 @@ class Speculator(Speculation):
         return draft.chain() if request.sampling.penalized else draft
 
     def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
+        self._new += sum(join.choice == 0 for join in plan.joins)
         if self.idle:
             self._idle_steps -= 1
             self.idle = self._idle_steps > 0 and not (plan.joins or self._finds_repeat(requests))
             return NO_STEP_DRAFTS
         device, rows = self._device, sum(plan.samples)
         self._rows, self._controller = max(1, rows), self._controllers[any(map(_TEMPERATURE, requests))]
-        self._new += sum(join.choice == 0 for join in plan.joins)
         if rows and self._new:
             self._controller.admit(rows, self._new)
             self._new = 0
@@ -201,7 +201,7 @@ class Speculator(Speculation):
     ) -> None:
         state, kept = request.speculation, result.kept.get(place, [])
         if draft.tokens[0] == DEVICE:
-            self._controller.observe(len(draft.tokens) + state.cut_nodes, kept)
+            self._controllers[request.sampling.temperature > 0].observe(len(draft.tokens) + state.cut_nodes, kept)
             return
         tried = min(len(draft.tokens), len(kept) + 1)
         state.acceptance += _WEIGHT * (len(kept) / tried - state.acceptance)
@@ -213,10 +213,10 @@ class Speculator(Speculation):
     def end_step(
         self, drafts: StepDrafts, plan: StepPlan, requests: Sequence[RequestView], result: StepResult
     ) -> float:
-        rows = len(requests)
+        rows, controller = len(requests), self._controllers[any(map(_TEMPERATURE, requests))]
         if not drafts.active:
-            known = self._plain[:2] == (self._controller, rows)
-            self._plain = self._controller, rows, self._plain[2] + 1 if known else 1
+            known = self._plain[:2] == (controller, rows)
+            self._plain = controller, rows, self._plain[2] + 1 if known else 1
         if self.idle and not drafts.active and self._idle_steps % _IDLE_STRIDE:
             return 0.0
         self._cut(requests, result)
@@ -225,10 +225,10 @@ class Speculator(Speculation):
         seconds = result.device_s + result.gap_s
         if not drafts.active:
             if not result.fresh:
-                self._controller.measure_plain(rows, seconds, self._plain[2])
-                self._plain = self._controller, rows, 0
+                controller.measure_plain(rows, seconds, self._plain[2])
+                self._plain = controller, rows, 0
             return 0.0
-        return self._measure(drafts, plan, result, seconds)
+        return self._measure(drafts, plan, result, seconds, controller)
 
     def _cut(self, requests: Sequence[RequestView], result: StepResult) -> None:
         """Offer no more of the device's drafts than it found worth verifying."""
@@ -237,10 +237,12 @@ class Speculator(Speculation):
             state.cut_nodes = 0
             if worth < state.device_nodes and not requests[place].in_flight:  # else a later step drafts for it
                 if not worth:
-                    self._controller.observe(state.device_nodes, [])
+                    self._controllers[requests[place].sampling.temperature > 0].observe(state.device_nodes, [])
                 state.cut_nodes, state.device_nodes = worth and state.device_nodes - worth, worth
 
-    def _measure(self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float) -> float:
+    def _measure(
+        self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float, controller: Controller
+    ) -> float:
         """Tell the controller what a step with drafts took and gained. Returns the seconds saved."""
         rows, asked = len(plan.rows), drafts.asked
         host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
@@ -256,7 +258,7 @@ class Speculator(Speculation):
             result.fresh,
             sum(max(0, count - UNREAD_TAIL) for count in plan.unread) / rows,
         )
-        saved, price = self._controller.measure(step)
+        saved, price = controller.measure(step)
         for state in asked:
             state.question_gain += _WEIGHT * (state.last_gain - price - state.question_gain)
             if state.observed <= state.probe_until:  # the call was a probe
