@@ -36,10 +36,10 @@ from measuring import interval
 from shapes import case_of, free, load
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine.execute import EagerSteps
-from ridgeline.engine.graphs import GraphSteps
-from ridgeline.engine.rehearsal import warm_up
+from ridgeline.engine.executor import Executor
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.runner import Runner
+from ridgeline.engine.warm_up import warm_up
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import CudaCapture
 from ridgeline.ops.triton import cublas, cuda
@@ -130,32 +130,32 @@ class Sides:
 
     def __init__(self, runner: Runner, variant: Variant) -> None:
         self._runner, self._variant = runner, variant
-        self._before = runner.steps
-        self._steps = {True: runner.steps}
+        self._before = runner.executor
+        self._steps = {True: runner.executor}
         with variant.off():
             self._steps[False] = self._new_steps()
         self.launches = {on: Launches() for on in (True, False)}
 
-    def _new_steps(self) -> EagerSteps:
+    def _new_steps(self) -> Executor:
         runner = self._runner
-        if not isinstance(runner.steps, GraphSteps):
-            return runner.steps
+        if not isinstance(runner.executor, GraphExecutor):
+            return runner.executor
         with torch.inference_mode():
-            steps = GraphSteps(runner._step, runner._sizes, CudaCapture())
+            steps = GraphExecutor(runner._step, runner._sizes, CudaCapture())
             warm_up(runner._step, steps, runner._sizes, lambda stage, done, total: None)
         return steps
 
     @contextmanager
     def side(self, on: bool, graphs: bool = True) -> Iterator[None]:
         """Run the steps of the block on one side. graphs: replay CUDA graphs as the engine does; False: launch from Python."""
-        self._runner.steps = self._steps[on] if graphs else EagerSteps(self._runner._step)
-        self._runner.steps.forget()
+        self._runner.executor = self._steps[on] if graphs else Executor(self._runner._step)
+        self._runner.executor.forget()
         try:
             with nullcontext() if on else self._variant.off():
                 yield
         finally:
-            self._runner.steps = self._before
-            self._runner.steps.forget()
+            self._runner.executor = self._before
+            self._runner.executor.forget()
 
     def settle(self) -> None:
         """Drop the steps in flight behind a failed step."""

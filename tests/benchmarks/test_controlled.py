@@ -27,7 +27,7 @@ def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.Monk
     with dictated(script):
         engine = start(tmp_path, None, config, script)
         sizes = engine.local.engine.loop.runner._sizes
-        assert sizes.drafts == (0, 1, 2, 3, NODES), "what start-up captures and rehearses"
+        assert sizes.drafts == (0, 1, 2, 3, NODES), "what start-up captures and warms up"
         engine.use((0, NODES), fixed=True, share=1.0)
         assert engine.decode(2, 8, 1).gained > NODES
         engine.use((0, NODES), fixed=True, share=0.0)

@@ -16,7 +16,7 @@ from ridgeline.core.plan import StepResult, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -116,8 +116,8 @@ class DeviceBench:
         with torch.inference_mode():
             step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
             sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, True, how.drafts, host_drafts)
-            self.runner.steps = GraphSteps(step, sizes, capture)
-            self.runner.steps.capture(lambda stage, done, total: None)
+            self.runner.executor = GraphExecutor(step, sizes, capture)
+            self.runner.executor.capture(lambda stage, done, total: None)
 
     def submit(
         self,

@@ -14,7 +14,7 @@ from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
 from ridgeline.engine.request import Request
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.device import Behind, DeviceDrafter
+from ridgeline.speculation.device import DeviceDrafter, DraftRows
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.speculation.heads import MedusaHeads, tree
 from ridgeline.speculation.medusa import Medusa
@@ -124,7 +124,7 @@ def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.Mo
     bench, seen, learned = speculating("llama-gqa", "recurrent"), set[int](), list[int]()
     draft, verified, learn = Recurrent.draft, StepCounts.verified, Controller.observe
 
-    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
+    def drafted(self: Recurrent, behind: DraftRows, *facts: Any) -> torch.Tensor:
         draft(self, behind, *facts)
         return torch.full((len(behind.rows),), worth, dtype=torch.int32)
 
@@ -152,7 +152,7 @@ def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.Mo
     draft, propose, learn = Recurrent.draft, Speculator.propose, Controller.observe
     steps = iter(range(1000))
 
-    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
+    def drafted(self: Recurrent, behind: DraftRows, *facts: Any) -> torch.Tensor:
         draft(self, behind, *facts)
         return torch.full((len(behind.rows),), (2, 4, 3)[next(steps) % 3], dtype=torch.int32)
 

@@ -176,7 +176,7 @@ def test_who_waits_for_a_batch_is_counted_before_it_opens() -> None:
     engine.handle(submit("a", [1, 2], max_tokens=2))
     frame = engine.turn()
     assert frame is not None and frame.stats is not None and (frame.stats.waiting, frame.stats.steps) == (1, 0)
-    assert engine.turn() is None and 9 < engine.loop.rest() < 10
+    assert engine.turn() is None and 9 < engine.loop.wait_seconds() < 10
 
 
 def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyP
     news = list(LocalEngine(engine).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
     assert news[-1].finish == "length"
     assert len(slept) <= 2 and 2.4 < sum(slept) < 2.5
-    assert engine.loop.rest() == math.inf
+    assert engine.loop.wait_seconds() == math.inf
 
 
 def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:

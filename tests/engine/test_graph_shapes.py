@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.engine import graph_shapes
 from ridgeline.engine.graph_shapes import buckets, draft_shapes, mixed_shapes
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.shape import StepShape
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
@@ -24,14 +24,14 @@ def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: py
         totals: list[int] = []
         monkeypatch.setattr(step, "longest", longest)
         with torch.inference_mode():
-            GraphSteps(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
+            GraphExecutor(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
         return totals[-1]
 
     assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
 
 
 def test_which_steps_have_a_graph() -> None:
-    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
+    graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
 
     def padded(tokens: int, rows: int, width: int = 1) -> StepShape | None:
         return graphs.padded(StepShape(rows, rows, tokens, tokens, width), plain=True)
@@ -61,7 +61,7 @@ def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyP
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:
-    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
+    graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
 
     def padded(tokens: int, rows: int, width: int, tree: bool = False, plain: bool = True) -> StepShape | None:
         return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), plain)

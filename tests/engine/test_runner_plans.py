@@ -15,12 +15,12 @@ from ridgeline.engine import graph_shapes
 from ridgeline.engine.batch import Batch, unpack
 from ridgeline.engine.catch_up import reading, unread_steps
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.execute import EagerSteps
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.executor import Executor
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import rehearse_all
 from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import Sizes, StepShape
+from ridgeline.engine.warm_up import warm_up_kernels
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.rows import Int
@@ -385,7 +385,7 @@ def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(step, "longest", most)
     cases = ((1, SHORT, SHORT), (1, SHORT + 1, most), (2, SHORT, SHORT), (2, most, most), (6, 3, most))
     with torch.inference_mode():
-        graphs = GraphSteps(step, sizes(6, 64), Uncaptured)
+        graphs = GraphExecutor(step, sizes(6, 64), Uncaptured)
         graphs.capture(lambda stage, done, total: None)
         for rows, bound, longest in cases:
             decode = plan(1, *((0, 0, 1, True) for _ in range(rows)), bound=bound)
@@ -403,13 +403,13 @@ def test_steps_too_small_for_mixed_graphs_have_those_that_decode() -> None:
     assert bench.tokens["a", 0] == alone(PROMPT, max_tokens=6)
 
 
-def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
+def test_warm_up_changes_nothing(runner: Runner) -> None:
     before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
     step = make_step(pair("llama-gqa")[1], runner)
     with torch.inference_mode():
         for rows, tokens in ((6, 64), (3, 40), (1, 3)):
             held = Sizes(rows, tokens, 20, 20, host_drafts=5)
-            rehearse_all(step, EagerSteps(step), held, lambda *_: None)
+            warm_up_kernels(step, Executor(step), held, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.hardware import power
-from ridgeline.hardware.power import Behind, Counter, Meter, power_counter
+from ridgeline.hardware.power import Counter, DraftRows, Meter, power_counter
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_a_slow_counter_holds_nobody_up_and_its_joules_come_later() -> None:
         return next(shown)
 
     clock = Clock()
-    behind = Behind(read)
+    behind = DraftRows(read)
     meter = Meter(Counter("nvml", lambda seconds, busy: behind()), clock)
     clock.now += 1
     assert meter.take(0.1) == 0.0, "the reading is not there yet"

@@ -206,7 +206,7 @@ def test_requests_that_follow_are_served_by_what_was_captured(
     fresh: the two steps of a shape that build and record it."""
     engine, plain = engines
     runner = engine.engine.loop.runner
-    runner.steps.forget()  # type: ignore[attr-defined]
+    runner.executor.forget()  # type: ignore[attr-defined]
     seen: list[bool] = []
     collect = runner.collect
 
@@ -240,7 +240,7 @@ def test_requests_that_follow_are_served_by_what_was_captured(
         return
     assert fresh == [2, 0, 0, 2, 0, 0, 0]
     monkeypatch.setattr(execute, "MOST_SHAPES", 1)
-    runner.steps.forget()  # type: ignore[attr-defined]
+    runner.executor.forget()  # type: ignore[attr-defined]
     fresh = [fresh_steps(number, temperature=value) for number, value in enumerate((0.8, 0.8, 0.0, 0.0, 0.8))]
     assert fresh == [2, 0, 2, 0, 2], "there is room for one"
 
@@ -256,7 +256,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         runner = engine.engine.loop.runner
         for controller in getattr(engine.engine.loop.scheduler._speculation, "_controllers", ()):
             controller.fixed = True
-        steps = runner.steps  # type: ignore[attr-defined]
+        steps = runner.executor  # type: ignore[attr-defined]
 
         def noted(loaded: Any, plan: Any, run: Callable[[Any, Any], Any] = steps.run) -> Any:
             shape = loaded.batch.shape

@@ -296,13 +296,13 @@ def test_draw_finds_what_sample_is_given(deep: bool) -> None:
     tokens, tables = ints.new_zeros(9, 90), ints.new_zeros(1, 9, 4)
     knobs = torch.rand(9, len(Knob)).to(DEVICE)
     knobs[:, Knob.TEMPERATURE] *= torch.arange(9, device=DEVICE) % 4 > 0
-    heat, ints[:, Int.TOP_K] = knobs[:, Knob.TEMPERATURE], 0
+    temperature, ints[:, Int.TOP_K] = knobs[:, Knob.TEMPERATURE], 0
     knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P] = 1.0, 0.0
     rows = torch.tensor([5, 5, 5, 1, 3, 3, 4, 8, 0, 0], dtype=torch.int32, device=DEVICE)
     logits = torch.randn(len(rows), 5000).to(DEVICE)
     depth = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE) if deep else None
     place = ints[rows, Int.KNOWN] if depth is None else ints[rows, Int.KNOWN] + depth
-    want = TRITON.sampler.sample(logits, heat[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
+    want = TRITON.sampler.sample(logits, temperature[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
     state = RowState(tokens, ints, tables, 16)
     assert torch.equal(TRITON.sampler.draw(state, knobs, rows, logits, depth), want)
 

@@ -33,7 +33,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
 from ridgeline.quality.ladder import Task, chart, climb, rows, rungs
 from ridgeline.quality.texts import read_texts
-from ridgeline.speculation.build import weigh
+from ridgeline.speculation.build import memory_of_drafters
 from ridgeline.text.tokenizer import Tokenizer
 
 TOKENS = {"prompts": 8, "prompt-tokens": 128, "answer-tokens": 128, "repeats": 3, "judged-tokens": 8192}
@@ -92,7 +92,7 @@ def run(given: Given) -> int:
         served_spec(checkpoint, replace(model, quantization=one))  # refuses names before anything is measured
     ladder = rungs(model, engine, formats, "graphs" if place == "cuda" else "compiled")
     last = served_spec(checkpoint, ladder[-1].model)
-    drafters = weigh(ladder[-1].engine, last, folder, place)[1].bytes
+    drafters = memory_of_drafters(ladder[-1].engine, last, folder, place)[1].bytes
     with Stages(Console(stderr=True)) as stages:
         climbed = [climb(rung, task, stages) for rung in ladder]
     found = rows(climbed, task)

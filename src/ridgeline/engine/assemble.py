@@ -33,7 +33,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
-from ridgeline.speculation.build import draft_model, open_drafters, weigh
+from ridgeline.speculation.build import draft_model, memory_of_drafters, open_drafters
 from ridgeline.speculation.options import Wanted
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.grammar_cache import GrammarCache
@@ -74,7 +74,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    wanted, beside = weigh(config, spec, folder, device.type, taken)
+    wanted, beside = memory_of_drafters(config, spec, folder, device.type, taken)
     plan = size(spec, config, total, device.type, model=model, beside=beside)
     ops = _operations(config, spec, device)
     stages.ends("config")

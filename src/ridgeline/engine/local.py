@@ -64,7 +64,7 @@ class LocalEngine:
                 while self._open:
                     frame = whole(self.engine.turn)
                     if frame is None:
-                        time.sleep(self.engine.rest())
+                        time.sleep(self.engine.wait_seconds())
                         continue
                     for delta in self._deltas(frame):
                         if delta.finish:

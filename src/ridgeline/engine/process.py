@@ -63,8 +63,8 @@ def serve(engine: Engine, inbox: Inbox) -> None:
                 started = time.perf_counter()
                 inbox.send(news)
                 engine.reply_s += time.perf_counter() - started
-            elif (rest := engine.rest()) > 0:
-                inbox.wait(min(rest, BEAT_S))
+            elif (wait_seconds := engine.wait_seconds()) > 0:
+                inbox.wait(min(wait_seconds, BEAT_S))
     finally:
         ended.set()
         pulse.join()

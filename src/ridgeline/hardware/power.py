@@ -26,7 +26,7 @@ class Counter:
     wraps: float = 0.0
 
 
-class Behind:
+class DraftRows:
     """A reading that may take 20 ms, as NVIDIA's library does in a virtual machine, for whoever cannot wait: each call gives the
     last that has come, and has another thread take the next. So what is told lags by a reading."""
 
@@ -97,7 +97,7 @@ def _nvml(index: int) -> Counter | None:
     read = board_joules(index)
     if read is None:
         return None
-    behind = Behind(read)
+    behind = DraftRows(read)
     return Counter("nvml", lambda seconds, busy: behind())
 
 

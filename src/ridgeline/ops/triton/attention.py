@@ -331,7 +331,7 @@ def _plan_chunks(call: _Call) -> torch.Tensor:
         call.small,
         tile=tile.queries,
         keys=tile.keys,
-        # One size for nearly all: a rehearsal has few rows, and others would compile while requests wait.
+        # One size for nearly all: warm-up has few rows, and others would compile while requests wait.
         ROWS=_class(rows, tuning.PLAN_ROWS[-1:]),
         BLOCK=block,
         **overlap(call.q.device),

@@ -47,7 +47,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     (tokens, inputs), features = x.shape, weight.shape[0] // 2
     if features % 8 or not pairs.takes(x, weight):
         return None
-    # Compiled by the first of so many tokens, which start-up rehearses, even if these do not fit.
+    # Compiled by the first of so many tokens, which start-up runs, even if these do not fit.
     kernel = pairs.kernel(x.device, source(), "gated_product", SHARED)
     if kernel is None or not saves(tokens, features):
         return None

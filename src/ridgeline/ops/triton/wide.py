@@ -120,7 +120,7 @@ def source(width: int) -> str:
 
 @cache
 def _kernels(device: torch.device) -> Mapping[int, cuda.Kernel | None]:
-    """All at once, so that start-up has them whichever steps it rehearses; they compile side by side, as NVRTC lets go of Python's
+    """All at once, so that start-up has them whichever steps it runs; they compile side by side, as NVRTC lets go of Python's
     lock."""
     if not is_hopper(device) or not cuda.available():
         return {}
