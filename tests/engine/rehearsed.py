@@ -28,7 +28,7 @@ from ridgeline.engine.graphs import GraphSteps
 from ridgeline.engine.shape import Sizes
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
-from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
+from ridgeline.ops.triton import ahead, hopper, kernels, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -83,11 +83,11 @@ class PaperDriver:
 def pretend() -> None:
     """The CPU passes for an H200, and products take no time."""
     driver.set_active(PaperDriver())
-    attention._processors = lambda device: PROCESSORS
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     kernels._on_gpu = lambda device: True
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
-    for name, said in (("overlap", {"PDL": True, "launch_pdl": True}), ("is_hopper", True)):
+    pretended = {"overlap": {"PDL": True, "launch_pdl": True}, "is_hopper": True, "processors": PROCESSORS}
+    for name, said in pretended.items():
         own = getattr(launch, name)
         for module in list(sys.modules.values()):
             if getattr(module, name, None) is own:
