@@ -15,9 +15,9 @@ import torch
 from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
 
 from ridgeline.core.spec import NUMBER_FORMATS
-from ridgeline.ops.triton import kernels
+from ridgeline.ops.triton import attention, kernels
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import Shape
+from ridgeline.ops.triton.registry import AttentionShape, Shape
 from tests.benchmarks.test_shapes import SMALL
 
 TINY, BF16 = "qwen3-4b", torch.bfloat16
@@ -113,6 +113,26 @@ def test_integer_products_without_the_ring(hopper: None) -> None:
         assert chosen() == ["stream", "stream", "stream", "stream", None]
     with of["integer_stream"].off():
         assert chosen() == ["vector", "ring", "ring", "ring", "ring"]
+
+
+def test_the_next_best_form_of_attention_is_taken() -> None:
+    """Rows of a 9B of Gemma (8 KV heads of 256) and of an 8B (8 of 128) that decode on 132 processors."""
+    of, device = {variant.name: variant for variant in VARIANTS}, torch.device("cuda")
+
+    def split(rows: int, dim: int, long: bool = False) -> tuple[str, Any]:
+        given = AttentionShape(rows, 1, long, 16, 8, dim, 64, BF16, BF16, device, 132)
+        found = attention.SPLIT.kernel_for(given)
+        assert found is not None
+        return found
+
+    assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["wide", "lone", "snug"]
+    assert split(64, 128)[1].ahead and split(64, 128)[1].registers
+    with of["walk: wide"].off(), of["walk: lone"].off(), of["walk: snug"].off():
+        assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["combined", "combined", "whole"]
+    with of["walk: a kernel that combines"].off():
+        assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["whole", "whole", "snug"]
+    with of["walk: early"].off():
+        assert not split(64, 128)[1].ahead and split(64, 128)[1].registers is None and split(8, 256)[1].ahead
 
 
 def test_launches_are_counted_by_kernel_and_form() -> None:

@@ -56,7 +56,9 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does() -> None:
     engine.handle(submit("free", [1, 2], max_tokens=30, ignore_eos=True))
     news = [delta for _ in range(20) if (frame := engine.turn()) for delta in frame.each()]
     assert {delta.id for delta in news} == {"free"} and not engine.idle
-    assert 0 < engine.wait_seconds() < 0.1 or engine.loop.wait_seconds() == 0, "the loop may not sleep until a message comes"
+    assert 0 < engine.wait_seconds() < 0.1 or engine.loop.wait_seconds() == 0, (
+        "the loop may not sleep until a message comes"
+    )
     grammars.finish(grammar)
     news = [delta for _ in range(30) if (frame := engine.turn()) for delta in frame.each()]
     bound = [delta for delta in news if delta.id == "bound"]

@@ -29,7 +29,7 @@ from ridgeline.engine.shape import Sizes
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
-from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
+from ridgeline.ops.triton import ahead, hopper, kernels, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -84,11 +84,11 @@ class PaperDriver:
 def pretend() -> None:
     """The CPU passes for an H200, and products take no time."""
     driver.set_active(PaperDriver())
-    attention._processors = lambda device: PROCESSORS
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     kernels._on_gpu = lambda device: True
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
-    for name, said in (("overlap", {"PDL": True, "launch_pdl": True}), ("is_hopper", True)):
+    pretended = {"overlap": {"PDL": True, "launch_pdl": True}, "is_hopper": True, "processors": PROCESSORS}
+    for name, said in pretended.items():
         own = getattr(launch, name)
         for module in list(sys.modules.values()):
             if getattr(module, name, None) is own:
@@ -166,7 +166,7 @@ BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
 """DrafterMemory rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 FEW = 4
-"""Rows up to which a kernel is another one in short contexts (see attention._Call.lone)."""
+"""Rows up to which a kernel is another one in short contexts (see attention.SPLIT)."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
 SPREAD: list[tuple[int, ...]] = [(0,), (1,), (3, 0), (4, 1, 2)]
 """Drafts of rows, in turns."""
