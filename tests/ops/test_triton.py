@@ -107,7 +107,7 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, torch.float32)
     want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     tokens = torch.tensor([3, 6, 40, 63][-len(rows) :], dtype=torch.int32, device=DEVICE)
-    step = case.step.alone(tokens)
+    step = case.step.one_row_per_token(tokens)
     assert step is not None and step.decode
     q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
     for ops in (TRITON, REFERENCE):
@@ -118,10 +118,10 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
 def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: Callable[..., Any]) -> None:
     rows, fields = ATTENTION[name]
     step, tokens = batch(rows, **fields).step, torch.tensor([3], dtype=torch.int32)
-    assert step.alone(tokens) is None and batch(MIXED).step.alone(tokens) is not None
-    assert batch(MIXED).step.alone(tokens.repeat(5)) is None, "more than a 16th of the tokens"
+    assert step.one_row_per_token(tokens) is None and batch(MIXED).step.one_row_per_token(tokens) is not None
+    assert batch(MIXED).step.one_row_per_token(tokens.repeat(5)) is None, "more than a 16th of the tokens"
     long = batch([(90, 90)]).step
-    assert long.alone(tokens) is not None and long.alone(tokens.repeat(2)) is None, "more than rows"
+    assert long.one_row_per_token(tokens) is not None and long.one_row_per_token(tokens.repeat(2)) is None, "more than rows"
 
 
 def form_of(case: Any) -> tuple[str, Any]:
