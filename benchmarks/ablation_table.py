@@ -21,16 +21,17 @@ SCALED = "cublasLt of 8 bits"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """path: "module:name" or "module:Class.name" below PACKAGE. replace(original) stands there while the kernel is off."""
+    """path: "module:name" or "module:Class.name" below `package`. replace(original) stands there while the kernel is off."""
 
     path: str
     replace: Callable[[Any], Any]
+    package: str = PACKAGE
 
     def place(self) -> tuple[Any, str]:
         """The object that holds the name, and the name. AttributeError if there is none."""
         module, _, names = self.path.partition(":")
         *owners, name = names.split(".")
-        target: Any = import_module(f"{PACKAGE}.{module}")
+        target: Any = import_module(f"{self.package}.{module}")
         for owner in owners:
             target = getattr(target, owner)
         getattr(target, name)

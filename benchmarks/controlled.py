@@ -141,12 +141,12 @@ class Engine:
         )
         scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
-    def decode(self, batch: int, prompt: int, repeats: int) -> Decoded:
+    def decode(self, batch: int, prompt: int, repeats: int, output: int = OUTPUT) -> Decoded:
         """Medians of `repeats` runs, after one that is not looked at."""
         found = []
         for _ in range(repeats + 1):
             _STEPS.clear()
-            timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab)
+            timed(self.local, [(prompt, output)] * batch, self.vocab)
             found.append(Decoded.of(_STEPS, batch))
         tok_s, to_end, gained = (statistics.median(part) for part in zip(*map(astuple, found[1:]), strict=True))
         return Decoded(tok_s, to_end, gained)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.decoding import logprobs
 from ridgeline.decoding.logprobs import Ranked, rank, score, to_records
 from ridgeline.decoding.masks import (
     EARLY_STOP_BIAS,
@@ -94,7 +93,7 @@ def test_logprobs() -> None:
     assert records[0].top_logprobs == pytest.approx(expected[0].topk(5).values.tolist(), abs=1e-5)
 
 
-def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_pieces_are_the_same() -> None:
     hidden, token = logits(10), ints(*range(10))
     seen: list[int] = []
 
@@ -103,8 +102,7 @@ def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return part
 
     whole = score(logits_of, hidden, token, 3, VOCAB)
-    monkeypatch.setattr(logprobs, "SCORE_BYTES", 4 * VOCAB * 4)
-    pieces = score(logits_of, hidden, token, 3, VOCAB)
+    pieces = score(logits_of, hidden, token, 3, VOCAB, most_bytes=4 * VOCAB * 4)
     assert seen == [10, 4, 4, 2]
     for name in Ranked._fields:
         assert torch.equal(getattr(whole, name), getattr(pieces, name))

@@ -121,7 +121,9 @@ def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: C
     assert step.one_row_per_token(tokens) is None and batch(MIXED).step.one_row_per_token(tokens) is not None
     assert batch(MIXED).step.one_row_per_token(tokens.repeat(5)) is None, "more than a 16th of the tokens"
     long = batch([(90, 90)]).step
-    assert long.one_row_per_token(tokens) is not None and long.one_row_per_token(tokens.repeat(2)) is None, "more than rows"
+    assert long.one_row_per_token(tokens) is not None and long.one_row_per_token(tokens.repeat(2)) is None, (
+        "more than rows"
+    )
 
 
 def form_of(case: Any) -> tuple[str, Any]:

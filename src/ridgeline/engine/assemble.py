@@ -44,16 +44,15 @@ log = logging.getLogger(__name__)
 
 class _Stages:
     """Seconds of each stage of the start-up. A stage lasts from the end of the one before; what reports its progress ends
-    with its last report."""
+    with its last report. clock: seconds that only grow."""
 
-    def __init__(self, imports_s: float, tell: Progress) -> None:
+    def __init__(self, imports_s: float, tell: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
-        self._tell = tell
-        self._last = time.perf_counter()
+        self._tell, self._clock, self._last = tell, clock, clock()
 
     def ends(self, name: str) -> None:
         """All time since the last end was spent on `name`."""
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
 

@@ -64,9 +64,10 @@ class Meter:
         return more if more >= 0 else more + self._counter.wraps
 
 
-def power_counter(kind: str, watts: float, index: int = 0) -> Counter:
-    """The best counter for a device. kind: "cuda" or "cpu"; watts: its board power, for an estimate; index: of the GPU."""
-    counter = _nvml(index) if kind == "cuda" else _rapl(sorted(RAPL.glob("intel-rapl:[0-9]")))
+def power_counter(kind: str, watts: float, index: int = 0, rapl: Path = RAPL) -> Counter:
+    """The best counter for a device. kind: "cuda" or "cpu"; watts: its board power, for an estimate; index: of the GPU; rapl: the
+    folder of the processor packages' counters."""
+    counter = _nvml(index) if kind == "cuda" else _rapl(sorted(rapl.glob("intel-rapl:[0-9]")))
     return counter or Counter("estimate", lambda seconds, busy: watts * _weighted(seconds, busy))
 
 

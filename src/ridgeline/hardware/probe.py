@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,9 +60,10 @@ def probe() -> Machine:
     return Machine(processor, cores, features, host, visible(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def meant(name: str) -> Accelerator:
-    """The row of the table that a user means, "cpu" the one that stands for this machine's processor. Raises ConfigError."""
-    own = probe().host.accelerator if name.lower() == "cpu" else None
+def meant(name: str, ask: Callable[[], Machine] = probe) -> Accelerator:
+    """The row of the table that a user means, "cpu" the one that stands for the processor of the machine that `ask` finds.
+    Raises ConfigError."""
+    own = ask().host.accelerator if name.lower() == "cpu" else None
     return own or lookup(name)
 
 
