@@ -130,7 +130,8 @@ def _rows(asked: Mapping[str, Mapping[str, float]]) -> tuple[Asked, ...]:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-# The first variants are those that the redesign asks for by name. Predictions: docs/log.md, entry of 2026-11-24.
+# The first variants are those that the redesign asks for by name. Predictions:
+# docs/log/2026-11-24-kernel-ablation-gains.md.
 VARIANTS = (
     Variant(
         "gated",

@@ -3,8 +3,9 @@ alone; the rest is chunk's.
 
 Programs stay for the whole launch and take one unit of work after the other without a stop. Two of them share what they fetch of
 keys and values, and a weight's maximum is renewed only where weights would outgrow 2^8 (as FlashAttention-4 does, 2025): nothing is
-scaled then and no thread asks another, which is what made it faster than the same in Gluon (docs/log.md). Within a window a unit
-begins with the first tile that its first query sees. Heads of 256 leave room for the queries of one unit at a time.
+scaled then and no thread asks another, which is what made it faster than the same in Gluon
+(docs/log/2026-11-23-long-chunk-attention-cuda.md). Within a window a unit begins with the first tile that its first
+query sees. Heads of 256 leave room for the queries of one unit at a time.
 """
 
 from __future__ import annotations
