@@ -14,7 +14,7 @@ from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.device import DeviceDrafter, Views
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.speculation.guest import RequestView
 from ridgeline.speculation.heads import MedusaHeads, tree

@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine import execute
+from ridgeline.engine import executor
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
@@ -235,7 +235,7 @@ def test_requests_that_follow_are_served_by_what_was_captured(
     if engine.engine.loop.scheduler._speculation.max_nodes:  # else it depends on times how many nodes are verified
         return
     assert fresh == [2, 0, 0, 2, 0, 0, 0]
-    monkeypatch.setattr(execute, "MOST_SHAPES", 1)
+    monkeypatch.setattr(executor, "MOST_SHAPES", 1)
     runner.executor.forget()  # type: ignore[attr-defined]
     fresh = [fresh_steps(number, temperature=value) for number, value in enumerate((0.8, 0.8, 0.0, 0.0, 0.8))]
     assert fresh == [2, 0, 2, 0, 2], "there is room for one"

@@ -379,7 +379,7 @@ class ModelSpec:
 
 
 def few(wanted: int, tokens: int) -> bool:
-    """Whether the last layer attends for the wanted query tokens alone (ops.step.StepInputs.one_row_per_token): they must be few."""
+    """Whether the last layer attends for the wanted query tokens alone: they must be few."""
     return 16 * wanted <= tokens
 
 

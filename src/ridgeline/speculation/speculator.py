@@ -55,19 +55,24 @@ class Speculator(Speculation):
     """Proposes drafts of a host drafter, of a device drafter, or of both; a draft of the host goes first.
 
     Args:
-        controller: says how many nodes pay, and when to call the host drafter; of greedy steps, and the model of another one for
-            steps that sample.
+        controller: says how many nodes pay, and when to call the host drafter, in greedy steps.
         logit_rows: largest number of logit rows of a step with drafts.
+        sampled: the controller of steps that sample; None: one of the same sizes.
     """
 
     def __init__(
-        self, host: HostDrafter | None, device: DeviceTraits | None, controller: Controller, logit_rows: int = 1 << 30
+        self,
+        host: HostDrafter | None,
+        device: DeviceTraits | None,
+        controller: Controller,
+        logit_rows: int = 1 << 30,
+        sampled: Controller | None = None,
     ) -> None:
         self.max_nodes = controller.sizes[-1]
         self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
         self.idle = False
         self._host, self._device, self._controller = host, device, controller
-        self._controllers = controller, type(controller)(controller.sizes, controller.fixed)
+        self._controllers = controller, sampled or Controller(controller.sizes, controller.fixed)
         """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
         self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
         self._chain_nodes = 0 if device is None else device.chain_nodes
