@@ -24,7 +24,7 @@ __all__ = ["model"]
 
 
 def trained(student: TrainableDecoder, teacher: TrainableDecoder, out: Path) -> tuple[float, float]:
-    """The loss before and after fifty steps."""
+    """The loss before and after twenty steps."""
     rows = TokenRows(torch.tensor(texts(20)).flatten(), rows=8, tokens=32)
     loss, held = Distillation(student, teacher), torch.tensor(texts(4))
 
@@ -33,7 +33,7 @@ def trained(student: TrainableDecoder, teacher: TrainableDecoder, out: Path) -> 
             return float(loss(held))
 
     before = now()
-    Trainer(student, loss, rows, Training(Schedule(50, warmup=3), matrix_lr=2e-3, vector_lr=1e-3), out).run()
+    Trainer(student, loss, rows, Training(Schedule(20, warmup=3), matrix_lr=2e-3, vector_lr=1e-3), out).run()
     return before, now()
 
 

@@ -22,6 +22,8 @@ from .test_compress import model, quiet, texts
 
 __all__ = ["model", "tiny"]
 FEW = 24
+FEWEST = 8
+"""Steps of a run whose answers nobody judges. As one of FEW it is saved after every step."""
 CPU = torch.device("cpu")
 
 
@@ -55,7 +57,7 @@ def test_training_brings_the_answers_back(model: Path, judge: Judge, recipe: str
 
 @pytest.mark.parametrize("recipe", ["wanda-2:4", "rtn-int4-g32", "heads-50"])
 def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, tmp_path: Path) -> None:
-    whole = job(model, recipe, tmp_path / "whole")
+    whole = job(model, recipe, tmp_path / "whole", FEWEST)
     whole.build(quiet)
     whole.publish()
     seen: list[int] = []
@@ -63,12 +65,12 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, 
     def stopped(stage: str, done: int, total: int) -> None:
         if stage == "training":
             seen.append(done)
-            if done == FEW // 2:
+            if done == FEWEST // 2:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        job(model, recipe, tmp_path / "again").build(stopped)
-    again = job(model, recipe, tmp_path / "again")
+        job(model, recipe, tmp_path / "again", FEWEST).build(stopped)
+    again = job(model, recipe, tmp_path / "again", FEWEST)
 
     def counted(stage: str, done: int, total: int) -> None:
         if stage == "training":
@@ -85,7 +87,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, 
 
 def test_another_run_does_not_go_on_with_old_weights(model: Path, tmp_path: Path) -> None:
     def stopped(stage: str, done: int, total: int) -> None:
-        if done == 8:
+        if done == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -264,7 +264,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         texts: dict[str, list[int]] = {}
         for at in range(12):
             tokens = [300 + number for number in range(4 + at % 3)] * 6
-            sampling = SamplingParams(temperature=0.3 * (at % 2), max_tokens=50, ignore_eos=True, seed=at)
+            sampling = SamplingParams(temperature=0.3 * (at % 2), max_tokens=30, ignore_eos=True, seed=at)
             engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
         for delta in engine.news():
             texts.setdefault(delta.id, []).extend(delta.tokens)

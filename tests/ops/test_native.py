@@ -88,22 +88,27 @@ def test_norms(ops: Ops, dtype: torch.dtype, rows: int, size: int, offset: bool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [*range(1, 10), 13, 16, 17, 40])
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (160, 70), (36, 33)])
-def test_what_joins_a_product(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+def test_what_joins_a_product(ops: Ops, threads: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """A norm that is still to be done, the stream added to a product, the activation of one."""
-    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
-    bias, norm = torch.randn(outputs).to(dtype), torch.randn(inputs).to(dtype)
-    stream, packed = torch.randn(rows, outputs).to(dtype), ops.matmul.plain.pack(weight)
-    normed = Normed(x, norm, 1e-5, False)
-    # What is computed in one go is not rounded in between: the reference in float64 on the same numbers.
-    wide, wide_normed = x.double(), Normed(x.double(), norm.double(), 1e-5, False)
-    wide_weight, wide_bias = weight.double(), bias.double()
-    close(
-        ops.matmul.plain.linear(normed, packed, bias),
-        REFERENCE.matmul.plain.linear(wide_normed, wide_weight, wide_bias).to(dtype),
-        dtype,
-    )
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    norm, packed = torch.randn(inputs).to(dtype), ops.matmul.plain.pack(weight)
+    for rows in (*range(1, 10), 13, 16, 17, 40):
+        # A traceback shows the arguments, `rows` among them.
+        check_joined(ops, packed, weight, bias, norm, rows)
+
+
+def check_joined(
+    ops: Ops, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor, rows: int
+) -> None:
+    """What joins a product of so many rows against the reference in float64 on the same numbers: what is computed in one go is
+    not rounded in between."""
+    dtype, (outputs, inputs) = weight.dtype, weight.shape
+    x, stream = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
+    normed, wide_normed = Normed(x, norm, 1e-5, False), Normed(x.double(), norm.double(), 1e-5, False)
+    wide, wide_weight, wide_bias = x.double(), weight.double(), bias.double()
+    want = REFERENCE.matmul.plain.linear(wide_normed, wide_weight, wide_bias).to(dtype)
+    close(ops.matmul.plain.linear(normed, packed, bias), want, dtype)
     for one, wide_one in ((None, None), (bias, wide_bias)):
         want = REFERENCE.matmul.plain.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
         close(ops.matmul.plain.linear_add(x, packed, one, stream.clone()), want, dtype)

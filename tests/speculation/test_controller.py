@@ -89,10 +89,15 @@ class Steps:
         return plain * sum(gained for gained, _ in found) / sum(seconds for _, seconds in found)
 
 
+def seeds(rows: int) -> range:
+    """Three; one where a step draws for so many rows that its gain hardly depends on the seed."""
+    return range(3 if rows < 100 else 1)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.05, 0.3, 0.5])
 @pytest.mark.parametrize(("seconds", "rows"), [(two_cores, 1), (dear, 1), (dear, 7), (device(128), 128), (dear, 250)])
 def test_what_does_not_pay_costs_next_to_nothing(kept: float, seconds: Seconds, rows: int) -> None:
-    for seed in range(3):
+    for seed in seeds(rows):
         controller, steps = Controller(SIZES), Steps(seconds, rows=rows, cold=0.4 if rows == 1 else 0.0, seed=seed)
         assert steps.run(controller, 128, kept) > 0.9, "nor does the first answer of an engine pay for all"
         assert steps.run(controller, 3000, kept) > 0.97
@@ -111,7 +116,7 @@ def test_what_does_not_pay_costs_next_to_nothing(kept: float, seconds: Seconds, 
 )
 def test_what_pays_is_used(seconds: Seconds, rows: int, kept: float, best: float) -> None:
     """best: tokens per second of the best number of nodes, always."""
-    for seed in range(3):
+    for seed in seeds(rows):
         controller, steps = Controller(SIZES), Steps(seconds, rows=rows, seed=seed)
         steps.run(controller, 200, kept)
         assert steps.run(controller, 2000, kept) > 0.93 * best
