@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.errors import UnsupportedModel
-from ridgeline.quant.format import largest
+from ridgeline.quant.format import max_abs
 
 _SMALLEST_SCALE = 2.0**-14
 """Smallest normal float16: a group of zeros gets this scale, so that nothing is divided by zero."""
@@ -126,5 +126,5 @@ def refuse_odd(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedModel(f"tensor {name} cannot be compressed: its shape is {list(tensor.shape)}, not a matrix.")
     if not tensor.is_floating_point():
         raise UnsupportedModel(f"tensor {name} cannot be compressed: it holds {tensor.dtype}, not floats.")
-    if not bool(largest(tensor) < torch.inf):
+    if not bool(max_abs(tensor) < torch.inf):
         raise UnsupportedModel(f"tensor {name} cannot be compressed: it holds NaN or infinite values.")
