@@ -18,7 +18,7 @@ from ridgeline.core.plural import counted
 from ridgeline.models.config import read_model
 from ridgeline.quality.drift import Drift
 from ridgeline.quality.tasks import Tally
-from ridgeline.quality.verdict import told_tasks
+from ridgeline.quality.verdict import task_counts
 
 CARD = "compression.json"
 
@@ -90,7 +90,7 @@ def _speed(device: str, before: float, after: float) -> dict[str, Any]:
 
 def _tasks(tally: Tally) -> dict[str, Any]:
     figures = {name: asdict(one) for name, one in tally.figures.items()}
-    return {"questions": tally.asked, **figures, "by_task": told_tasks(tally)}
+    return {"questions": tally.questions, **figures, "by_task": task_counts(tally)}
 
 
 def write_card(folder: Path, name: str, source: Path, found: Mapping[str, Any]) -> None:
