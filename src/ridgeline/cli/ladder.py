@@ -21,7 +21,7 @@ import ridgeline
 from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages, bytes_text
-from ridgeline.compress.texts import default_calibration, judging_windows, split
+from ridgeline.compress.texts import default_calibration, evaluation_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
@@ -128,7 +128,7 @@ def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int)
         raise ConfigError(
             f"No text has {counted(given, 'token')}: lower --prompt-tokens, or give another --text.", param="text"
         )
-    windows = judging_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
+    windows = evaluation_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
     return RungWorkload(prompts, answered, counts["repeats"], windows, MAX_LOGPROBS)
 
 
