@@ -155,9 +155,9 @@ class RecurrentModule(nn.Module):
         gate, up = matrices.pop("gate_up").chunk(2)
         head, row_of_id = (
             self.lm_head.weight.detach().cpu().clone(),
-            {one: at for at, one in enumerate(weights.ids.tolist())},
+            {token_id: row for row, token_id in enumerate(weights.ids.tolist())},
         )
-        rows = [(at, row_of_id[one]) for at, one in enumerate(self.ids.tolist()) if one in row_of_id]
+        rows = [(row, row_of_id[token_id]) for row, token_id in enumerate(self.ids.tolist()) if token_id in row_of_id]
         own_rows, weights_rows = torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1)
         head[own_rows] = matrices.pop("head")[weights_rows]
         state = {MODULES[name]: tensor for name, tensor in matrices.items()}

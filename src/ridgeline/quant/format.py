@@ -97,25 +97,25 @@ class Cut:
 
     rows: tuple[slice, ...]
     """Rows of each part in the checkpoint."""
-    places: tuple[slice, ...]
+    stacked_rows: tuple[slice, ...]
     """Rows of each part in the rank's stacked matrix."""
     columns: slice
     """Input features."""
 
     @staticmethod
     def of(shape: LinearShape, share: Share) -> Cut:
-        rows, places, end = [], [], 0
+        rows, stacked_rows, end = [], [], 0
         for part in shape.parts:
             selection = share.span(part.rows, part.units) if shape.split == "out" else slice(0, part.rows)
             rows.append(selection)
-            places.append(slice(end, end := end + selection.stop - selection.start))
+            stacked_rows.append(slice(end, end := end + selection.stop - selection.start))
         columns = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
-        return Cut(tuple(rows), tuple(places), columns)
+        return Cut(tuple(rows), tuple(stacked_rows), columns)
 
     @property
     def size(self) -> tuple[int, int]:
         """(outputs, inputs) of this rank."""
-        return self.places[-1].stop, self.columns.stop - self.columns.start
+        return self.stacked_rows[-1].stop, self.columns.stop - self.columns.start
 
 
 class Weight(Protocol):

@@ -68,21 +68,21 @@ class Fp8Weight(Weight):
         self._matrix: Fp8Matrix | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
-        rows, place = self._cut.rows[part], self._cut.places[part]
+        rows, target = self._cut.rows[part], self._cut.stacked_rows[part]
         if name == "weight" and self._form.stored == "float":
             # Scales are computed over unsharded rows, so they do not depend on the number of ranks.
             scaled = quantize(tensor[rows].to(self._form.device))
             _check_scales(scaled.scales)
-            self._values[place].copy_(scaled.values[:, self._cut.columns])
-            self._scales[place].copy_(scaled.scales)
+            self._values[target].copy_(scaled.values[:, self._cut.columns])
+            self._scales[target].copy_(scaled.scales)
         elif name == "weight":
-            self._values[place].copy_(tensor[rows, self._cut.columns])
+            self._values[target].copy_(tensor[rows, self._cut.columns])
         elif name == "weight_scale":
             scales = tensor.flatten()[rows] if self._form.stored == "channel" else tensor.flatten()
             _check_scales(scales)
-            self._scales[place].copy_(scales.float().expand(rows.stop - rows.start))
+            self._scales[target].copy_(scales.float().expand(rows.stop - rows.start))
         elif self._bias is not None and self._adds_bias:
-            self._bias[place].copy_(tensor[rows])
+            self._bias[target].copy_(tensor[rows])
         self._missing.discard((part, name))
         if not self._missing:
             self._matrix = self._form.ops.pack(self._values, self._scales)

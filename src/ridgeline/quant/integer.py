@@ -125,7 +125,7 @@ class IntWeight(Weight):
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name == "bias":
             if self._bias is not None and self._adds_bias:
-                self._bias[self._cut.places[part]].copy_(tensor[self._cut.rows[part]])
+                self._bias[self._cut.stacked_rows[part]].copy_(tensor[self._cut.rows[part]])
         elif self._form.published is None:
             rows = self._cut.rows[part]
             self._store(part, (*round_to_nearest(tensor[rows].to(self._form.device), self._form.numbers), None))
@@ -170,14 +170,14 @@ class IntWeight(Weight):
             raise UnsupportedModel(
                 "has another order of inputs (act-order) than the projections it is merged with, which is not supported."
             )
-        place, columns = self._cut.places[part], self._cut.columns
+        target, columns = self._cut.stacked_rows[part], self._cut.columns
         source = columns if self._order is None else self._order
-        self._codes[place].copy_(codes[:, source])
+        self._codes[target].copy_(codes[:, source])
         full_group = self._form.numbers.group or self._shape.d_in
         groups = torch.arange(columns.start, columns.stop, self._group, device=scales.device) // full_group
-        self._scales[place].copy_(scales[:, groups])
+        self._scales[target].copy_(scales[:, groups])
         if self._zeros is not None and zeros is not None:
-            self._zeros[place].copy_(zeros[:, groups])
+            self._zeros[target].copy_(zeros[:, groups])
 
     def _permutation(self, order: torch.Tensor | None) -> torch.Tensor | None:
         """Return the inputs sorted by group, int32 (act-order). None: the checkpoint stores them in that order."""

@@ -52,9 +52,9 @@ class PlainWeight(Weight):
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         cut = self._cut
         if name == "weight":
-            self._matrix[cut.places[part]].copy_(tensor[cut.rows[part], cut.columns])
+            self._matrix[cut.stacked_rows[part]].copy_(tensor[cut.rows[part], cut.columns])
         elif self._bias is not None and self._adds_bias:
-            self._bias[cut.places[part]].copy_(tensor[cut.rows[part]])
+            self._bias[cut.stacked_rows[part]].copy_(tensor[cut.rows[part]])
         self._missing.discard((part, name))
         if not self._missing:
             self._matrix = self._ops.pack(self._matrix)
