@@ -21,13 +21,13 @@ import torch
 from common import cpu_name, provenance, timed, write_rows
 
 from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
-from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.inputs import Product, llm_int8
 from ridgeline.compress.job import Job
+from ridgeline.compress.layerwise import WithProduct
 from ridgeline.compress.outliers import add_outliers
 from ridgeline.compress.recipes import read_recipe
-from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows
-from ridgeline.compress.walk import Rounded
+from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
@@ -56,13 +56,13 @@ class Run:
 
     name: str
     source: Checkpoint
-    judge: Judge
+    judge: Evaluator
     texts: list[tuple[int, ...]]
 
     def measure(self, recipe: str, folder: Path) -> tuple[Drift, float]:
         """Drift from the original, and megabytes of weights."""
         if recipe in AT_RUN_TIME:
-            return self.judge.measure(Rounded(self.source, AT_RUN_TIME[recipe])), self._int8_bytes() / 1e6
+            return self.judge.measure(WithProduct(self.source, AT_RUN_TIME[recipe])), self._int8_bytes() / 1e6
         Job(self.source, read_recipe(recipe), self.texts, folder).run(lambda stage, done, total: None)
         made = Checkpoint(folder)
         return self.judge.measure(made), made.bytes / 1e6
@@ -86,7 +86,7 @@ class Run:
         """Linears of the layers in 8 bits with a float32 scale per output, the rest as it is."""
         saved = 0
         for index in range(len(self.source.spec.layers)):
-            stored = self.source.stored(index)
+            stored = self.source.stored_layer(index)
             for name in LINEAR_NAMES:
                 weight = stored[f"{name}.weight"]
                 saved += weight.nbytes - weight.numel() - 4 * weight.shape[0]
@@ -137,8 +137,8 @@ def runs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Run, tuple
         return tokenizer.encode(text, add_special_tokens=True)
 
     texts = calibration_rows(read_texts(default_calibration()), encode, options.length, options.calibration_tokens)
-    windows = judging_windows(read_texts(options.texts), encode, options.length, options.tokens)
-    judge = Judge(source, windows)
+    windows = evaluation_windows(read_texts(options.texts), encode, options.length, options.tokens)
+    judge = Evaluator(source, windows)
     yield Run(name, source, judge, texts), RECIPES
     add_outliers(source, folder / "outliers")
     yield Run(f"{name}-outliers", Checkpoint(folder / "outliers"), judge, texts), WITH_OUTLIERS

@@ -33,13 +33,13 @@ from torch.func import functional_call
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import Layer, TrainableDecoder, save_decoder
 from ridgeline.compress.distill import kl
-from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import read_recipe
-from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows
-from ridgeline.compress.tickets import find_tickets, random_like, rewound
+from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows
+from ridgeline.compress.tickets import find_tickets, random_like, train_rewound
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.tune import Masks, keep_masks, keep_on_grid, keep_zeros, linears, release, trainable
+from ridgeline.compress.tune import Masks, keep_masks, keep_on_grid, keep_zeros, linears, release, trainable_decoder
 from ridgeline.compress.tuned import GRID_RATE
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import RidgelineError
@@ -193,7 +193,7 @@ def sparse(pattern: str) -> Experiment:
     """SparseGPT, then training of what is left."""
 
     def experiment(bench: Bench, seconds: float) -> None:
-        student = trainable(bench.made(f"sparsegpt-{pattern}"), bench.batches.tokens).to(bench.device)
+        student = trainable_decoder(bench.made(f"sparsegpt-{pattern}"), bench.batches.tokens).to(bench.device)
         keep_zeros(student)
         tokens = tuned(bench, faster(student), seconds)
         packed = bench.made(f"magnitude-{pattern}", bench.kept(student, bench.source.config))
@@ -206,7 +206,7 @@ def on_grid(recipe: str) -> Experiment:
     """Quantization-aware training from the original's weights."""
 
     def experiment(bench: Bench, seconds: float) -> None:
-        student = trainable(bench.source, bench.batches.tokens).to(bench.device)
+        student = trainable_decoder(bench.source, bench.batches.tokens).to(bench.device)
         keep_on_grid(student, read_recipe(recipe).grid)
         tokens = tuned(bench, faster(student), seconds, ON_GRID)
         packed = bench.made(recipe, bench.kept(student, bench.source.config))
@@ -224,7 +224,7 @@ def smaller(name: str, taught: str, recipes: Sequence[str]) -> Experiment:
             cut = bench.made(recipe, cut)
         if len(recipes) > 1:
             bench.tell(name, recipes[-1], cut, 0)
-        student = trainable(cut, bench.batches.tokens).to(bench.device)
+        student = trainable_decoder(cut, bench.batches.tokens).to(bench.device)
         tokens = tuned(bench, faster(student), seconds)
         bench.tell(f"{name}+{taught}", recipes[-1], bench.kept(student, cut.config), tokens)
         torch.manual_seed(0)
@@ -269,7 +269,7 @@ def lottery(bench: Bench, seconds: float) -> None:
     for ticket in find_tickets(start, [one / 100 for one in SPARSITIES], rewind, folder):
         tell(f"ticket-{round(100 * ticket.share)}" if ticket.share else "dense+scratch", ticket.share, ticket.student)
         masks = ticket.masks
-    drawn = rewound(start, random_like(masks, seed=1), folder, "random")
+    drawn = train_rewound(start, random_like(masks, seed=1), folder, "random")
     tell(f"random-ticket-{SPARSITIES[-1]}", SPARSITIES[-1] / 100, drawn)
 
 
@@ -294,13 +294,13 @@ def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
         return tokenizer.encode(text, add_special_tokens=True)
 
     texts = calibration_rows(read_texts(default_calibration()), encode, 512, options.calibration_tokens)
-    windows = judging_windows(read_texts(options.texts), encode, 512, options.tokens)
-    judge = Judge(source, windows, device=device)
+    windows = evaluation_windows(read_texts(options.texts), encode, 512, options.tokens)
+    judge = Evaluator(source, windows, device=device)
     ids = np.concatenate([np.load(path) for path in options.ids]).astype(np.int32)
     rows = TokenRows(torch.from_numpy(ids).to(device), options.rows, options.length)
-    teacher = trainable(source, options.length).to(device).requires_grad_(False).eval()
+    teacher = trainable_decoder(source, options.length).to(device).requires_grad_(False).eval()
     if device.type == "cuda":
-        faster(teacher.rounded(torch.bfloat16))
+        faster(teacher.cast_parameters(torch.bfloat16))
     machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
     about = provenance(machine, options.commit) | {"device": device.type}
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 from ridgeline.compress.distill import MedusaModule
+from ridgeline.compress.generate import generate, noise_keys
 from ridgeline.compress.recurrent import DEPTH as CHAIN
-from ridgeline.compress.recurrent import RecurrentModule, lesson
-from ridgeline.compress.write import keys_of, write
+from ridgeline.compress.recurrent import RecurrentModule, teacher_targets
 from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.noise import Purpose, draw_key, exponential
 from ridgeline.ops.sample import sample
@@ -93,9 +93,9 @@ class Reader:
 def texts(target: TrainableDecoder, rows: dict[str, Tensor]) -> Iterator[Text]:
     """Of the rows of each kind: the text itself, and what the target says instead after its beginning, at HEAT and greedily."""
     every = torch.cat(list(rows.values()))
-    keys = keys_of(7, len(every), every.device)
+    keys = noise_keys(7, len(every), every.device)
     heat = torch.tensor([HEAT, 0.0], device=every.device).repeat_interleave(len(every))
-    said = write(target, every[:, :PROMPT].repeat(2, 1), LENGTH, heat, keys.repeat(2, 1))
+    said = generate(target, every[:, :PROMPT].repeat(2, 1), LENGTH, heat, keys.repeat(2, 1))
     sizes = [len(one) for one in rows.values()]
     parts = zip(rows, keys.split(sizes), *(half.split(sizes) for half in (every, *said.chunk(2))), strict=True)
     for kind, noise, read, sampled, greedy in parts:
@@ -190,14 +190,14 @@ def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Te
 
 def draw_ranks(target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, keys: Tensor, heat: float) -> Tensor:
     """int64 [chains, CHAIN]: how many of its tokens a draft would say rather than the text's; all of them where it cannot say that."""
-    given, state, found = lesson(target, draft, rows, HEAT), None, []
+    given, state, found = teacher_targets(target, draft, rows, HEAT), None, []
     last = torch.arange(PROMPT - 1, rows.shape[1] - CHAIN, device=rows.device)  # known tokens
     for depth in range(1, CHAIN + 1):
         here = given.at(depth)
         state = draft(
-            given.hidden.float() if state is None else state, here.text, here.k.float(), here.v.float(), here.turn
+            given.hidden.float() if state is None else state, here.text, here.k.float(), here.v.float(), here.rotary
         )
-        wanted = here.behind[:, last - 1]
+        wanted = here.next_index[:, last - 1]
         for row, key in enumerate(keys):
             logits = draft.lm_head(state[row, last - 1]).float()
             if heat:
@@ -213,7 +213,7 @@ def draw_ranks(target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, k
 def load_draft(folder: Path, spec: ModelSpec) -> RecurrentModule:
     weights = load_recurrent(folder, spec)
     draft = RecurrentModule(spec, weights.ids.long(), weights.layer)
-    draft.take(weights)
+    draft.load(weights)
     return draft.requires_grad_(False)
 
 
@@ -239,8 +239,8 @@ def mean_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
     """Figures by "<drafter>-<way>-<kind>", kind "all" being the mean over kinds."""
-    target = load_decoder(given.model).to(device).rounded(torch.bfloat16)
-    draft = load_decoder(given.draft).to(device).rounded(torch.bfloat16) if given.draft else None
+    target = load_decoder(given.model).to(device).cast_parameters(torch.bfloat16)
+    draft = load_decoder(given.draft).to(device).cast_parameters(torch.bfloat16) if given.draft else None
     heads = load_heads(given.medusa).to(device, torch.bfloat16) if given.medusa else None
     again = load_draft(given.recurrent, target.spec).to(device) if given.recurrent else None
     reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
-from ridgeline.compress.distill import MedusaModule, Recipe, medusa_loss
-from ridgeline.compress.recurrent import RecurrentModule, lesson, place_loss, recurrent_losses, save_recurrent
+from ridgeline.compress.distill import LossWeights, MedusaModule, medusa_loss
+from ridgeline.compress.generate import generate, noise_keys
+from ridgeline.compress.recurrent import RecurrentModule, depth_loss, recurrent_losses, save_recurrent, teacher_targets
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.write import keys_of, write
 from ridgeline.core.spec import ModelSpec
 from ridgeline.speculation.recurrent import load_recurrent
 
@@ -40,7 +40,7 @@ PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
 HEATS = (0.7, 0.9)  # around the one that losses and benchmarks are taken at
 STUDENTS = ("recurrent", "medusa")
-RECIPE = Recipe(logits=0.3, overlap=1.0, temperature=0.8)
+RECIPE = LossWeights(logits=0.3, overlap=1.0, temperature=0.8)
 OUTPUTS = 4096  # the most frequent tokens, which alone are drafted
 
 
@@ -88,7 +88,9 @@ def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows
         at = torch.where(torch.arange(rows, device=device) % 2 == 0, begins.clamp(max=len(stream) - length), at)
         prompts = stream[at[:, None] + torch.arange(length, device=device)].long()
         shuffled = temperature[torch.randperm(rows, generator=generator).to(device)]
-        found.append(write(teacher, prompts, PIECE - length, shuffled, keys_of(1000 + index, rows, device)).short())
+        found.append(
+            generate(teacher, prompts, PIECE - length, shuffled, noise_keys(1000 + index, rows, device)).short()
+        )
     return torch.cat(found)
 
 
@@ -116,7 +118,7 @@ class Students(nn.Module):
                 wanted = teacher.logits(hidden)
             return medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
 
-        heads, learn, place = of_heads, lesson, place_loss
+        heads, learn, place = of_heads, teacher_targets, depth_loss
         if teacher.norm.weight.is_cuda:
             heads, learn, place = (torch.compile(part, dynamic=False) for part in (heads, learn, place))
 
@@ -209,7 +211,7 @@ def main() -> None:
     begin = time.monotonic()
     teacher = load_decoder(given.model).to(device).requires_grad_(False)
     if device.type == "cuda":
-        teacher.rounded(torch.bfloat16)
+        teacher.cast_parameters(torch.bfloat16)
     stream = corpus_stream(given.pools, given.corpus_tokens, device, given.stream)
     print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
     written = teacher_writes(teacher, stream, given.written_batches, given.written_rows, given.seed)
@@ -223,9 +225,9 @@ def main() -> None:
     students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers)).to(device)
     if students.draft is not None:
         with torch.no_grad():
-            students.draft.start(teacher, teacher.hidden(source(0)[:2]))
+            students.draft.init_from_teacher(teacher, teacher.hidden(source(0)[:2]))
         if before is not None:
-            students.draft.take(before)
+            students.draft.load(before)
     loss = students.loss(teacher)
     if device.type == "cuda":
         compile_backward(students, loss, source(0))  # before the clock of the schedule starts

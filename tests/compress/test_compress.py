@@ -18,13 +18,13 @@ from ridgeline.cli.main import main
 from ridgeline.compress import inputs
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder, save_decoder
-from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
+from ridgeline.compress.layerwise import LayerwiseRunner, WithProduct, batches, collect_statistics
 from ridgeline.compress.methods import fold
 from ridgeline.compress.outliers import add_outliers
 from ridgeline.compress.recipes import read_recipe
-from ridgeline.compress.texts import calibration_rows, judging_windows, split
-from ridgeline.compress.walk import Rounded, Walk, batches, watched
+from ridgeline.compress.texts import calibration_rows, evaluation_windows, split
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import ModelSpec
@@ -74,8 +74,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judge(model: Path) -> Judge:
-    return Judge(Checkpoint(model), sequences())
+def judge(model: Path) -> Evaluator:
+    return Evaluator(Checkpoint(model), sequences())
 
 
 def made(model: Path, name: str, out: Path) -> Checkpoint:
@@ -94,7 +94,7 @@ def test_walking_layer_by_layer_is_the_decoder_that_serves(family: str, tmp_path
     save(family, tmp_path)
     source = Checkpoint(tmp_path)
     ids = texts(1)[0]
-    walk = Walk(source.spec, len(ids))
+    walk = LayerwiseRunner(source.spec, len(ids))
     states = walk.states(source, batches([ids]), lambda _: None)[0][0]
     served = build(tmp_path, model=ModelConfig(), ops=REFERENCE, device=torch.device("cpu")).decoder.logits(states)
     torch.testing.assert_close(served, logits(tmp_path, ids), rtol=1e-3, atol=2e-3)
@@ -105,11 +105,11 @@ def test_walking_layer_by_layer_is_the_decoder_that_serves(family: str, tmp_path
 def test_folding_keeps_the_function(family: str, recipe: str, tmp_path: Path) -> None:
     save(family, tmp_path)
     source = Checkpoint(tmp_path)
-    walk = Walk(source.spec, 48)
+    walk = LayerwiseRunner(source.spec, 48)
     streams = walk.embed(batches(texts()), source.embedding(), source.dtype)
     weights = source.layer(0)
     layer = walk.module(0, weights)
-    with watched(layer) as seen:
+    with collect_statistics(layer) as seen:
         before = walk.run(0, layer, streams)
     folded = fold(read_recipe(recipe), source.spec, source.spec.layers[0], weights, seen)
     assert all(float((factor - 1).abs().max()) > 0.01 for factor in folded.divided.values())
@@ -126,11 +126,11 @@ def test_what_is_written_is_served(model: Path, name: str, tmp_path: Path) -> No
     found = made(model, name, tmp_path / "out")
     assert found.bytes < 0.75 * Checkpoint(model).bytes
     ids = texts(1)[0]
-    states = Walk(found.spec, len(ids)).states(found, batches([ids]), lambda _: None)[0][0]
+    states = LayerwiseRunner(found.spec, len(ids)).states(found, batches([ids]), lambda _: None)[0][0]
     torch.testing.assert_close(logits(tmp_path / "out", ids), states @ found.head().T, rtol=1e-2, atol=2e-2)
 
 
-def test_calibrated_methods_drift_less(model: Path, judge: Judge, tmp_path: Path) -> None:
+def test_calibrated_methods_drift_less(model: Path, judge: Evaluator, tmp_path: Path) -> None:
     def drift(name: str) -> float:
         return judge.measure(made(model, name, tmp_path / name.replace(":", "-"))).figures["kl"].value
 
@@ -142,7 +142,7 @@ def test_calibrated_methods_drift_less(model: Path, judge: Judge, tmp_path: Path
     assert drift("rtn-w8a8") < 0.1 * plain
 
 
-def test_the_judge_is_exact(model: Path, judge: Judge) -> None:
+def test_the_judge_is_exact(model: Path, judge: Evaluator) -> None:
     """Against the definition on the whole model at once."""
     decoder = load_decoder(model, 64)
     with torch.no_grad():
@@ -153,9 +153,9 @@ def test_the_judge_is_exact(model: Path, judge: Judge) -> None:
         changed = decoder(torch.tensor([one.ids for one in sequences()])).log_softmax(-1)
 
     def weights_alone(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return inputs.plain(x, in_8_bits(weight), bias)
+        return inputs.float_product(x, in_8_bits(weight), bias)
 
-    drift = judge.measure(Rounded(Checkpoint(model), weights_alone))
+    drift = judge.measure(WithProduct(Checkpoint(model), weights_alone))
     ids = torch.tensor([one.ids for one in sequences()])[:, 1:].unsqueeze(2)
     kl = (told.exp() * (told - changed)).sum(-1)[:, :-1].mean()
     assert drift.figures["kl"].value == pytest.approx(float(kl), rel=1e-3)
@@ -186,7 +186,7 @@ def test_structured_pruning_leaves_a_smaller_dense_model(
     assert torch.isfinite(logits(tmp_path / "out", texts(1)[0])).all()
 
 
-def test_neurons_that_do_nothing_go_first(model: Path, judge: Judge, tmp_path: Path) -> None:
+def test_neurons_that_do_nothing_go_first(model: Path, judge: Evaluator, tmp_path: Path) -> None:
     """A model widened by neurons that nobody reads is the old model again."""
     wide, tensors = tmp_path / "wide", load_file(model / "model.safetensors")
     order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
@@ -252,7 +252,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, name: str, tm
     assert {name: again[name] for name in before} == before
     assert not part.exists()
     for index in range(3):
-        found, wanted = Checkpoint(out).stored(index), whole.stored(index)
+        found, wanted = Checkpoint(out).stored_layer(index), whole.stored_layer(index)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -260,7 +260,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, name: str, tm
 def test_a_run_interrupted_while_it_is_judged_need_not_begin_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     folder = Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out).build(quiet)
-    assert not out.exists() and Checkpoint(folder).stored(0)
+    assert not out.exists() and Checkpoint(folder).stored_layer(0)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     again = Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out)
     assert again.build(stop_after(1)) == folder
@@ -274,7 +274,7 @@ def test_another_run_does_not_go_on_with_old_layers(model: Path, tmp_path: Path)
     with pytest.raises(Stopped):
         Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out).run(stop_after(2))
     found = made(model, "rtn-int8-g32", out)
-    assert {found.stored(index)["mlp.up_proj.weight_packed"].shape for index in range(3)} == {(96, 16)}
+    assert {found.stored_layer(index)["mlp.up_proj.weight_packed"].shape for index in range(3)} == {(96, 16)}
 
 
 def spoilt(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -320,21 +320,21 @@ def test_what_cannot_begin_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 def test_outliers_break_naive_w8a8_and_neither_smoothquant_nor_llm_int8(
-    model: Path, judge: Judge, tmp_path: Path
+    model: Path, judge: Evaluator, tmp_path: Path
 ) -> None:
     source = Checkpoint(model)
     add_outliers(source, tmp_path / "odd", channels=3)
     odd = Checkpoint(tmp_path / "odd")
     assert judge.measure(odd).figures["kl"].value < 1e-6
 
-    def kl(candidate: Rounded | Checkpoint) -> float:
+    def kl(candidate: WithProduct | Checkpoint) -> float:
         return judge.measure(candidate).figures["kl"].value
 
-    usual, naive = kl(Rounded(source, inputs.w8a8)), kl(Rounded(odd, inputs.w8a8))
+    usual, naive = kl(WithProduct(source, inputs.w8a8)), kl(WithProduct(odd, inputs.w8a8))
     assert naive > 30 * usual
     assert kl(made(tmp_path / "odd", "rtn-w8a8", tmp_path / "naive")) > 30 * usual
     assert kl(made(tmp_path / "odd", "smoothquant-w8a8", tmp_path / "smooth")) < 3 * usual
-    assert kl(Rounded(odd, inputs.llm_int8)) < 3 * usual
+    assert kl(WithProduct(odd, inputs.llm_int8)) < 3 * usual
 
 
 # --- texts and the command --------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_rows_and_windows_stay_within_their_tokens() -> None:
     assert all(32 <= len(one) <= 64 for one in rows)
     assert 256 <= sum(map(len, rows)) < 256 + 64
     assert [len(one) for one in rows] == sorted(map(len, rows), reverse=True)
-    windows = judging_windows(["100", "40", "500"], encode, 64, 200)
+    windows = evaluation_windows(["100", "40", "500"], encode, 64, 200)
     assert 200 <= sum(one.tokens for one in windows) < 264
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.compress.decoder import TrainableDecoder
-from ridgeline.compress.distill import Distillation, MedusaModule, Recipe, kl, medusa_loss, refused
+from ridgeline.compress.distill import Distillation, LossWeights, MedusaModule, kl, medusa_loss, rejection_rate
+from ridgeline.compress.generate import generate, noise_keys
 from ridgeline.compress.train import Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.write import keys_of, write
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
@@ -46,19 +46,19 @@ def test_refused_is_what_the_rejection_rule_refuses() -> None:
     p, q = (teacher / 0.8).softmax(-1)[0], (student / 0.8).softmax(-1)[0]
     drafts = torch.multinomial(q, 200_000, replacement=True)
     kept = torch.rand(200_000) < (p / q)[drafts]
-    assert float(refused(student, teacher, 0.8)) == pytest.approx(1 - kept.float().mean().item(), abs=0.005)
+    assert float(rejection_rate(student, teacher, 0.8)) == pytest.approx(1 - kept.float().mean().item(), abs=0.005)
 
 
 def test_terms_add_up() -> None:
     student, teacher = decoder(1), decoder(2)
     parts = [
-        Recipe(),
-        Recipe(logits=0, overlap=1),
-        Recipe(logits=0, text=1),
-        Recipe(logits=0, states=1, pairs=((0, 0), (2, 2))),
+        LossWeights(),
+        LossWeights(logits=0, overlap=1),
+        LossWeights(logits=0, text=1),
+        LossWeights(logits=0, states=1, pairs=((0, 0), (2, 2))),
     ]
     alone = [Distillation(student, teacher, one)(rows()) for one in parts]
-    recipe = Recipe(logits=0.5, overlap=2, text=3, states=4, pairs=((0, 0), (2, 2)))
+    recipe = LossWeights(logits=0.5, overlap=2, text=3, states=4, pairs=((0, 0), (2, 2)))
     together = Distillation(student, teacher, recipe)(rows())
     torch.testing.assert_close(together, 0.5 * alone[0] + 2 * alone[1] + 3 * alone[2] + 4 * alone[3])
     text = F.cross_entropy(student(rows())[:, :-1].flatten(0, 1), rows()[:, 1:].flatten())
@@ -73,7 +73,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="vocabulary of the student has 41 tokens and that of the teacher 40"):
         Distillation(decoder(1, replace(SPEC, vocab_size=41)), decoder(2))
     with pytest.raises(ConfigError, match="widths 24 and 16"):
-        Distillation(decoder(1, replace(SPEC, d_model=24)), decoder(2), Recipe(states=1, pairs=((0, 0),)))
+        Distillation(decoder(1, replace(SPEC, d_model=24)), decoder(2), LossWeights(states=1, pairs=((0, 0),)))
 
 
 def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_untrained_heads_repeat_the_models_own() -> None:
 def test_written_text_is_what_the_model_says() -> None:
     model = decoder(2)
     prompts = rows()[:, :5]
-    greedy = write(model, prompts, 12, torch.zeros(3), keys_of(1, 3, prompts.device))
+    greedy = generate(model, prompts, 12, torch.zeros(3), noise_keys(1, 3, prompts.device))
     assert torch.equal(greedy[:, :5], prompts)
     assert torch.equal(greedy[:, 5:], model(greedy)[:, 4:-1].argmax(-1))
 
@@ -128,8 +128,8 @@ def test_written_text_is_what_the_model_says() -> None:
 @torch.no_grad()
 def test_written_text_depends_on_its_key_alone() -> None:
     model, heat = decoder(2), torch.full((3,), 0.9)
-    prompts, keys = rows()[:, :5], keys_of(1, 3, torch.device("cpu"))
-    together = write(model, prompts, 12, heat, keys)
-    alone = write(model, prompts[1:2], 12, heat[:1], keys[1:2])
+    prompts, keys = rows()[:, :5], noise_keys(1, 3, torch.device("cpu"))
+    together = generate(model, prompts, 12, heat, keys)
+    alone = generate(model, prompts[1:2], 12, heat[:1], keys[1:2])
     assert torch.equal(alone[0], together[1])
-    assert not torch.equal(together, write(model, prompts, 12, heat, keys_of(2, 3, keys.device)))
+    assert not torch.equal(together, generate(model, prompts, 12, heat, noise_keys(2, 3, keys.device)))

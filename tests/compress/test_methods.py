@@ -7,10 +7,10 @@ import torch
 
 from ridgeline.compress import awq, smooth
 from ridgeline.compress.gptq import BLOCK, Order, gptq, inverse_factor
-from ridgeline.compress.grid import Codes, Grid, ranges, refuse_odd, round_to_nearest, snap
+from ridgeline.compress.grid import Codes, Grid, check_matrix, fit_groups, nearest_codes, round_to_nearest
 from ridgeline.compress.prune import Pattern, by_magnitude, sparsegpt, wanda
 from ridgeline.compress.statistics import Statistics, output_error
-from ridgeline.compress.structured import costs, refit
+from ridgeline.compress.structured import refit, removal_costs
 from ridgeline.core.errors import UnsupportedModel
 
 INPUTS, OUTPUTS, TOKENS = 24, 10, 400
@@ -34,7 +34,7 @@ def weight() -> torch.Tensor:
 def seen(inputs: torch.Tensor) -> Statistics:
     found = Statistics(INPUTS)
     for part in inputs.split(150):
-        found.see(part)
+        found.update(part)
     return found
 
 
@@ -44,8 +44,8 @@ def error(found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor) -> fl
 
 def test_statistics_are_sums_over_tokens(inputs: torch.Tensor, seen: Statistics, weight: torch.Tensor) -> None:
     torch.testing.assert_close(seen.moment, inputs.T @ inputs, rtol=1e-4, atol=1e-2)
-    torch.testing.assert_close(seen.largest, inputs.abs().amax(0))
-    torch.testing.assert_close(seen.mean_size, inputs.abs().mean(0))
+    torch.testing.assert_close(seen.max_abs, inputs.abs().amax(0))
+    torch.testing.assert_close(seen.mean_abs, inputs.abs().mean(0))
     torch.testing.assert_close(seen.norm, inputs.norm(dim=0), rtol=1e-4, atol=1e-3)
     assert float(output_error(weight, seen.moment).sum()) == pytest.approx(error(weight * 2, weight, inputs), rel=1e-3)
     with pytest.raises(UnsupportedModel, match="o_proj cannot be calibrated"):
@@ -91,7 +91,7 @@ def test_a_group_of_zeros_stays_zero() -> None:
 )
 def test_what_is_no_matrix_of_numbers_is_named(tensor: torch.Tensor, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"tensor a.b cannot be compressed.*{said}"):
-        refuse_odd("a.b", tensor)
+        check_matrix("a.b", tensor)
 
 
 # --- GPTQ -------------------------------------------------------------------------------------------------------------
@@ -107,17 +107,17 @@ def by_least_squares(weight: torch.Tensor, moment: torch.Tensor, grid: Grid, dam
     done = torch.zeros_like(weight, dtype=torch.float64)
     left = weight.double().clone()
     codes = torch.zeros_like(weight)
-    scales, zeros = ranges(weight, grid)
+    scales, zeros = fit_groups(weight, grid)
     for place in range(weight.shape[1]):
         if place:
             rest = target - done @ root.T
             left[:, place:] = torch.linalg.lstsq(root[:, place:], rest.T).solution.T
         if place % grid.width(weight.shape[1]) == 0:
             part = left[:, place : place + grid.width(weight.shape[1])].float()
-            scale, zero = (one[:, 0] for one in ranges(part, Grid(grid.bits, 0, grid.symmetric)))
+            scale, zero = (one[:, 0] for one in fit_groups(part, Grid(grid.bits, 0, grid.symmetric)))
             group = place // grid.width(weight.shape[1])
             scales[:, group], zeros[:, group] = scale, zero
-        codes[:, place] = snap(left[:, place], scale.double(), zero.double(), grid).float()
+        codes[:, place] = nearest_codes(left[:, place], scale.double(), zero.double(), grid).float()
         done[:, place] = (codes[:, place].double() - zero) * scale
     return codes
 
@@ -156,7 +156,7 @@ def test_static_order_keeps_the_groups_and_the_order_of_groups_says_them(
 ) -> None:
     grid = Grid(4, 8)
     static = gptq(weight, seen.moment, grid, "static")
-    torch.testing.assert_close(static.scales, ranges(weight, grid)[0])
+    torch.testing.assert_close(static.scales, fit_groups(weight, grid)[0])
     found = gptq(weight, seen.moment, grid, "groups")
     assert found.g_idx is not None
     assert found.g_idx.bincount().tolist() == [8, 8, 8]
@@ -205,9 +205,9 @@ def test_cutting_a_range_never_costs_in_its_own_group(weight: torch.Tensor, seen
 
 def test_smoothquant_shares_the_range(weight: torch.Tensor, seen: Statistics) -> None:
     """At alpha 0.5 inputs and weights end with the same largest value, as in section 4 of the paper."""
-    scale = smooth.factors([weight, weight * 0.5], seen.largest, 0.5)
-    torch.testing.assert_close(seen.largest / scale, (weight * scale).abs().amax(0))
-    torch.testing.assert_close(smooth.factors([weight], seen.largest, 1.0), seen.largest)
+    scale = smooth.factors([weight, weight * 0.5], seen.max_abs, 0.5)
+    torch.testing.assert_close(seen.max_abs / scale, (weight * scale).abs().amax(0))
+    torch.testing.assert_close(smooth.factors([weight], seen.max_abs, 1.0), seen.max_abs)
 
 
 # --- pruning ----------------------------------------------------------------------------------------------------------
@@ -230,8 +230,8 @@ def test_every_method_leaves_the_share_it_should(weight: torch.Tensor, seen: Sta
         sparsegpt(weight, seen.moment, pattern),
     ):
         assert int((found == 0).sum()) == round(weight.numel() * pattern.share)
-        if pattern.of:
-            runs = (found == 0).unflatten(1, (-1, pattern.of)).sum(-1)
+        if pattern.run_length:
+            runs = (found == 0).unflatten(1, (-1, pattern.run_length)).sum(-1)
             assert (runs == pattern.zeros).all()
 
 
@@ -250,7 +250,7 @@ def test_a_width_that_a_pattern_does_not_fit_is_named(weight: torch.Tensor) -> N
 
 def test_costs_and_refits_are_least_squares(weight: torch.Tensor, inputs: torch.Tensor, seen: Statistics) -> None:
     """What the surgeon says of a block equals the error after a direct solution without it."""
-    found = costs(weight, seen.moment, 4)
+    found = removal_costs(weight, seen.moment, 4)
     damping = float(0.01 * seen.moment.diagonal().mean()) ** 0.5
     rows = torch.cat((inputs, damping * torch.eye(INPUTS))).double()
     for block in range(INPUTS // 4):

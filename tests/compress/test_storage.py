@@ -77,7 +77,7 @@ def test_a_bitmask_that_contradicts_its_values_is_refused() -> None:
     ):
         bitmask.unpack({**packed, "shape": torch.tensor([64, 200])})
     names = ["a.weight", "b.shape", "b.bitmask", "b.compressed", "b.row_offsets"]
-    found = dict(bitmask.whole(names, lambda name: packed.get(name.removeprefix("b."), torch.ones(1))))
+    found = dict(bitmask.dense_tensors(names, lambda name: packed.get(name.removeprefix("b."), torch.ones(1))))
     assert list(found) == ["a.weight", "b.weight"]
     assert torch.equal(found["b.weight"](), by_magnitude(WEIGHT, Pattern(0.5)))
 

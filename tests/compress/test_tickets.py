@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import TrainableDecoder
-from ridgeline.compress.tickets import EARLY, find_tickets, random_like, rewound, survivors
+from ridgeline.compress.tickets import EARLY, find_tickets, random_like, surviving_masks, train_rewound
 from ridgeline.compress.train import Schedule, TokenRows, Trainer, Training
 from ridgeline.compress.tune import Masks, keep_masks, linears
 from ridgeline.core.errors import ConfigError
@@ -64,11 +64,11 @@ def zeros(student: TrainableDecoder) -> dict[str, float]:
 def test_the_smallest_go_and_stay_gone(source: Checkpoint) -> None:
     student = TrainableDecoder(source.spec, 64)
     shuffle(student)
-    half = survivors(student, 0.5, {})
+    half = surviving_masks(student, 0.5, {})
     for name, weight in weights(student).items():
         assert weight.abs()[half[name]].min() >= weight.abs()[~half[name]].max()
     shuffle(student)
-    fewer = survivors(student, 0.75, half)
+    fewer = surviving_masks(student, 0.75, half)
     for name, kept in fewer.items():
         assert float(kept.float().mean()) == pytest.approx(0.25, abs=0.01)
         assert not bool((kept & ~half[name]).any())
@@ -77,7 +77,7 @@ def test_the_smallest_go_and_stay_gone(source: Checkpoint) -> None:
 def test_a_random_ticket_is_as_sparse_and_another(source: Checkpoint) -> None:
     student = TrainableDecoder(source.spec, 64)
     shuffle(student)
-    masks = survivors(student, 0.75, {})
+    masks = surviving_masks(student, 0.75, {})
     drawn = random_like(masks, seed=1)
     assert drawn.keys() == masks.keys()
     for name, kept in masks.items():
@@ -102,7 +102,7 @@ def test_a_ticket_of_all_weights_is_the_dense_run_again(source: Checkpoint, tmp_
     start = Starter(source)
     dense = next(find_tickets(start, [], REWIND, tmp_path)).student
     whole = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights(dense).items()}
-    again = weights(rewound(start, whole, tmp_path, "again"))
+    again = weights(train_rewound(start, whole, tmp_path, "again"))
     assert all(torch.equal(weight, again[name]) for name, weight in weights(dense).items())
 
 

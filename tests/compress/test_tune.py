@@ -15,7 +15,7 @@ from ridgeline.compress.grid import Grid, round_to_nearest
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import read_recipe
 from ridgeline.compress.train import Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.tune import keep_on_grid, keep_zeros, release, trainable
+from ridgeline.compress.tune import keep_on_grid, keep_zeros, release, trainable_decoder
 from ridgeline.core.errors import ConfigError
 
 from .test_compress import SMALL, model, quiet, texts
@@ -61,10 +61,10 @@ def check_packed(
 @pytest.mark.parametrize("recipe", ["sparsegpt-2:4", "magnitude-50"])
 def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe: str, tmp_path: Path) -> None:
     Job(Checkpoint(model), read_recipe(recipe), texts(), tmp_path / "pruned").run(quiet)
-    student = trainable(Checkpoint(tmp_path / "pruned"), 64)
+    student = trainable_decoder(Checkpoint(tmp_path / "pruned"), 64)
     zeros = [weight == 0 for weight in weights(student)]
     keep_zeros(student)
-    before, after = trained(student, trainable(Checkpoint(model), 64), tmp_path / "run")
+    before, after = trained(student, trainable_decoder(Checkpoint(model), 64), tmp_path / "run")
     assert after < 0.9 * before
     pattern = recipe.partition("-")[2]
     found = packed(student, f"magnitude-{pattern}", tmp_path)
@@ -78,11 +78,11 @@ def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe
 
 def test_training_on_a_grid_ends_on_it(model: Path, tmp_path: Path) -> None:
     grid = Grid(3, 32)
-    student = trainable(Checkpoint(model), 64)
+    student = trainable_decoder(Checkpoint(model), 64)
     plain = [round_to_nearest(weight, grid).dequantize() for weight in weights(student)]
     keep_on_grid(student, grid)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights(student), plain, strict=True))
-    before, after = trained(student, trainable(Checkpoint(model), 64), tmp_path / "run")
+    before, after = trained(student, trainable_decoder(Checkpoint(model), 64), tmp_path / "run")
     assert after < 0.9 * before
     found = packed(student, "rtn-int3-g32", tmp_path)
 
@@ -96,4 +96,4 @@ def test_training_on_a_grid_ends_on_it(model: Path, tmp_path: Path) -> None:
 
 def test_nothing_to_keep_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="no zero weights"):
-        keep_zeros(trainable(Checkpoint(model), 64))
+        keep_zeros(trainable_decoder(Checkpoint(model), 64))

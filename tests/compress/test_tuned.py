@@ -10,10 +10,10 @@ import torch
 
 from ridgeline.cli.main import main
 from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
-from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import read_recipe
-from ridgeline.compress.tuned import ROWS, STEPS, TunedJob, Tuning, usual_steps
+from ridgeline.compress.tuned import ROWS, STEPS, TunedJob, Tuning, default_steps
 from ridgeline.core.errors import ConfigError
 from ridgeline.quality.texts import Window
 
@@ -33,12 +33,12 @@ def job(source: Path, recipe: str, out: Path, steps: int = FEW, rate: float = 2e
 
 
 @pytest.fixture(scope="module")
-def judge(model: Path) -> Judge:
-    return Judge(Checkpoint(model), [Window(ids, 1, place) for place, ids in enumerate(texts(6))])
+def judge(model: Path) -> Evaluator:
+    return Evaluator(Checkpoint(model), [Window(ids, 1, place) for place, ids in enumerate(texts(6))])
 
 
 @pytest.mark.parametrize("recipe", ["sparsegpt-2:4", "magnitude-50", "rtn-int3-g32", "neurons-25", "layers-1"])
-def test_training_brings_the_answers_back(model: Path, judge: Judge, recipe: str, tmp_path: Path) -> None:
+def test_training_brings_the_answers_back(model: Path, judge: Evaluator, recipe: str, tmp_path: Path) -> None:
     Job(Checkpoint(model), read_recipe(recipe), texts(), tmp_path / "plain").run(quiet)
     tuned = job(model, recipe, tmp_path / "tuned")
     tuned.build(quiet)
@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, 
     assert seen.count(0) == 1  # it did not begin again
     one, other = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "again")
     for index in range(len(one.spec.layers)):
-        ours, theirs = one.stored(index), other.stored(index)
+        ours, theirs = one.stored_layer(index), other.stored_layer(index)
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
@@ -98,9 +98,9 @@ def test_another_run_does_not_go_on_with_old_weights(model: Path, tmp_path: Path
 
 
 def test_few_texts_are_read_few_times() -> None:
-    assert usual_steps(10**9, ROWS, 512) == STEPS
-    assert usual_steps(100_000, ROWS, 512) * ROWS * 512 <= 200_000
-    assert usual_steps(600, ROWS, 512) == 1
+    assert default_steps(10**9, ROWS, 512) == STEPS
+    assert default_steps(100_000, ROWS, 512) * ROWS * 512 <= 200_000
+    assert default_steps(600, ROWS, 512) == 1
 
 
 def test_what_cannot_be_trained_is_refused(model: Path, tmp_path: Path) -> None:

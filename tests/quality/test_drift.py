@@ -11,8 +11,8 @@ import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.quality.drift import TokenDrift, by_document, measure, token_drift
-from ridgeline.quality.scores import NOBODY, Scores
-from ridgeline.quality.verdict import Found, judge, report
+from ridgeline.quality.scores import NO_TOKEN, Scores
+from ridgeline.quality.verdict import Comparison, judge, report
 
 VOCAB = 12
 
@@ -59,7 +59,7 @@ def test_alternatives_that_one_side_never_told_join_the_rest() -> None:
     log = np.log
     ours = Scores(np.array([0], np.int32), log([0.5]).astype(np.float32), np.array([[0, 1]], np.int32),
                   log([[0.5, 0.3]]).astype(np.float32))  # fmt: skip
-    theirs = Scores(np.array([0], np.int32), log([0.4]).astype(np.float32), np.array([[2, NOBODY]], np.int32),
+    theirs = Scores(np.array([0], np.int32), log([0.4]).astype(np.float32), np.array([[2, NO_TOKEN]], np.int32),
                     np.array([[log(0.45), -np.inf]], np.float32))  # fmt: skip
     found = token_drift(ours, theirs)
     assert found.kl[0] == pytest.approx(0.5 * log(0.5 / 0.4) + 0.5 * log(0.5 / 0.6), abs=1e-6)
@@ -117,7 +117,7 @@ def test_limits() -> None:
         ("min_top1", False, True),
         ("max_perplexity_change", False, True),
     ]
-    found = Found("a", "b", 20, drift, None)
+    found = Comparison("a", "b", 20, drift, None)
     assert report(found, checks)["passed"] is False
     assert report(found, checks[:1])["passed"] is True
     near = drift.figures["kl"].value * 1.001
@@ -130,7 +130,7 @@ def test_a_broken_model_keeps_no_limit_and_its_report_is_json() -> None:
     drift = measure(parts(30, 0.02))
     broken = replace(drift, figures={name: replace(one, value=float("nan")) for name, one in drift.figures.items()})
     limits = {"max_kl": 9.0, "min_top1": 0.0, "max_perplexity_change": 9.0}
-    told = report(Found("a", "b", 20, broken, None), judge(broken.figures, limits))
+    told = report(Comparison("a", "b", 20, broken, None), judge(broken.figures, limits))
     assert not any(one["passed"] for one in told["checks"])
     text = json.dumps(told, allow_nan=False)
     assert json.loads(text)["figures"]["kl"]["value"] is None

@@ -103,9 +103,9 @@ def test_what_was_written_is_read(form: Published) -> None:
     size = (32, 128) if form.layout != "pack-quantized" else (11, 75)
     codes, scales, zeros = made(*size, form)
     found = encode(form, codes, scales, zeros)
-    for name, expected in form.expected(*size).items():
+    for name, expected in form.expected_tensors(*size).items():
         assert tuple(found[name].shape) == expected.shape and found[name].dtype in expected.dtypes, name
-    assert set(found) == set(form.expected(*size))
+    assert set(found) == set(form.expected_tensors(*size))
     back = decode(form, found)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales) and back[3] is None
     assert (back[2] is None) == (zeros is None) and (zeros is None or torch.equal(back[2], zeros))  # type: ignore[arg-type]

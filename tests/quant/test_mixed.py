@@ -21,7 +21,7 @@ from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE, in_8_bits
 from ridgeline.ops.table import Normed, Ops
 from ridgeline.quant.format import LinearShape, Part, Share
-from ridgeline.quant.mixed import MixedFormat, MixedWeight, lost_inputs
+from ridgeline.quant.mixed import MixedFormat, MixedWeight, least_precise_inputs
 from ridgeline.text.tokenizer import Tokenizer
 from tests.models.paged import PagedRows
 
@@ -52,7 +52,7 @@ def test_the_smallest_columns_are_kept_but_not_empty_ones() -> None:
     weight = noise(16, 100)
     weight[:, [7, 40]] /= 50
     weight[:, 8] = 0.0
-    assert lost_inputs(weight, 2).tolist() == [7, 40]
+    assert least_precise_inputs(weight, 2).tolist() == [7, 40]
 
 
 def test_kept_inputs_are_multiplied_exactly_and_the_rest_in_8_bits() -> None:

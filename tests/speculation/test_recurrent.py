@@ -11,9 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
-from ridgeline.compress.distill import Recipe
-from ridgeline.compress.recurrent import BEYOND, DEPTH, RecurrentModule, lesson, recurrent_losses, save_recurrent
-from ridgeline.compress.write import write
+from ridgeline.compress.distill import LossWeights
+from ridgeline.compress.generate import generate
+from ridgeline.compress.recurrent import (
+    DEPTH,
+    OFF_PATH_WEIGHT,
+    RecurrentModule,
+    recurrent_losses,
+    save_recurrent,
+    teacher_targets,
+)
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.models.config import read_model
@@ -152,7 +159,7 @@ def scored(
 def trained(folder: Path) -> RecurrentModule:
     """The module with the weights that are left in 4 bits."""
     found = module()
-    found.take(load_recurrent(folder, SPEC))
+    found.load(load_recurrent(folder, SPEC))
     return found
 
 
@@ -171,14 +178,14 @@ def test_what_drafts_is_what_was_trained(folder: Path) -> None:
 
 def test_what_it_learns_from() -> None:
     """Its loss at each place is that of the teacher's distribution behind the tokens of the chain, by how likely a draft is to get
-    there: the chance that a token of the text is drafted where the teacher has drawn it, or BEYOND."""
+    there: the chance that a token of the text is drafted where the teacher has drawn it, or OFF_PATH_WEIGHT."""
     torch.manual_seed(2)
     teacher, draft = TrainableDecoder(SPEC), module()
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     text = torch.randint(0, 60, (2, 20))
-    losses = recurrent_losses(draft, teacher, text, Recipe(logits=0, overlap=1, temperature=0.8))
+    losses = recurrent_losses(draft, teacher, text, LossWeights(logits=0, overlap=1, temperature=0.8))
     cache = teacher.cache(*text.shape)
     hidden, turn = teacher.hidden(text, cache), rope_table(LAYER.rope, 20, CPU)
     p = (teacher.logits(hidden) / 0.8).softmax(-1)[..., draft.ids]
@@ -197,7 +204,7 @@ def test_what_it_learns_from() -> None:
             if at + 1 < 20:
                 said = text[:, at + 1, None] == draft.ids  # odd tokens are never drafted
                 right = torch.where(said, (q / p[:, at]).clamp(max=1), 0).sum(-1)
-                reached = reached * (BEYOND + (1 - BEYOND) * right)
+                reached = reached * (OFF_PATH_WEIGHT + (1 - OFF_PATH_WEIGHT) * right)
     torch.testing.assert_close(losses, refused.mean((1, 2)))
 
 
@@ -244,7 +251,7 @@ def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
     torch.manual_seed(3)
     wider = RecurrentModule(SPEC, torch.arange(0, 60, 3), 1)
     before = wider.lm_head.weight.detach().clone()
-    wider.take(load_recurrent(folder, SPEC))
+    wider.load(load_recurrent(folder, SPEC))
     known = trained(folder)
     both = wider.ids % 2 == 0
     torch.testing.assert_close(wider.lm_head.weight[both], known.lm_head.weight[known.ids % 3 == 0])
@@ -394,18 +401,18 @@ def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
     teacher, tokenizer = load_decoder(shipped_model()), Tokenizer.load(shipped_model())
     weights = load_recurrent(shipped_model().parent / "recurrent", teacher.spec)
     draft = RecurrentModule(teacher.spec, weights.ids.long(), weights.layer)
-    draft.take(weights)
+    draft.load(weights)
     texts = [json.loads(line)["text"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[::5]]
     encoded = [tokenizer.encode(text[:2000], add_special_tokens=False)[:160] for text in texts]
     read = torch.tensor([one for one in encoded if len(one) == 160])
     keys = torch.zeros(len(read), 2, dtype=torch.int32)
-    said = write(teacher, read[:, :64], 96, torch.zeros(len(read)), keys)
+    said = generate(teacher, read[:, :64], 96, torch.zeros(len(read)), keys)
     for rows, first, together in ((read, 0.329, 0.60), (said, 0.627, 1.66)):
-        given, state, alive, found = lesson(teacher, draft, rows, 1.0), None, 1, []
+        given, state, alive, found = teacher_targets(teacher, draft, rows, 1.0), None, 1, []
         for depth in range(1, DEPTH + 1):
             here = given.at(depth)
-            state = draft(given.hidden if state is None else state, here.text, here.k, here.v, here.turn)
-            alive = alive * (draft.lm_head(state).argmax(-1) == here.behind)[:, 64 : 96 + 64 - DEPTH - 1]
+            state = draft(given.hidden if state is None else state, here.text, here.k, here.v, here.rotary)
+            alive = alive * (draft.lm_head(state).argmax(-1) == here.next_index)[:, 64 : 96 + 64 - DEPTH - 1]
             found.append(float(alive.double().mean()))
         assert found[0] > first and sum(found) > together, found
 

@@ -38,7 +38,7 @@ from ridgeline.quality.scores import EngineScorer, Scorer, Scores, StoredScorer,
 from ridgeline.quality.served import Endpoint, ServerScorer
 from ridgeline.quality.tasks import Question, Tally, ask, count, read_tasks
 from ridgeline.quality.texts import Window, read_texts, windows
-from ridgeline.quality.verdict import LIMITS, Check, Found, check_limits, judge, report
+from ridgeline.quality.verdict import LIMITS, Check, Comparison, check_limits, judge, report
 from ridgeline.text.tokenizer import Tokenizer
 
 WINDOW = 1024
@@ -82,7 +82,7 @@ def parser() -> Parser:
     _add_models(found)
     limits = found.add_argument_group("limits")
     for name, (figure, side) in LIMITS.items():
-        words = f"fail if {figure} is {'above' if side == 'most' else 'below'} this"
+        words = f"fail if {figure} is {'above' if side == 'max' else 'below'} this"
         limits.add_argument(f"--{name.replace('_', '-')}", type=finite, metavar="X", help=words)
     found.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
     found.add_argument("--out", metavar="FILE", help="also write the JSON to a file")
@@ -148,7 +148,7 @@ def run(given: Given) -> int:
         tasks = sides.answered(questions, stages) if questions else None
     if candidate is None:
         return 0
-    found = Found(rest["reference"], candidate, top, drift, tasks)
+    found = Comparison(rest["reference"], candidate, top, drift, tasks)
     checks = judge(found.figures, limits)
     told = report(found, checks)
     if "out" in rest:
@@ -330,7 +330,7 @@ class _NotHere(Exception):
     """A side of which no folder is known."""
 
 
-def show(console: Console, found: Found, checks: list[Check]) -> None:
+def show(console: Console, found: Comparison, checks: list[Check]) -> None:
     """The figures with their intervals, and what the limits say."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     figures, drift, tasks = found.figures, found.drift, found.tasks
@@ -349,7 +349,7 @@ def show(console: Console, found: Found, checks: list[Check]) -> None:
             f"{name} {after}/{asked}" if before is None else f"{name} {before} to {after} of {asked}"
             for name, (asked, before, after) in tasks.by_task.items()
         )
-        console.print(f"[dim]{counted(tasks.asked, 'question')}: {', '.join(rows)}[/dim]", highlight=False)
+        console.print(f"[dim]{counted(tasks.questions, 'question')}: {', '.join(rows)}[/dim]", highlight=False)
     for check in checks:
         word = "[green]kept[/green]" if check.passed else "[red]broken[/red]"
         known = figures[LIMITS[check.limit][0]].low is not None

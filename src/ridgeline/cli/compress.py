@@ -24,22 +24,22 @@ from rich.table import Column, Table
 from ridgeline.cli.flags import Given, Parser, check_places, finite, parser_for, whole
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.show import Stages, bytes_text
-from ridgeline.compress.card import Served, card, write_card
+from ridgeline.compress.card import ServedFigures, card, write_card
 from ridgeline.compress.checkpoint import Checkpoint
-from ridgeline.compress.evaluate import Judge
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
-from ridgeline.compress.texts import calibration_rows, default_calibration, judging_windows, split
+from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows, split
 from ridgeline.compress.tuned import (
     GRID_RATE,
-    PASSES,
+    MAX_PASSES,
     RATE,
     ROWS,
     STEPS,
     TunedJob,
     Tuning,
-    usual_rate,
-    usual_steps,
+    default_rate,
+    default_steps,
 )
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
@@ -88,7 +88,7 @@ def parser() -> Parser:
         "--tune-steps",
         type=whole,
         metavar="N",
-        help=f"training steps (default: {STEPS}, or {PASSES} passes over the texts)",
+        help=f"training steps (default: {STEPS}, or {MAX_PASSES} passes over the texts)",
     )
     trained.add_argument(
         "--tune-rows", type=whole, metavar="N", help=f"rows of --length tokens per step (default: {ROWS})"
@@ -206,7 +206,7 @@ class Texts:
 
         tokens = rest.get("calibration_tokens", TOKENS) if recipe.needs_texts else 0
         self.rows = calibration_rows(given, encode, length, tokens)
-        self.windows = judging_windows(judging, encode, length, rest.get("judged_tokens", JUDGED))
+        self.windows = evaluation_windows(judging, encode, length, rest.get("judged_tokens", JUDGED))
         self.prompt = encode(judging[0])[:SPEED_PROMPT]
         name = path.name if "sample" in rest else "the shipped sample"
         self.said = {"texts": name, "tokens": sum(map(len, self.rows)), "length": length}
@@ -221,8 +221,8 @@ def _tuning(source: Checkpoint, recipe: Recipe, length: int, rest: dict[str, Any
     tokenizer = Tokenizer.load(source.folder)
     ids = [one for text in read_texts(Path(rest["tune"])) for one in tokenizer.encode(text, add_special_tokens=True)]
     rows = rest.get("tune_rows", ROWS)
-    steps = rest["tune_steps"] if "tune_steps" in rest else usual_steps(len(ids), max(1, rows), length)
-    return Tuning(torch.tensor(ids), length, steps, rows, rest.get("tune_rate", usual_rate(recipe)))
+    steps = rest["tune_steps"] if "tune_steps" in rest else default_steps(len(ids), max(1, rows), length)
+    return Tuning(torch.tensor(ids), length, steps, rows, rest.get("tune_rate", default_rate(recipe)))
 
 
 def _trained(job: TunedJob, tuning: Tuning, texts: str) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _judge(pair: tuple[Checkpoint, Checkpoint], texts: Texts, stages: Stages, de
     if not texts.windows:
         return None
     before, after = len(source.spec.layers), len(result.spec.layers)
-    judge = Judge(source, texts.windows, lambda done: stages("judging", done, before + after), device)
+    judge = Evaluator(source, texts.windows, lambda done: stages("judging", done, before + after), device)
     return judge.measure(result, lambda done: stages("judging", before + done, before + after))
 
 
@@ -248,7 +248,9 @@ class _Asked:
     questions: list[Question]
 
 
-def _serve(pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _Asked, stages: Stages) -> Served | None:
+def _serve(
+    pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _Asked, stages: Stages
+) -> ServedFigures | None:
     """Speed and tasks of both; None if neither is wanted, or if one of them cannot be served here."""
     if not asked.tokens and not asked.questions:
         return None
@@ -266,7 +268,7 @@ def _serve(pair: tuple[Checkpoint, Checkpoint], device: torch.device, asked: _As
         return None
     speed = (rates[0], rates[1]) if asked.tokens else None
     tally = count(asked.questions, right[1], right[0]) if asked.questions else None
-    return Served(probe().device(device.type).name, speed, tally)
+    return ServedFigures(probe().device(device.type).name, speed, tally)
 
 
 def _recipes(*, asked: bool) -> int:

@@ -21,7 +21,7 @@ import ridgeline
 from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.serve import read
 from ridgeline.cli.show import Stages, bytes_text
-from ridgeline.compress.texts import default_calibration, judging_windows, split
+from ridgeline.compress.texts import default_calibration, evaluation_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
@@ -31,7 +31,7 @@ from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
-from ridgeline.quality.ladder import Task, chart, climb, rows, rungs
+from ridgeline.quality.ladder import RungWorkload, chart, measure_rung, rows, rungs
 from ridgeline.quality.texts import read_texts
 from ridgeline.speculation.build import memory_of_drafters
 from ridgeline.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def run(given: Given) -> int:
     last = served_spec(checkpoint, ladder[-1].model)
     drafters = memory_of_drafters(ladder[-1].engine, last, folder, place)[1].bytes
     with Stages(Console(stderr=True)) as stages:
-        climbed = [climb(rung, task, stages) for rung in ladder]
+        climbed = [measure_rung(rung, task, stages) for rung in ladder]
     found = rows(climbed, task)
     found[-1]["drafter_bytes"] = drafters
     name = Path(resolved.model.model).name or "ridgeline-14m"
@@ -109,7 +109,7 @@ def _count(name: str, value: int) -> int:
     return value
 
 
-def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int) -> Task:
+def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int) -> RungWorkload:
     """Texts to score, and their beginnings as prompts: those that are long enough."""
     tokenizer = Tokenizer.load(folder)
 
@@ -128,8 +128,8 @@ def _task(folder: Path, path: Path | None, counts: dict[str, int], max_len: int)
         raise ConfigError(
             f"No text has {counted(given, 'token')}: lower --prompt-tokens, or give another --text.", param="text"
         )
-    windows = judging_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
-    return Task(prompts, answered, counts["repeats"], windows, MAX_LOGPROBS)
+    windows = evaluation_windows(texts, encode, min(LONGEST, max_len - 1), counts["judged-tokens"])
+    return RungWorkload(prompts, answered, counts["repeats"], windows, MAX_LOGPROBS)
 
 
 def _end(found: list[dict[str, Any]], name: str, given: Given) -> None:

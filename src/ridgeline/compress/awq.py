@@ -1,7 +1,9 @@
-"""AWQ: give inputs of large activations a finer share of the grid (Lin et al. 2024).
+"""AWQ: activation-aware weight quantization.
 
-Multiplying the weights of an input by s and dividing its activations by s keeps the function; where s is large, rounding
-costs less. s = mean|x|^a; a is searched by the error of the outputs, and so is how far each group's range may be cut.
+The weights of an input are multiplied by a factor s and its activations are divided by s. The function stays the same, and
+a large s reduces the rounding error of that input. s = mean|x|^a. The exponent a and the clipping of each group's range are
+searched for the smallest output error.
+Source: Lin et al. 2024.
 """
 
 from __future__ import annotations
@@ -10,62 +12,71 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ridgeline.compress.grid import Codes, Grid, encode, fit, round_to_nearest, spans
+from ridgeline.compress.grid import Codes, Grid, encode, fit, round_to_nearest, split_groups
 from ridgeline.compress.statistics import Statistics, output_error
 
 STEPS = 20
-"""Exponents tried from 0 to 1, as in the paper."""
-CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
-"""Shares of a group's range that are tried."""
+"""Steps of the search for the exponent from 0 to 1, as in the paper."""
+CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+"""Clipped shares of a group's range that the search tries."""
 
 
 def scales_for(
     weights: Sequence[torch.Tensor],
     statistics: Statistics,
     grid: Grid,
-    spread: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    tie: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
 ) -> torch.Tensor:
-    """Factors s float32 [in] for linears (float32 [out, in] each) that share their input, least error of all outputs.
+    """Search the factors s float32 [in] with the smallest output error of the linears that share an input.
 
-    spread: makes values [in] equal where the model ties inputs together.
+    Args:
+        weights: float32 [out, in] of each linear.
+        tie: makes values [in] equal where the model ties inputs.
     """
-    size = spread(statistics.mean_size).clamp(min=1e-4)
-    best, least = torch.ones_like(size), float("inf")
+    mean_abs = tie(statistics.mean_abs).clamp(min=1e-4)
+    best, best_error = torch.ones_like(mean_abs), float("inf")
     for step in range(STEPS + 1):
-        scale = size ** (step / STEPS)
+        scale = mean_abs ** (step / STEPS)
         scale = (scale / (scale.max() * scale.min()).sqrt()).clamp(min=1e-4)
         error = 0.0
         for weight in weights:
             change = round_to_nearest(weight * scale, grid).dequantize() / scale - weight
             error += float(output_error(change, statistics.moment).sum())
-        if error < least:
-            best, least = scale, error
+        if error < best_error:
+            best, best_error = scale, error
     return best
 
 
 def cut_to_error(weight: torch.Tensor, moment: torch.Tensor, grid: Grid) -> Codes:
-    """Codes of weight float32 [out, in], each group's range cut to the share of CUTS whose outputs err least.
+    """Quantize a weight with the range of each group clipped to the share in CLIP_SHARES with the smallest output error.
 
-    moment: float32 [in, in] of the inputs the weights will meet. Groups are judged one by one, as if others were exact.
+    Groups are searched independently, as if the other groups were exact.
+
+    Args:
+        weight: float32 [out, in].
+        moment: float32 [in, in], second moments of the inputs.
     """
     width = grid.width(weight.shape[1])
-    all_scales, all_zeros = [], []
-    for place, part in enumerate(spans(weight, grid)):
-        inside = slice(place * width, place * width + part.shape[1])
-        least = weight.new_full((weight.shape[0],), float("inf"))
+    group_scales, group_zeros = [], []
+    for group_index, group in enumerate(split_groups(weight, grid)):
+        columns = slice(group_index * width, group_index * width + group.shape[1])
+        best_error = weight.new_full((weight.shape[0],), float("inf"))
         scales, zeros = weight.new_ones(weight.shape[0]), weight.new_zeros(weight.shape[0])
-        for cut in CUTS:
-            found = fit(part.amin(1) * cut, part.amax(1) * cut, grid)
-            change = encode(part, found[0].unsqueeze(1), found[1].unsqueeze(1), _alone(grid)).dequantize() - part
-            error = output_error(change, moment[inside, inside])
-            better = error < least
-            least = torch.where(better, error, least)
-            scales, zeros = torch.where(better, found[0], scales), torch.where(better, found[1], zeros)
-        all_scales.append(scales)
-        all_zeros.append(zeros)
-    return encode(weight, torch.stack(all_scales, 1), torch.stack(all_zeros, 1), grid)
+        for share in CLIP_SHARES:
+            candidate = fit(group.amin(1) * share, group.amax(1) * share, grid)
+            change = (
+                encode(group, candidate[0].unsqueeze(1), candidate[1].unsqueeze(1), _one_group(grid)).dequantize()
+                - group
+            )
+            error = output_error(change, moment[columns, columns])
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
+        group_scales.append(scales)
+        group_zeros.append(zeros)
+    return encode(weight, torch.stack(group_scales, 1), torch.stack(group_zeros, 1), grid)
 
 
-def _alone(grid: Grid) -> Grid:
-    """The grid of one group by itself."""
+def _one_group(grid: Grid) -> Grid:
+    """Return the grid of a single group."""
     return Grid(grid.bits, 0, grid.symmetric, grid.scale_dtype)

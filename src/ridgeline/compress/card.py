@@ -1,4 +1,4 @@
-"""The card of a compressed model: what was done, and size, memory, speed, perplexity, drift and tasks before and after."""
+"""The card of a compressed model: the recipe, and size, memory, speed, perplexity, drift and tasks before and after."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from ridgeline.core.plural import counted
 from ridgeline.models.config import read_model
 from ridgeline.quality.drift import Drift
 from ridgeline.quality.tasks import Tally
-from ridgeline.quality.verdict import told_tasks
+from ridgeline.quality.verdict import task_counts
 
 CARD = "compression.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What both models do when they are served. device: where. speed: tokens per second of one request, before and after.
-
-    tasks: the original is the reference. None: not asked for.
-    """
+class ServedFigures:
+    """Measurements of both models while they are served. None: not measured."""
 
     device: str
     speed: tuple[float, float] | None
+    """Tokens per second of one request, before and after."""
     tasks: Tally | None
+    """The original model is the reference."""
 
 
 def card(
@@ -40,14 +39,19 @@ def card(
     pair: tuple[Checkpoint, Checkpoint],
     calibration: Mapping[str, Any],
     drift: Drift | None,
-    served: Served | None,
+    served: ServedFigures | None,
     training: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The card as data. pair: the original and the result. calibration: where the texts came from and how many tokens ran.
-    drift: None if nobody judged; served: None if nobody served. training: texts, unique_tokens, tokens, steps and loss of what
-    followed; None: nothing did.
+    """Build the card as JSON data.
 
-    Sizes are bytes of the weight files; memory is what the weights take when served, None where nothing serves them yet.
+    Sizes are bytes of the weight files. Memory is the size of the weights when served, None if no engine serves the format.
+
+    Args:
+        pair: the original and the compressed model.
+        calibration: source of the texts, number of tokens and row length.
+        drift: None if drift was not measured.
+        served: None if the models were not served.
+        training: texts, unique_tokens, tokens, steps and loss. None: the model was not trained.
     """
     source, result = pair
     return {
@@ -69,7 +73,7 @@ def card(
 
 
 def _memory(folder: Path) -> int | None:
-    """Bytes of the weights of a model as it is served."""
+    """Return the bytes of a model's weights when served, or None if it cannot be served."""
     try:
         return read_model(folder)[0].weight_bytes
     except RidgelineError:
@@ -80,7 +84,7 @@ def _quality(drift: Drift) -> dict[str, Any]:
     return {
         "tokens": drift.tokens,
         "documents": drift.documents,
-        **{name: asdict(one) for name, one in drift.figures.items()},
+        **{name: asdict(estimate) for name, estimate in drift.figures.items()},
     }
 
 
@@ -89,93 +93,96 @@ def _speed(device: str, before: float, after: float) -> dict[str, Any]:
 
 
 def _tasks(tally: Tally) -> dict[str, Any]:
-    figures = {name: asdict(one) for name, one in tally.figures.items()}
-    return {"questions": tally.asked, **figures, "by_task": told_tasks(tally)}
+    figures = {name: asdict(estimate) for name, estimate in tally.figures.items()}
+    return {"questions": tally.questions, **figures, "by_task": task_counts(tally)}
 
 
-def write_card(folder: Path, name: str, source: Path, found: Mapping[str, Any]) -> None:
-    """Put the card into the folder: as JSON, and as README.md for people. name: what the model is called there."""
-    (folder / CARD).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def write_card(folder: Path, name: str, source: Path, content: Mapping[str, Any]) -> None:
+    """Write the card into the folder, as JSON and as README.md. name: title of the README."""
+    (folder / CARD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     readme = source / "README.md"
-    head = _front(readme.read_text(encoding="utf-8")) if readme.is_file() else []
-    lines = ["---", *head, f"base_model: {found['source']}", "---", "", f"# {name}", ""]
-    what = EXAMPLES.get(found["recipe"])
-    lines += [f"{found['source']}, compressed with `{found['recipe']}`{f' ({what})' if what else ''}.", ""]
-    lines += ["| | before | after |", "| --- | --- | --- |", *_rows(found), ""]
-    if found["quality"] is not None:
-        lines += [_judged(found["quality"]), ""]
-    if found["tasks"] is not None:
-        lines += [_answered(found["tasks"]), ""]
-    lines += [_calibrated(found["calibration"]), ""]
-    if found["training"] is not None:
-        lines += [_trained(found["training"]), ""]
-    lines += [f"Made with {found['made']}."]
+    front_matter = _front_matter(readme.read_text(encoding="utf-8")) if readme.is_file() else []
+    lines = ["---", *front_matter, f"base_model: {content['source']}", "---", "", f"# {name}", ""]
+    description = EXAMPLES.get(content["recipe"])
+    lines += [
+        f"{content['source']}, compressed with `{content['recipe']}`{f' ({description})' if description else ''}.",
+        "",
+    ]
+    lines += ["| | before | after |", "| --- | --- | --- |", *_rows(content), ""]
+    if content["quality"] is not None:
+        lines += [_quality_text(content["quality"]), ""]
+    if content["tasks"] is not None:
+        lines += [_tasks_text(content["tasks"]), ""]
+    lines += [_calibration_text(content["calibration"]), ""]
+    if content["training"] is not None:
+        lines += [_training_text(content["training"]), ""]
+    lines += [f"Made with {content['made']}."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _front(text: str) -> list[str]:
-    """What a source's card says of licence and language."""
-    found = re.match(r"---\n(.*?)\n---\n", text, re.S)
-    lines = found[1].splitlines() if found else []
+def _front_matter(text: str) -> list[str]:
+    """Return the lines about licence, language and library from the front matter of a model card."""
+    match = re.match(r"---\n(.*?)\n---\n", text, re.S)
+    lines = match[1].splitlines() if match else []
     return [line for line in lines if line.startswith(("license", "language", "pipeline_tag", "library_name"))]
 
 
-def _rows(found: Mapping[str, Any]) -> Sequence[str]:
+def _rows(content: Mapping[str, Any]) -> Sequence[str]:
     def row(name: str, before: str, after: str) -> str:
         return f"| {name} | {before} | {after} |"
 
     def size(count: int | None) -> str:
         return "not measured" if count is None else f"{count / 1e6:,.2f} MB"
 
-    sizes, memory, count = found["size_bytes"], found["memory_bytes"], found["parameters"]
+    sizes, memory, count = content["size_bytes"], content["memory_bytes"], content["parameters"]
     rows = [row("weight files", size(sizes["before"]), size(sizes["after"]))]
     rows.append(row("weights in memory", size(memory["before"]), size(memory["after"])))
     rows.append(row("parameters", f"{count['before']:,}", f"{count['after']:,}"))
-    if (quality := found["quality"]) is not None:
+    if (quality := content["quality"]) is not None:
         before, after = quality["perplexity_reference"]["value"], quality["perplexity"]["value"]
         rows.append(row("perplexity", f"{before:.4f}", f"{after:.4f} ({quality['perplexity_change']['value']:+.2%})"))
         rows.append(row("KL from the original, nats per token", "0", f"{quality['kl']['value']:.5f}"))
         rows.append(row("same most probable token", "100 %", f"{quality['top1']['value']:.2%}"))
-    if (speed := found["speed"]) is not None:
+    if (speed := content["speed"]) is not None:
         name = f"tokens per second of one request, {speed['device']}"
         rows.append(row(name, *(f"{speed['tok_s'][when]:,.1f}" for when in ("before", "after"))))
-    if (tasks := found["tasks"]) is not None:
+    if (tasks := content["tasks"]) is not None:
         shares = (_interval(tasks[name]) for name in ("task_accuracy_reference", "task_accuracy"))
         rows.append(row(f"correct answers to {counted(tasks['questions'], 'question')}", *shares))
     return rows
 
 
-def _interval(one: Mapping[str, float]) -> str:
-    return f"{one['value']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
+def _interval(estimate: Mapping[str, float]) -> str:
+    return f"{estimate['value']:.1%} ({estimate['low']:.1%} to {estimate['high']:.1%})"
 
 
-def _answered(tasks: Mapping[str, Any]) -> str:
+def _tasks_text(tasks: Mapping[str, Any]) -> str:
     drop = tasks["task_drop"]
-    each = (
-        f"{name} {one['right_reference']} and {one['right']} of {one['asked']}"
-        for name, one in tasks["by_task"].items()
+    parts = (
+        f"{name} {counts['right_reference']} and {counts['right']} of {counts['asked']}"
+        for name, counts in tasks["by_task"].items()
     )
     return (
-        f"Both models answered the questions with greedy decoding. Correct answers before and after: {'; '.join(each)}. The "
+        f"Both models answered the questions with greedy decoding. Correct answers before and after: {'; '.join(parts)}. The "
         f"share of correct answers falls by {drop['value']:.1%} ({drop['low']:.1%} to {drop['high']:.1%}). All intervals are 95 %."
     )
 
 
-def _judged(quality: Mapping[str, Any]) -> str:
+def _quality_text(quality: Mapping[str, Any]) -> str:
     return (
         f"Perplexity and KL are measured on {quality['tokens']:,} tokens of {counted(quality['documents'], 'document')} that the "
         "calibration did not use, with activations in float32."
     )
 
 
-def _calibrated(said: Mapping[str, Any]) -> str:
-    if not said["tokens"]:
+def _calibration_text(calibration: Mapping[str, Any]) -> str:
+    if not calibration["tokens"]:
         return "The method needs no calibration."
-    return f"Calibrated on {said['tokens']:,} tokens of {said['texts']}, in rows of at most {said['length']}."
+    return f"Calibrated on {calibration['tokens']:,} tokens of {calibration['texts']}, in rows of at most {calibration['length']}."
 
 
-def _trained(said: Mapping[str, Any]) -> str:
+def _training_text(record: Mapping[str, Any]) -> str:
     return (
-        f"Trained afterwards to match the original: {counted(said['steps'], 'step')}, {said['tokens']:,} tokens drawn from the "
-        f"{said['unique_tokens']:,} tokens of {said['texts']}. The last loss is {said['loss']:.4f} nats per token."
+        f"Trained afterwards to match the original: {counted(record['steps'], 'step')}, {record['tokens']:,} tokens drawn from the "
+        f"{record['unique_tokens']:,} tokens of {record['texts']}. The last loss is {record['loss']:.4f} nats per token."
     )

@@ -1,4 +1,4 @@
-"""A model folder read layer by layer, in whatever numbers it is stored: at most one layer in memory at a time."""
+"""A model folder read layer by layer in any supported number format. At most one layer is in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, LINEARS, UNUSE
 
 LAYER = "layers"
 LINEAR_NAMES = tuple(name for names in LINEARS.values() for name in names)
-"""The linears of a layer, in the order they are used."""
+"""The linears of a layer, in order of use."""
 
 
 class Checkpoint:
-    """A model folder. `config`: its parsed config.json; `spec` leaves the number format out."""
+    """A model folder.
+
+    Attributes:
+        config: the parsed config.json.
+        spec: the model without its number format.
+        storage: the layout of the linears.
+        files: the weight files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,79 +43,82 @@ class Checkpoint:
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
         self.storage: Storage = read_storage(self.config)
         self.files = checkpoint_files(folder)
-        self._where: dict[str, tuple[Path, str]] = {}
+        self._locations: dict[str, tuple[Path, str]] = {}
         for path in self.files:
             with opened(path) as shard:
                 for name in shard.offset_keys():
                     if not UNUSED.search(name):
-                        self._where[short_name(name)] = path, name
+                        self._locations[short_name(name)] = path, name
 
     @property
     def product(self) -> Product:
-        """How its linears multiply."""
+        """How the linears of the model multiply."""
         return self.storage.product
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is stored in floats."""
+        """Type of the tensors that are stored in floats."""
         return DTYPES[self.spec.dtype]
 
     @property
     def bytes(self) -> int:
-        """Size of its weight files."""
+        """Size of the weight files."""
         return sum(path.stat().st_size for path in self.files)
 
     def full_name(self, short: str) -> str:
-        """A tensor's name in the files."""
-        if short not in self._where:
+        """Return the name of a tensor in the files."""
+        if short not in self._locations:
             raise UnsupportedModel(f"The checkpoint {self.folder} lacks the tensor {short}.")
-        return self._where[short][1]
+        return self._locations[short][1]
 
     def tensor(self, short: str) -> torch.Tensor:
+        """Read a tensor as it is stored."""
         name = self.full_name(short)
-        with opened(self._where[short][0]) as shard:
+        with opened(self._locations[short][0]) as shard:
             return shard.get_tensor(name)
 
-    def outside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(full name, tensor) of everything that belongs to no layer: embedding, final norm, head."""
-        for short, (_, name) in self._where.items():
+    def tensors_outside_layers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (full name, tensor) of embedding, final norm and head."""
+        for short, (_, name) in self._locations.items():
             if not short.startswith(LAYER + "."):
                 yield name, self.tensor(short)
 
-    def stored(self, index: int) -> Tensors:
-        """Tensors of a layer as they are stored, by their names within it ("self_attn.q_proj.weight")."""
+    def stored_layer(self, index: int) -> Tensors:
+        """Read the tensors of a layer as they are stored, by their names in the layer ("self_attn.q_proj.weight")."""
         prefix = f"{LAYER}.{index}."
-        return {short.removeprefix(prefix): self.tensor(short) for short in self._where if short.startswith(prefix)}
+        return {short.removeprefix(prefix): self.tensor(short) for short in self._locations if short.startswith(prefix)}
 
     def prefix(self, index: int) -> str:
-        """What stands before the names of a layer's tensors in the files: "model.layers.3."."""
+        """Return the prefix of a layer's tensors in the files, such as "model.layers.3."."""
         short = f"{LAYER}.{index}.input_layernorm.weight"
         return self.full_name(short).removesuffix("input_layernorm.weight")
 
     def layer(self, index: int) -> Tensors:
-        """Weights, biases and norms of a layer in float32, by their names within it."""
-        found = self.stored(index)
+        """Read weights, biases and norms of a layer in float32, by their names in the layer."""
+        stored = self.stored_layer(index)
         dense: Tensors = {}
         for linear in LINEAR_NAMES:
-            own = {name: found.pop(name) for name in list(found) if name.startswith(linear + ".")}
-            mine = {name.removeprefix(linear + "."): tensor for name, tensor in own.items()}
-            bias = mine.pop("bias", None)
+            full_names = {name: stored.pop(name) for name in list(stored) if name.startswith(linear + ".")}
+            parts = {name.removeprefix(linear + "."): tensor for name, tensor in full_names.items()}
+            bias = parts.pop("bias", None)
             try:
-                dense[f"{linear}.weight"] = self.storage.weight(mine)
+                dense[f"{linear}.weight"] = self.storage.weight(parts)
             except KeyError as error:
                 raise UnsupportedModel(
                     f"The checkpoint {self.folder} lacks the tensor {linear}.{error.args[0]} of layer {index}."
                 ) from None
             if bias is not None:
                 dense[f"{linear}.bias"] = bias.float()
-        return dense | {name: tensor.float() for name, tensor in found.items()}
+        return dense | {name: tensor.float() for name, tensor in stored.items()}
 
     def embedding(self) -> torch.Tensor:
+        """Read the embedding, float32 [vocab, d_model]."""
         return self.tensor(EMBEDDING).float()
 
     def final_norm(self) -> torch.Tensor:
+        """Read the weight of the norm before the head, float32 [d_model]."""
         return self.tensor(FINAL_NORM).float()
 
     def head(self) -> torch.Tensor:
-        """What logits are products with, float32 [vocab, d_model]."""
+        """Read the output projection, float32 [vocab, d_model]."""
         return self.embedding() if self.spec.tied else self.tensor(HEAD).float()

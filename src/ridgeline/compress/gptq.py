@@ -1,9 +1,9 @@
-"""GPTQ: quantize input after input, and let the inputs still to come make up for the error (Frantar et al. 2023).
+"""GPTQ: quantize the inputs of a linear one after the other; later inputs compensate the error of earlier ones.
 
-The same walk prunes (SparseGPT, Frantar and Alistarh 2023): see prune.py. Both rest on the optimal brain surgeon: with the
-second moments H of a linear's inputs, moving weight q of a row by e costs e^2 / [H^-1]_qq at best, and the best answer of the
-others is -e [H^-1]_q,: / [H^-1]_qq. Going through the inputs in one order for all rows, every H^-1 that is needed lies in
-one Cholesky factor.
+`sweep` also serves SparseGPT (prune.py). Both follow the optimal brain surgeon. H are the second moments of a linear's
+inputs. A change e of weight q of a row costs at least e^2 / [H^-1]_qq, and the other weights of the row compensate it best
+by -e [H^-1]_q,: / [H^-1]_qq. All rows use the same order of inputs, so one Cholesky factor contains every H^-1 needed.
+Sources: Frantar et al. 2023 (GPTQ); Frantar and Alistarh 2023 (SparseGPT).
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from typing import Literal
 
 import torch
 
-from ridgeline.compress.grid import Codes, Grid, fit, group_index, ranges, snap
+from ridgeline.compress.grid import Codes, Grid, fit, fit_groups, group_index, nearest_codes
 from ridgeline.core.errors import UnsupportedModel
 
 DAMPENING = 0.01
 BLOCK = 128
-"""Inputs whose corrections are gathered before the rest of the matrix sees them: one product instead of many."""
+"""Inputs per block. The corrections of a block are applied to the later inputs by one product."""
 Order = Literal["as stored", "static", "groups"]
-"""In which order inputs are taken. static: those of largest second moment first, groups as they are stored. groups: the
-same, and groups are made of inputs that follow each other in that order, so that each input needs its group's index."""
+"""Order in which inputs are quantized.
+
+static: largest second moment first; groups consist of neighbours in the checkpoint.
+groups: largest second moment first; groups consist of neighbours in that order, so the checkpoint stores the group of each input.
+"""
 
 
 def inverse_factor(moment: torch.Tensor, dampening: float = DAMPENING) -> torch.Tensor:
-    """Upper Cholesky factor U of (H + d I)^-1 = U^T U, float64 [in, in]; d is `dampening` times the mean of H's diagonal.
+    """Return the upper Cholesky factor U of (H + d I)^-1 = U^T U, float64 [in, in].
 
-    Inputs that were always zero count as independent of all others. Raises UnsupportedModel if H is not positive.
+    d is `dampening` times the mean of H's diagonal. An input that was always zero gets the diagonal value 1.
+    Raises UnsupportedModel if H is not positive definite.
     """
-    wide = moment.double().clone()
-    diagonal = wide.diagonal()
+    damped = moment.double().clone()
+    diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += dampening * diagonal.mean()
-    lower, failed = torch.linalg.cholesky_ex(wide)
+    lower, failed = torch.linalg.cholesky_ex(damped)
     if int(failed):
         raise UnsupportedModel(
             "the second moments of its inputs are not positive definite: give more calibration texts (--calibration-tokens)."
@@ -43,25 +47,30 @@ def inverse_factor(moment: torch.Tensor, dampening: float = DAMPENING) -> torch.
 
 
 def sweep(
-    weight: torch.Tensor, factor: torch.Tensor, settle: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+    weight: torch.Tensor, factor: torch.Tensor, choose_column: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Walk through the inputs of weight float32 [out, in]: settle(place, block, whole) says what the inputs from `place` on
-    become, and the inputs behind make up for the change.
+    """Replace the inputs of a weight one after the other, and let later inputs compensate each change.
 
-    `settle` is called at every input with the current values of the rest of its block [out, at most BLOCK] and of the
-    whole matrix as it stands behind the block; it returns the final column [out]. Returns the settled matrix.
+    Args:
+        weight: float32 [out, in].
+        factor: from `inverse_factor`.
+        choose_column: called with (index, block, matrix) for every input, returns its final column [out]. block: current
+            values of the inputs from `index` to the end of the block. matrix: current values of all inputs; those after the
+            block lack the corrections of this block.
+    Returns:
+        The new matrix, float32 [out, in].
     """
     current = weight.double().clone()
     rows, d_in = current.shape
     for start in range(0, d_in, BLOCK):
         end = min(start + BLOCK, d_in)
         errors = torch.zeros(rows, end - start, dtype=torch.float64, device=weight.device)
-        for place in range(start, end):
-            column = settle(place, current[:, place:end], current)
-            error = (current[:, place] - column) / factor[place, place]
-            current[:, place:end] -= error.unsqueeze(1) * factor[place, place:end]
-            current[:, place] = column
-            errors[:, place - start] = error
+        for index in range(start, end):
+            column = choose_column(index, current[:, index:end], current)
+            error = (current[:, index] - column) / factor[index, index]
+            current[:, index:end] -= error.unsqueeze(1) * factor[index, index:end]
+            current[:, index] = column
+            errors[:, index - start] = error
         current[:, end:] -= errors @ factor[start:end, end:]
     return current.float()
 
@@ -69,46 +78,46 @@ def sweep(
 def gptq(
     weight: torch.Tensor, moment: torch.Tensor, grid: Grid, order: Order = "as stored", dampening: float = DAMPENING
 ) -> Codes:
-    """Codes of weight float32 [out, in] for inputs with second moments `moment` float32 [in, in]."""
+    """Quantize weight float32 [out, in] for inputs with second moments `moment` float32 [in, in]."""
     d_in = weight.shape[1]
-    turn = (
+    permutation = (
         torch.arange(d_in) if order == "as stored" else torch.argsort(moment.diagonal(), descending=True, stable=True)
     )
-    weight_in_order = weight[:, turn]
-    factor = inverse_factor(moment[turn][:, turn], dampening)
-    walk = _Walk(weight, grid, turn, static=order == "static")
-    sweep(weight_in_order, factor, walk.settle)
-    back = torch.argsort(turn)
-    codes = walk.codes[:, back].to(torch.uint8)
-    zeros = None if grid.symmetric else walk.zeros.to(torch.uint8)
+    weight_in_order = weight[:, permutation]
+    factor = inverse_factor(moment[permutation][:, permutation], dampening)
+    quantizer = _Quantizer(weight, grid, permutation, static=order == "static")
+    sweep(weight_in_order, factor, quantizer.choose_column)
+    inverse = torch.argsort(permutation)
+    codes = quantizer.codes[:, inverse].to(torch.uint8)
+    zeros = None if grid.symmetric else quantizer.zeros.to(torch.uint8)
     g_idx = None
     if order == "groups" and grid.groups(d_in) > 1:
-        g_idx = group_index(grid, d_in)[back.cpu()].to(torch.int32)
-    return Codes(grid, codes, walk.scales, zeros, g_idx)
+        g_idx = group_index(grid, d_in)[inverse.cpu()].to(torch.int32)
+    return Codes(grid, codes, quantizer.scales, zeros, g_idx)
 
 
-class _Walk:
-    """Codes as they come, in the order of the walk; scales of a group are set when the walk enters it."""
+class _Quantizer:
+    """Collects the codes in the order of the sweep. The scales of a group are fitted when the sweep enters it."""
 
-    def __init__(self, weight: torch.Tensor, grid: Grid, turn: torch.Tensor, *, static: bool) -> None:
+    def __init__(self, weight: torch.Tensor, grid: Grid, permutation: torch.Tensor, *, static: bool) -> None:
         rows, d_in = weight.shape
         self._grid, self._width = grid, grid.width(d_in)
-        index = group_index(grid, d_in)
-        # With groups as stored an input keeps the group it has there; else the walk's own order makes the groups.
-        self._group = (index[turn.cpu()] if static else index).tolist()
+        group_of_input = group_index(grid, d_in)
+        # Static groups consist of neighbours in the checkpoint. Other groups consist of neighbours in the sweep.
+        self._group = (group_of_input[permutation.cpu()] if static else group_of_input).tolist()
         self._static = static
         self.scales = weight.new_empty(rows, grid.groups(d_in))
         self.zeros = weight.new_empty(rows, grid.groups(d_in))
         if static:
-            self.scales, self.zeros = ranges(weight, grid)
+            self.scales, self.zeros = fit_groups(weight, grid)
         self.codes = weight.new_empty(rows, d_in)
 
-    def settle(self, place: int, block: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        group = self._group[place]
-        if not self._static and place % self._width == 0:
-            members = whole[:, place : place + self._width].float()
+    def choose_column(self, index: int, block: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        group = self._group[index]
+        if not self._static and index % self._width == 0:
+            members = matrix[:, index : index + self._width].float()
             self.scales[:, group], self.zeros[:, group] = fit(members.amin(1), members.amax(1), self._grid)
         scale, zero = self.scales[:, group], self.zeros[:, group]
-        codes = snap(block[:, 0], scale.double(), zero.double(), self._grid)
-        self.codes[:, place] = codes.float()
+        codes = nearest_codes(block[:, 0], scale.double(), zero.double(), self._grid)
+        self.codes[:, index] = codes.float()
         return (codes - zero) * scale

@@ -1,4 +1,4 @@
-"""Products whose inputs are rounded to 8 bits, computed in floats: what W8A8 and LLM.int8() do to a model's numbers."""
+"""Products with inputs rounded to 8 bits, simulated in floats: W8A8 and LLM.int8()."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import torch.nn.functional as F
 from ridgeline.ops.reference import OUTLIER, in_8_bits
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(x [..., in], weight [out, in], bias [out] or None) -> [..., out]: how a linear multiplies."""
+"""The product of a linear: (x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Nothing is rounded."""
+def float_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply without rounding."""
     return F.linear(x, weight, bias)
 
 
-def int8_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Inputs in 8 bits per token; the weights are taken as they are."""
+def int8_inputs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply with inputs rounded to 8 bits per token. The weights are not rounded."""
     return F.linear(in_8_bits(x), weight, bias)
 
 
 def w8a8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Inputs in 8 bits per token, weights in 8 bits per output channel."""
+    """Multiply with inputs rounded to 8 bits per token and weights to 8 bits per output channel."""
     return F.linear(in_8_bits(x), in_8_bits(weight), bias)
 
 
 def llm_int8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """LLM.int8(): inputs of which some token of x reaches OUTLIER stay as they are, with their weights; the rest as in
-    `w8a8` (Dettmers et al. 2022, section 3.2)."""
+    """Multiply as LLM.int8(): an input is not rounded, nor are its weights, if any token of x reaches OUTLIER there.
+
+    The other inputs are rounded as in `w8a8`.
+    Source: Dettmers et al. 2022, section 3.2.
+    """
     outliers = (x.abs() >= OUTLIER).flatten(0, -2).any(0)
-    usual = F.linear(in_8_bits(x.masked_fill(outliers, 0.0)), in_8_bits(weight.masked_fill(outliers, 0.0)), bias)
-    return usual + F.linear(x[..., outliers], weight[:, outliers])
+    regular = F.linear(in_8_bits(x.masked_fill(outliers, 0.0)), in_8_bits(weight.masked_fill(outliers, 0.0)), bias)
+    return regular + F.linear(x[..., outliers], weight[:, outliers])

@@ -1,8 +1,8 @@
-"""Compression of a checkpoint, layer by layer, into a folder that appears only when it is whole, and judged if it is to be.
+"""Compress a checkpoint layer by layer into a folder that appears only when it is complete.
 
-Layers are written as they are done into a folder beside the target, and an interrupted run goes on behind the last one:
-calibration texts run through the layers that are there already, as they were stored. A run that fails for a reason of the
-model's leaves nothing.
+Finished layers are written to a temporary folder beside the target. An interrupted run resumes after the last finished
+layer: calibration texts run through the finished layers as they are stored. A run that fails because of the model or the
+recipe deletes the temporary folder.
 """
 
 from __future__ import annotations
@@ -19,27 +19,37 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
+from ridgeline.compress.layerwise import CPU, LayerwiseRunner, Streams, batches, collect_statistics
 from ridgeline.compress.methods import compress_layer
 from ridgeline.compress.recipes import Recipe
 from ridgeline.compress.statistics import Statistics
 from ridgeline.compress.storage import Floats, Storage, Tensors
-from ridgeline.compress.structured import check_layers, influence, kept_layers, narrow, narrower, new_config
-from ridgeline.compress.walk import CPU, Streams, Walk, batches, watched
+from ridgeline.compress.structured import (
+    check_layers,
+    influence,
+    kept_layers,
+    new_config,
+    prune_layer,
+    pruned_layer_spec,
+)
 from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.stored import KEY
 
 Progress = Callable[[str, int, int], None]
-"""(stage, layers done, layers in all)."""
+"""Called with (stage, layers done, layers in total)."""
 COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*", "NOTICE*")
 NOT_COPIED = ("config.json", "model.safetensors.index.json")
 STATE = "job.json"
 DONE = "config.json"
-"""What is written last of a model."""
+"""The file of a model folder that is written last."""
 
 
 class Job:
-    """One model, one recipe, one target. texts: calibration, token ids. device: where layers run and are solved."""
+    """The compression of one model by one recipe into one target folder.
+
+    texts: token ids of the calibration texts. device: where layers run and are compressed.
+    """
 
     def __init__(
         self,
@@ -60,168 +70,178 @@ class Job:
                 f"The recipe {recipe.name} needs calibration texts: give --calibration FILE.", param="calibration"
             )
         self._source, self._recipe, self._out = source, recipe, out
-        self._part = out.with_name(f".{out.name}.part")
+        self._partial = out.with_name(f".{out.name}.part")
         self._ids = batches(texts)
-        self._walk = Walk(source.spec, max((len(one) for one in texts), default=1), device)
+        self._runner = LayerwiseRunner(source.spec, max((len(text) for text in texts), default=1), device)
         self._layers = list(range(len(source.spec.layers)))
         if recipe.method == "layers":
             check_layers(int(recipe.amount), len(self._layers))
         self._target: LayerSpec | None = None
         if recipe.method in ("heads", "neurons"):
-            self._target = narrower(recipe, source.spec)
+            self._target = pruned_layer_spec(recipe, source.spec)
 
     def run(self, progress: Progress) -> None:
-        """Build and publish."""
+        """Build and publish the model."""
         self.build(progress)
         self.publish()
 
     def build(self, progress: Progress) -> Path:
-        """The finished model in a folder of its own, beside the target. Raises ConfigError or UnsupportedModel naming the
-        tensor; then nothing is left."""
+        """Build the model in the temporary folder and return its path.
+
+        Raises ConfigError, or UnsupportedModel that names the tensor. The temporary folder is then deleted.
+        """
         self._open()
-        if (self._part / DONE).is_file():
-            return self._part
+        if (self._partial / DONE).is_file():
+            return self._partial
         try:
             if self._recipe.method == "layers":
-                self._layers = self._choose(progress)
-            streams = self._start()
-            for place, index in enumerate(self._layers):
-                streams = self._layer(place, index, streams)
-                progress("layers", place + 1, len(self._layers))
+                self._layers = self._choose_layers(progress)
+            streams = self._embed_texts()
+            for position, index in enumerate(self._layers):
+                streams = self._process_layer(position, index, streams)
+                progress("layers", position + 1, len(self._layers))
             self._finish()
         except RidgelineError:
-            shutil.rmtree(self._part)
+            shutil.rmtree(self._partial)
             raise
-        return self._part
+        return self._partial
 
     def publish(self) -> None:
-        """Let the target appear."""
-        (self._part / STATE).unlink()
-        self._part.rename(self._out)
+        """Rename the temporary folder to the target."""
+        (self._partial / STATE).unlink()
+        self._partial.rename(self._out)
 
     def _open(self) -> None:
-        """Make the part folder, or keep that of an equal run that was interrupted."""
-        state = self._part / STATE
-        said = {"recipe": self._recipe.name, "source": fingerprint(self._source), "texts": _hash(self._ids)}
-        if state.is_file() and json.loads(state.read_text(encoding="utf-8")) == said:
+        """Create the temporary folder, or keep that of an interrupted run with the same inputs."""
+        state = self._partial / STATE
+        identity = {"recipe": self._recipe.name, "source": fingerprint(self._source), "texts": _hash(self._ids)}
+        if state.is_file() and json.loads(state.read_text(encoding="utf-8")) == identity:
             return
-        if self._part.exists():
-            shutil.rmtree(self._part)
-        self._part.mkdir(parents=True)
-        state.write_text(json.dumps(said), encoding="utf-8")
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+        self._partial.mkdir(parents=True)
+        state.write_text(json.dumps(identity), encoding="utf-8")
 
-    def _start(self) -> Streams:
+    def _embed_texts(self) -> Streams:
+        """Return the streams of the calibration texts before the first layer; empty if layers need no statistics."""
         if not self._recipe.needs_texts or self._recipe.method == "layers":
             return []
-        return self._walk.embed(self._ids, self._source.embedding(), self._source.dtype)
+        return self._runner.embed(self._ids, self._source.embedding(), self._source.dtype)
 
-    def _choose(self, progress: Progress) -> list[int]:
-        """The layers that stay."""
-        source, found = self._source, []
-        streams = self._walk.embed(self._ids, source.embedding(), source.dtype)
+    def _choose_layers(self, progress: Progress) -> list[int]:
+        """Return the indices of the layers that remain."""
+        source, influences = self._source, []
+        streams = self._runner.embed(self._ids, source.embedding(), source.dtype)
         for index in self._layers:
-            after = self._walk.run(index, self._walk.module(index, source.layer(index)), streams)
-            found.append(influence(streams, after))
+            after = self._runner.run(index, self._runner.module(index, source.layer(index)), streams)
+            influences.append(influence(streams, after))
             streams = after
             progress("importance", index + 1, len(self._layers))
-        return kept_layers(found, int(self._recipe.amount))
+        return kept_layers(influences, int(self._recipe.amount))
 
-    def _layer(self, place: int, index: int, streams: Streams) -> Streams:
-        """Compress layer `index` into place `place`, unless that is done; the streams behind it as it is stored."""
-        file = self._part / f"layer-{place:05d}.safetensors"
+    def _process_layer(self, position: int, index: int, streams: Streams) -> Streams:
+        """Compress layer `index` and write it as layer `position`, unless that file exists. Returns the streams after the layer.
+
+        The stored layer computes the streams, except after structured pruning.
+        """
+        file = self._partial / f"layer-{position:05d}.safetensors"
         if not file.is_file():
-            stored = self._compressed(index, streams)
-            draft = file.with_suffix(".draft")
-            _save(stored, draft)
-            draft.rename(file)
+            stored = self._compress_layer(index, streams)
+            temporary = file.with_suffix(".draft")
+            _save(stored, temporary)
+            temporary.rename(file)
         if not streams or self._target is not None:
-            # A narrower layer is fitted to what the whole layers before it give, so that streams keep to the original.
-            return self._plain(index, streams)
+            # A pruned layer is fitted to the outputs of the original layers before it, so streams follow the original model.
+            return self._run_original(index, streams)
         dense = _dense(self._recipe.storage, load_file(file))
-        return self._walk.run(index, self._walk.module(index, dense, self._recipe.storage.product), streams)
+        return self._runner.run(index, self._runner.module(index, dense, self._recipe.storage.product), streams)
 
-    def _plain(self, index: int, streams: Streams) -> Streams:
+    def _run_original(self, index: int, streams: Streams) -> Streams:
         if not streams:
             return streams
-        return self._walk.run(index, self._walk.module(index, self._source.layer(index)), streams)
+        return self._runner.run(index, self._runner.module(index, self._source.layer(index)), streams)
 
-    def _compressed(self, index: int, streams: Streams) -> Tensors:
-        """Tensors of a layer as they will be stored, by their names within it."""
+    def _compress_layer(self, index: int, streams: Streams) -> Tensors:
+        """Compress a layer. Returns the tensors to store, by their names in the layer."""
         source, recipe = self._source, self._recipe
-        weights = {name: tensor.to(self._walk.device) for name, tensor in source.layer(index).items()}
+        weights = {name: tensor.to(self._runner.device) for name, tensor in source.layer(index).items()}
         if recipe.method == "layers":
             return {name: tensor.to(source.dtype) for name, tensor in weights.items()}
-        seen: Mapping[str, Statistics] = {}
+        statistics: Mapping[str, Statistics] = {}
         if streams:
-            layer = self._walk.module(index, weights)
-            with watched(layer) as seen:
-                self._walk.run(index, layer, streams)
+            layer = self._runner.module(index, weights)
+            with collect_statistics(layer) as statistics:
+                self._runner.run(index, layer, streams)
         if self._target is not None:
-            cut = narrow(recipe, source.spec.layers[index], self._target, weights, seen)
-            return {name: tensor.to(source.dtype) for name, tensor in cut.items()}
-        rest, linears = compress_layer(recipe, source.spec, index, weights, seen)
-        stored = {name: tensor.to(source.dtype) for name, tensor in rest.items()}
-        for linear, settled in linears.items():
+            pruned = prune_layer(recipe, source.spec.layers[index], self._target, weights, statistics)
+            return {name: tensor.to(source.dtype) for name, tensor in pruned.items()}
+        others, linears = compress_layer(recipe, source.spec, index, weights, statistics)
+        stored = {name: tensor.to(source.dtype) for name, tensor in others.items()}
+        for linear, compressed in linears.items():
             try:
-                packed = recipe.storage.pack(settled.to(CPU), source.dtype)
+                packed = recipe.storage.pack(compressed.to(CPU), source.dtype)
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"The tensor layers.{index}.{linear}.weight {error.message}") from None
             stored.update({f"{linear}.{name}": tensor for name, tensor in packed.items()})
         return stored
 
     def _finish(self) -> None:
-        """From layers to a model folder: names as in the source, index, config.json, what else a folder has."""
-        source, part = self._source, self._part
+        """Turn the layer files into a model folder: tensor names of the source, index, config.json and other files."""
+        source, partial = self._source, self._partial
         count = len(self._layers) + 1
-        where: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         size = 0
-        for place, index in enumerate([*self._layers, -1]):
-            name = f"model-{place + 1:05d}-of-{count:05d}.safetensors"
+        for position, index in enumerate([*self._layers, -1]):
+            name = f"model-{position + 1:05d}-of-{count:05d}.safetensors"
             if index < 0:
-                tensors = dict(source.outside())
+                tensors = dict(source.tensors_outside_layers())
             else:
-                prefix = source.prefix(index).replace(f".{index}.", f".{place}.")
-                own = load_file(part / f"layer-{place:05d}.safetensors")
-                tensors = {prefix + one: tensor for one, tensor in own.items()}
-            _save(tensors, part / name)
-            where.update(dict.fromkeys(tensors, name))
+                prefix = source.prefix(index).replace(f".{index}.", f".{position}.")
+                layer_tensors = load_file(partial / f"layer-{position:05d}.safetensors")
+                tensors = {prefix + tensor_name: tensor for tensor_name, tensor in layer_tensors.items()}
+            _save(tensors, partial / name)
+            weight_map.update(dict.fromkeys(tensors, name))
             size += sum(tensor.nbytes for tensor in tensors.values())
-        for file in part.glob("layer-*"):
+        for file in partial.glob("layer-*"):
             file.unlink()
-        index_of = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        (part / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=1) + "\n", encoding="utf-8")
-        copy_rest(source.folder, part)
-        (part / DONE).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+        index_file = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1) + "\n", encoding="utf-8")
+        copy_other_files(source.folder, partial)
+        (partial / DONE).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
 
     def _config(self) -> dict[str, Any]:
         spec = self._source.spec
         config = dict(self._source.config)
         if self._target is not None or len(self._layers) != len(spec.layers):
-            own = [spec.layers[index] for index in self._layers]
-            if (like := self._target) is not None:
-                sizes = {"n_heads": like.n_heads, "n_kv_heads": like.n_kv_heads, "d_ff": like.d_ff}
-                own = [replace(one, **sizes) for one in own]  # type: ignore[arg-type]
-            config = new_config(config, spec, own)
-        said = self._recipe.storage.describe()
-        return config if said is None else {**config, KEY: said}
+            layers = [spec.layers[index] for index in self._layers]
+            if (target := self._target) is not None:
+                sizes = {"n_heads": target.n_heads, "n_kv_heads": target.n_kv_heads, "d_ff": target.d_ff}
+                layers = [replace(layer, **sizes) for layer in layers]  # type: ignore[arg-type]
+            config = new_config(config, spec, layers)
+        quantization_config = self._recipe.storage.describe()
+        return config if quantization_config is None else {**config, KEY: quantization_config}
 
 
 def _save(tensors: Tensors, path: Path) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes files that their owner alone may read
+    path.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
 def _dense(storage: Storage, stored: Tensors) -> Tensors:
-    """A stored layer in floats, by the names of Checkpoint.layer."""
+    """Convert a stored layer to floats, by the names of Checkpoint.layer."""
     dense: Tensors = {}
     for name in LINEAR_NAMES:
-        own = {key: stored.pop(key) for key in list(stored) if key.startswith(name + ".") and not key.endswith(".bias")}
-        dense[f"{name}.weight"] = storage.weight({key.removeprefix(name + "."): one for key, one in own.items()})
+        linear_tensors = {
+            key: stored.pop(key) for key in list(stored) if key.startswith(name + ".") and not key.endswith(".bias")
+        }
+        dense[f"{name}.weight"] = storage.weight(
+            {key.removeprefix(name + "."): tensor for key, tensor in linear_tensors.items()}
+        )
     return dense | {name: tensor.float() for name, tensor in stored.items()}
 
 
-def copy_rest(source: Path, target: Path) -> None:
-    """What a model folder has beside weights and config: tokenizer, templates, licences."""
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat templates and licences of a model folder."""
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_file() and path.name not in NOT_COPIED:
@@ -229,14 +249,14 @@ def copy_rest(source: Path, target: Path) -> None:
 
 
 def fingerprint(source: Checkpoint) -> list[Any]:
-    """What tells a source from another one, or from what it was before."""
+    """Return data that identifies a source and its current files."""
     files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in source.files]
     return [str(source.folder.resolve()), source.config, files]
 
 
 def _hash(ids: Sequence[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for one in ids:
-        found.update(str(tuple(one.shape)).encode())
-        found.update(one.numpy().tobytes())
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for batch in ids:
+        digest.update(str(tuple(batch.shape)).encode())
+        digest.update(batch.numpy().tobytes())
+    return digest.hexdigest()

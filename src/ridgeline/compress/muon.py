@@ -1,5 +1,8 @@
-"""Muon: momentum whose matrix is replaced by its nearest orthogonal one (Jordan et al. 2024, "Muon: an optimizer for hidden
-layers"), scaled to AdamW's usual step as in Liu et al. 2025, "Muon is scalable for LLM training" (section 2.2)."""
+"""The Muon optimizer: momentum updates are orthogonalized and scaled to the update size of AdamW.
+
+Sources: Jordan et al. 2024, "Muon: an optimizer for hidden layers"; Liu et al. 2025, "Muon is scalable for LLM training",
+section 2.2.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,23 @@ from torch import Tensor
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """About U V^T of each matrix U S V^T (its singular value decomposition) of [n, rows, columns], by a quintic Newton-Schulz
-    iteration."""
+    """Approximate U V^T of each matrix with singular value decomposition U S V^T by a quintic Newton-Schulz iteration.
+
+    matrices: [n, rows, columns].
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
+    transposed = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if transposed else matrices
     x = x.bfloat16()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return x.mT if transposed else x
 
 
 class Muon:
-    """Steps matrices of one shape together. `lr` may change between steps."""
+    """Optimizer that updates all matrices of one shape together. `lr` may change between steps."""
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         groups: dict[torch.Size, list[Tensor]] = defaultdict(list)

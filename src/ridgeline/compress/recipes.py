@@ -1,4 +1,4 @@
-"""The recipes of `ridgeline compress`, as data: a name says method, numbers and pattern."""
+"""The recipes of `ridgeline compress`. The name of a recipe states method, number format and pattern."""
 
 from __future__ import annotations
 
@@ -36,19 +36,16 @@ EXAMPLES = {
     "heads-25": "a quarter of the attention heads removed",
     "layers-2": "two layers removed",
 }
-"""Recipes that help shows; every other number of bits, group, share or pattern is named in the same way."""
+"""Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
 
 _QUANTIZED = re.compile(r"(rtn|gptq|awq)-int([348])-(?:g(\d+)|channel)(-zp|-sym)?(-actorder|-ordered)?")
 _SPARSE = re.compile(r"(magnitude|wanda|sparsegpt)-(?:(\d+):(\d+)|(\d+))")
-_SMALLER = re.compile(r"(heads|neurons|layers)-(\d+)")
+_STRUCTURED = re.compile(r"(heads|neurons|layers)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to do with every linear of the layers, and how to store it.
-
-    amount: share of heads or neurons that go, or number of layers. needs_texts: calibration texts are run.
-    """
+    """The method applied to every linear of the layers, and the storage of the result."""
 
     name: str
     method: Method
@@ -58,25 +55,27 @@ class Recipe:
     alpha: float = ALPHA
     pattern: Pattern = field(default=Pattern(0.0))
     amount: float = 0.0
+    """Share of heads or neurons, or number of layers, that are removed."""
 
     @property
     def needs_texts(self) -> bool:
+        """Whether the method needs calibration texts."""
         return self.method not in ("rtn", "magnitude")
 
     @property
     def bits(self) -> int | None:
-        """Of a weight; None where weights stay in floats."""
+        """Bits per weight. None: weights stay in floats."""
         return self.grid.bits if self.grid is not NO_GRID else None
 
 
 def read_recipe(name: str) -> Recipe:
-    """The recipe that a name means. Raises ConfigError with the nearest name."""
-    if found := _QUANTIZED.fullmatch(name):
-        return _quantized(name, found)
-    if found := _SPARSE.fullmatch(name):
-        return _sparse(name, found)
-    if found := _SMALLER.fullmatch(name):
-        method, count = found[1], int(found[2])
+    """Parse the name of a recipe. Raises ConfigError that suggests a similar name."""
+    if match := _QUANTIZED.fullmatch(name):
+        return _quantized(name, match)
+    if match := _SPARSE.fullmatch(name):
+        return _sparse(name, match)
+    if match := _STRUCTURED.fullmatch(name):
+        method, count = match[1], int(match[2])
         if method != "layers" and not 0 < count < 100:
             raise ConfigError(f"The recipe {name!r} has a percentage of {count}: give 1 to 99.", param="recipe")
         amount = float(count) if method == "layers" else count / 100
@@ -84,46 +83,46 @@ def read_recipe(name: str) -> Recipe:
     if name in ("rtn-w8a8", "smoothquant-w8a8"):
         method = name.partition("-")[0]
         return Recipe(name, method, Integers(INT8), Grid(8))  # type: ignore[arg-type]
-    near = difflib.get_close_matches(name, EXAMPLES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"examples are {', '.join(EXAMPLES)}."
+    similar = difflib.get_close_matches(name, EXAMPLES, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"examples are {', '.join(EXAMPLES)}."
     raise ConfigError(f"Unknown recipe {name!r}: {hint}", param="recipe")
 
 
-def _quantized(name: str, found: re.Match[str]) -> Recipe:
-    method, bits, group = found[1], int(found[2]), int(found[3] or 0)
+def _quantized(name: str, match: re.Match[str]) -> Recipe:
+    method, bits, group = match[1], int(match[2]), int(match[3] or 0)
     if group not in (0, *GROUPS):
         raise ConfigError(
             f"The recipe {name!r} is not possible: groups of {group} inputs cannot be served. Give "
             f"{', '.join(f'g{size}' for size in GROUPS)} or channel.",
             param="recipe",
         )
-    zeros = found[4] == "-zp" or (found[4] is None and method == "awq")
-    ordered = found[5] == "-ordered"
-    if found[5] and method != "gptq":
-        raise ConfigError(f"The recipe {name!r} is not possible: only gptq supports {found[5]}.", param="recipe")
+    zeros = match[4] == "-zp" or (match[4] is None and method == "awq")
+    ordered = match[5] == "-ordered"
+    if match[5] and method != "gptq":
+        raise ConfigError(f"The recipe {name!r} is not possible: only gptq supports {match[5]}.", param="recipe")
     layout: Layout = {"rtn": "pack-quantized", "gptq": "gptq", "awq": "awq"}[method]  # type: ignore[assignment]
     if bits == 3 or (method == "gptq" and zeros):
-        # Only this layout holds 3 bits, and a zero point of 0.
+        # Only this layout supports 3 bits and a zero point of 0.
         layout = "gptq_v2" if zeros else "gptq"
     elif method == "awq" and bits != 4:
         layout = "pack-quantized"
-    order: Order = "groups" if ordered else "static" if found[5] else "as stored"
+    order: Order = "groups" if ordered else "static" if match[5] else "as stored"
     grid = Grid(bits, group, not zeros)
     return Recipe(name, method, Integers(Published(layout, bits, group, zeros, ordered)), grid, order)  # type: ignore[arg-type]
 
 
-def _sparse(name: str, found: re.Match[str]) -> Recipe:
-    method = found[1]
-    if found[2]:
-        kept, of = int(found[2]), int(found[3])
-        if not 0 < kept < of:
+def _sparse(name: str, match: re.Match[str]) -> Recipe:
+    method = match[1]
+    if match[2]:
+        nonzeros, length = int(match[2]), int(match[3])
+        if not 0 < nonzeros < length:
             raise ConfigError(
-                f"The recipe {name!r} has the pattern {kept}:{of}: the first number must be above 0 and below the second.",
+                f"The recipe {name!r} has the pattern {nonzeros}:{length}: the first number must be above 0 and below the second.",
                 param="recipe",
             )
-        pattern, structure = Pattern((of - kept) / of, of), f"{kept}:{of}"
+        pattern, structure = Pattern((length - nonzeros) / length, length), f"{nonzeros}:{length}"
     else:
-        share = int(found[4])
+        share = int(match[4])
         if not 0 < share < 100:
             raise ConfigError(f"The recipe {name!r} has a percentage of {share}: give 1 to 99.", param="recipe")
         pattern, structure = Pattern(share / 100), "unstructured"

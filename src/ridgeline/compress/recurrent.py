@@ -1,8 +1,9 @@
-"""A recurrent draft as a module that can be trained: the network of speculation.recurrent, its loss, and the folder it is saved in.
+"""A trainable recurrent draft: the network of speculation.recurrent, its loss, and its folder format.
 
-It learns from the model it drafts for: chains begin behind every token of a text at once, each from the model's hidden state there
-and with the keys and values that the model has written up to there, and go on through the text's own tokens, as a draft goes on
-through tokens that were kept (the unrolled training of EAGLE-3, Li et al. 2025, section 3.2).
+The draft is trained by distillation from the target model. A chain starts after every token of a text at once, from the target's
+hidden state and with its keys and values up to there. It continues with the tokens of the text, as a draft continues after
+accepted tokens.
+Source: training-time test of EAGLE-3 (Li et al. 2025, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ridgeline.compress.decoder import FeedForward, Norm, TrainableDecoder, rotate
-from ridgeline.compress.distill import Recipe
+from ridgeline.compress.distill import LossWeights
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec, NumberFormat
 from ridgeline.ops.reference import pack_bits
@@ -26,70 +27,90 @@ from ridgeline.quant.integer import SMALLEST_SCALE, round_to_nearest
 from ridgeline.speculation.recurrent import MATRICES, ROWS, RecurrentWeights
 
 DEPTH = 4
-"""Tokens of the chains that it is trained on."""
-BEYOND = 0.2
-"""Weight of a place behind a token that a draft would never have said: its likeliest other draws are drafted too."""
-FORM = NumberFormat(4, 64)
-"""In which all matrices but the embedding are multiplied with, while they are trained too. On two cores a draft of one token
-takes 52, 49 and 47 us with groups of 32, 64 and 128, and 53 in 8 bits with a scale per output; behind the target's 28 MB 90, 88,
-84 and 130."""
+"""Length of the chains in training."""
+OFF_PATH_WEIGHT = 0.2
+"""Weight of a position after a token of probability 0 under the draft. It is above 0 because draft trees contain less likely
+tokens too."""
+WEIGHT_FORMAT = NumberFormat(4, 64)
+"""Number format of all matrices but the embedding, in training too. On two cores a draft of one token takes 52, 49 and 47 us with
+groups of 32, 64 and 128, and 53 us in 8 bits with a scale per output. Right after the target's 28 MB of weights are read it
+takes 90, 88, 84 and 130 us."""
 MODULES = {"embedding": "embed_tokens", "mix": "mix", "query": "q_proj", "out": "o_proj", "down": "mlp.down_proj"}
-"""Where a folder's matrices stand in the module, but for gate_up, which are two there, and the head."""
+"""Matrix in the folder -> module name. The head and gate_up, which is two modules, are handled separately."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What chains that begin behind each of `tokens` tokens learn from. hidden: the model's states there, [rows, tokens, d_model].
-    k, v: its keys and values there, of the layer that is attended to, [rows, kv_heads, tokens, head_dim].
-    turn: rotary table of all tokens. text int64 [rows, tokens + DEPTH]; for each of its tokens what the model says behind it:
-    possible, the logits of tokens that a draft may say, and total, the logarithm of the sum of exp(logit / temperature) over all;
-    and behind, which of those tokens the text has there, -1 for none.
-    """
+class TeacherTargets:
+    """The teacher's outputs for chains that start after each of `tokens` tokens."""
 
     hidden: Tensor
+    """Hidden states of the model, [rows, tokens, d_model]."""
     k: Tensor
+    """Keys of the attended layer, [rows, kv_heads, tokens, head_dim]."""
     v: Tensor
-    turn: Tensor
+    """Values of the attended layer, [rows, kv_heads, tokens, head_dim]."""
+    rotary: Tensor
+    """Rotary table of all tokens."""
     text: Tensor
-    possible: Tensor
-    total: Tensor
-    behind: Tensor
+    """int64 [rows, tokens + DEPTH]."""
+    logits: Tensor
+    """Logits of the draft's vocabulary after each token of the text."""
+    logsumexp: Tensor
+    """log(sum(exp(logit / temperature))) over the model's vocabulary after each token of the text."""
+    next_index: Tensor
+    """Index of the text's next token in the draft's vocabulary. -1 if it is not in it."""
 
-    def at(self, depth: int) -> Lesson:
-        """Of the chains' places at `depth` from 1 alone, each tensor as long as `hidden`, and copied, so that code that is compiled
-        for one depth is for all."""
-        here, texts = slice(depth, depth + self.hidden.shape[1]), (self.text, self.possible, self.total, self.behind)
-        text, possible, total, behind = (one[:, here].contiguous() for one in texts)
-        return Lesson(self.hidden, self.k, self.v, self.turn[here].clone(), text, possible, total, behind)
+    def at(self, depth: int) -> TeacherTargets:
+        """Return the targets of the chains' positions at `depth`, which starts at 1.
+
+        Each tensor is a copy with the length of `hidden`, so that code compiled for one depth serves all depths.
+        """
+        positions, tensors = (
+            slice(depth, depth + self.hidden.shape[1]),
+            (self.text, self.logits, self.logsumexp, self.next_index),
+        )
+        text, logits, logsumexp, next_index = (tensor[:, positions].contiguous() for tensor in tensors)
+        return TeacherTargets(
+            self.hidden, self.k, self.v, self.rotary[positions].clone(), text, logits, logsumexp, next_index
+        )
 
 
-class Snapped(nn.Linear):
-    """A linear that multiplies with its weights as `round_to_nearest` leaves them in FORM; gradients pass as if it were not there
-    (the straight-through estimator, see compress.tune)."""
+class FakeQuantizedLinear(nn.Linear):
+    """A linear that multiplies with its weights rounded to WEIGHT_FORMAT as by `round_to_nearest`.
+
+    Gradients pass the rounding unchanged (straight-through estimator, see compress.tune).
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
-    def snapped(self) -> Tensor:
-        """The weights that it multiplies with. Without a look at any value, which a compiled form could not have."""
-        half, whole = 1 << FORM.bits - 1, F.pad(self.weight.detach(), (0, -self.in_features % FORM.group))
-        groups = whole.unflatten(1, (-1, FORM.group))
+    def quantized_weight(self) -> Tensor:
+        """Return the rounded weights. No branch depends on a value, so that the function can be compiled."""
+        half_range, padded = (
+            1 << WEIGHT_FORMAT.bits - 1,
+            F.pad(self.weight.detach(), (0, -self.in_features % WEIGHT_FORMAT.group)),
+        )
+        groups = padded.unflatten(1, (-1, WEIGHT_FORMAT.group))
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        scales = torch.where(high > -low, high, low) / -half
-        # As float16 holds them, by their bits: a compiled form leaves a cast there and back out. Below 2^-14 float16 is coarser.
+        scales = torch.where(high > -low, high, low) / -half_range
+        # Round to float16 by the bits, because a compiler removes a cast to float16 and back. Below 2^-14 float16 is coarser.
         bits = torch.where(scales.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scales).view(torch.int32)
         scales = ((bits + 0x0FFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
-        near = (groups / scales).round().clamp(-half, half - 1) * scales
-        return self.weight + (near.flatten(1)[:, : self.in_features] - self.weight.detach())
+        rounded = (groups / scales).round().clamp(-half_range, half_range - 1) * scales
+        return self.weight + (rounded.flatten(1)[:, : self.in_features] - self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.snapped())
+        return F.linear(x, self.quantized_weight())
 
 
 class RecurrentModule(nn.Module):
-    """A recurrent draft to be trained; see speculation.recurrent for what it computes. spec: of the model it drafts for, of
-    which it takes width, norms and activation. ids int64 [outputs]: the tokens it may say. attended: the layer of the model whose
-    keys and values it reads. Its linears round their weights as they will be stored."""
+    """A trainable recurrent draft; see speculation.recurrent for the network. Its linears round weights as they are stored.
+
+    Args:
+        spec: the target model, which defines width, norms and activation.
+        ids: int64 [outputs], the draft's vocabulary.
+        attended: the target's layer whose keys and values the draft reads.
+    """
 
     ids: Tensor
 
@@ -99,21 +120,23 @@ class RecurrentModule(nn.Module):
         self.attended, self.head_dim, self.scale = attended, layer.head_dim, spec.scale_of(layer)
         queries = layer.n_heads * layer.head_dim
         self.embed_tokens = nn.Embedding(spec.vocab_size, width)
-        self.mix = Snapped(width, width)
+        self.mix = FakeQuantizedLinear(width, width)
         self.attn_norm, self.mlp_norm, self.norm = (Norm(width, spec) for _ in range(3))
-        self.q_proj, self.o_proj = Snapped(width, queries), Snapped(queries, width)
+        self.q_proj, self.o_proj = FakeQuantizedLinear(width, queries), FakeQuantizedLinear(queries, width)
         self.mlp, inner = FeedForward(spec, spec.layers[0]), spec.layers[0].d_ff
         self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj = (
-            Snapped(*sizes) for sizes in ((width, inner), (width, inner), (inner, width))
+            FakeQuantizedLinear(*sizes) for sizes in ((width, inner), (width, inner), (inner, width))
         )
-        self.lm_head = Snapped(width, len(ids))
+        self.lm_head = FakeQuantizedLinear(width, len(ids))
         self.register_buffer("ids", ids)
-        for last in (self.o_proj, self.mlp.down_proj):
-            nn.init.zeros_(last.weight)
+        for output in (self.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(output.weight)
 
-    def start(self, teacher: TrainableDecoder, hidden: Tensor) -> None:
-        """Take the model's embedding, queries, norm and head. hidden: some of its hidden states, of which a state takes as much as
-        of the embedding."""
+    def init_from_teacher(self, teacher: TrainableDecoder, hidden: Tensor) -> None:
+        """Initialize embedding, query projection, norms and head from the target model.
+
+        hidden: sample of its hidden states. They are scaled to the size of the embedding.
+        """
         embedding = teacher.embed_tokens.weight
         with torch.no_grad():
             self.embed_tokens.weight.copy_(embedding)
@@ -124,18 +147,20 @@ class RecurrentModule(nn.Module):
             self.attn_norm.weight.copy_(layer.get_parameter("input_layernorm.weight"))
             self.q_proj.weight.copy_(layer.get_parameter("self_attn.q_proj.weight"))
 
-    def take(self, weights: RecurrentWeights) -> None:
-        """Take what a folder holds, a draft that attends to the same layer: of its head what this one says too."""
-        held = {name: weights.plain(name, torch.float32, torch.device("cpu")) for name in ("gate_up", "head", *MODULES)}
-        gate, up = held.pop("gate_up").chunk(2)
-        head, place = (
+    def load(self, weights: RecurrentWeights) -> None:
+        """Load the weights of a saved draft that attends to the same layer. Of its head only the common vocabulary is loaded."""
+        matrices = {
+            name: weights.plain(name, torch.float32, torch.device("cpu")) for name in ("gate_up", "head", *MODULES)
+        }
+        gate, up = matrices.pop("gate_up").chunk(2)
+        head, row_of_id = (
             self.lm_head.weight.detach().cpu().clone(),
-            {one: at for at, one in enumerate(weights.ids.tolist())},
+            {token_id: row for row, token_id in enumerate(weights.ids.tolist())},
         )
-        both = [(at, place[one]) for at, one in enumerate(self.ids.tolist()) if one in place]
-        here, there = torch.tensor(both, dtype=torch.int64).view(-1, 2).unbind(1)
-        head[here] = held.pop("head")[there]
-        state = {MODULES[name]: tensor for name, tensor in held.items()}
+        rows = [(row, row_of_id[token_id]) for row, token_id in enumerate(self.ids.tolist()) if token_id in row_of_id]
+        own_rows, weights_rows = torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1)
+        head[own_rows] = matrices.pop("head")[weights_rows]
+        state = {MODULES[name]: tensor for name, tensor in matrices.items()}
         state |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "lm_head": head}
         state |= {
             "attn_norm": weights.norms["query_norm"],
@@ -144,27 +169,32 @@ class RecurrentModule(nn.Module):
         }
         self.load_state_dict({f"{name}.weight": tensor for name, tensor in state.items()} | {"ids": self.ids})
 
-    def forward(self, state: Tensor, tokens: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
-        """state [rows, n, d_model] and the next token int64 [rows, n] -> the next state, normed as the model's hidden states are.
+    def forward(self, state: Tensor, tokens: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
+        """Compute the next state, normalized like the model's final hidden states.
 
-        k, v: what the model has written [rows, kv_heads, n, head_dim], of which the chain at i sees the first i + 1. turn: the
-        rotary table of the tokens' positions [n, 2, dim / 2].
+        Args:
+            state: [rows, n, d_model].
+            tokens: int64 [rows, n], the next tokens.
+            k, v: [rows, kv_heads, n, head_dim], from the model. The chain at index i attends to the first i + 1.
+            rotary: [n, 2, dim / 2], at the positions of the tokens.
         """
         mixed = self.mix(state) + self.embed_tokens(tokens)
         q = self.q_proj(self.attn_norm(mixed)).view(*tokens.shape, -1, self.head_dim).transpose(1, 2)
-        read = F.scaled_dot_product_attention(
-            rotate(q, turn).type_as(v), k, v, is_causal=True, scale=self.scale, enable_gqa=True
+        attended = F.scaled_dot_product_attention(
+            rotate(q, rotary).type_as(v), k, v, is_causal=True, scale=self.scale, enable_gqa=True
         )
-        mixed = mixed + self.o_proj(read.transpose(1, 2).flatten(2))
+        mixed = mixed + self.o_proj(attended.transpose(1, 2).flatten(2))
         return self.norm(mixed + self.mlp(self.mlp_norm(mixed)))
 
 
-Parts = tuple[Callable[..., Lesson], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+CompiledParts = tuple[Callable[..., TeacherTargets], Callable[..., tuple[Tensor, Tensor, Tensor]]]
 
 
 @torch.no_grad()
-def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temperature: float) -> Lesson:
-    """What the teacher teaches about rows [rows, tokens] int64."""
+def teacher_targets(
+    teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temperature: float
+) -> TeacherTargets:
+    """Compute the teacher's targets for rows int64 [rows, tokens]."""
     layer = teacher.spec.layers[draft.attended]
     if layer.window is not None or layer.softcap is not None:
         raise UnsupportedModel(
@@ -172,53 +202,75 @@ def lesson(teacher: TrainableDecoder, draft: RecurrentModule, rows: Tensor, temp
         )
     tokens, cache = rows.shape[1] - DEPTH, teacher.cache(*rows.shape)
     hidden = teacher.hidden(rows, cache)
-    total = (teacher.logits(hidden).float() / temperature).logsumexp(-1, keepdim=True)
-    possible = F.linear(hidden, teacher.unembedding[draft.ids])
-    k, v = (one[:, :, :tokens] for one in (cache[draft.attended].k, cache[draft.attended].v))
-    turn = getattr(teacher, f"turn_{teacher.rope_of[draft.attended]}")
-    number = rows.new_full((teacher.spec.vocab_size,), -1)
-    number[draft.ids] = torch.arange(len(draft.ids), device=rows.device)
-    behind = F.pad(number[rows[:, 1:]], (0, 1), value=-1)
-    return Lesson(hidden[:, :tokens], k, v, turn, rows, possible, total, behind)
+    logsumexp = (teacher.logits(hidden).float() / temperature).logsumexp(-1, keepdim=True)
+    logits = F.linear(hidden, teacher.unembedding[draft.ids])
+    k, v = (tensor[:, :, :tokens] for tensor in (cache[draft.attended].k, cache[draft.attended].v))
+    rotary = getattr(teacher, f"rotary_{teacher.rope_of[draft.attended]}")
+    index_of_id = rows.new_full((teacher.spec.vocab_size,), -1)
+    index_of_id[draft.ids] = torch.arange(len(draft.ids), device=rows.device)
+    next_index = F.pad(index_of_id[rows[:, 1:]], (0, 1), value=-1)
+    return TeacherTargets(hidden[:, :tokens], k, v, rotary, rows, logits, logsumexp, next_index)
 
 
-def place_loss(draft: RecurrentModule, state: Tensor, here: Lesson, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-    """States of the chains, and the lesson at their next place (`Lesson.at`) -> the states one token on, and of each chain the loss
-    there and the chance that the draft's token is the text's where the text is drawn from the model, both [rows, tokens]."""
-    heat = recipe.temperature
-    state = draft(state, here.text, here.k, here.v, here.turn)
-    said = F.log_softmax(draft.lm_head(state).float() / heat, -1)
-    wanted = here.possible.float() / heat - here.total
-    among = wanted - wanted.logsumexp(-1, keepdim=True)
-    diverges = (among.exp() * (among - said)).sum(-1) * heat**2
-    kept = torch.minimum(wanted.exp(), said.exp()).sum(-1)
-    behind = here.behind.clamp(min=0).unsqueeze(-1)
-    right = (said.detach() - wanted).gather(-1, behind).squeeze(-1).clamp(max=0).exp() * (here.behind >= 0)
-    return state, recipe.logits * diverges + recipe.overlap * (1 - kept), right
+def depth_loss(
+    draft: RecurrentModule, state: Tensor, targets: TeacherTargets, weights: LossWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advance the chains by one token.
+
+    Args:
+        state: states of the chains.
+        targets: from `TeacherTargets.at`, at the next depth.
+    Returns:
+        The next states; the loss of each chain [rows, tokens]; the probability of each chain [rows, tokens] that the draft
+        proposes the text's token if the text is drawn from the model.
+    """
+    temperature = weights.temperature
+    state = draft(state, targets.text, targets.k, targets.v, targets.rotary)
+    draft_logprobs = F.log_softmax(draft.lm_head(state).float() / temperature, -1)
+    teacher_logprobs = targets.logits.float() / temperature - targets.logsumexp
+    renormalized = teacher_logprobs - teacher_logprobs.logsumexp(-1, keepdim=True)
+    kl = (renormalized.exp() * (renormalized - draft_logprobs)).sum(-1) * temperature**2
+    overlap = torch.minimum(teacher_logprobs.exp(), draft_logprobs.exp()).sum(-1)
+    next_index = targets.next_index.clamp(min=0).unsqueeze(-1)
+    kept_probability = (draft_logprobs.detach() - teacher_logprobs).gather(-1, next_index).squeeze(-1).clamp(
+        max=0
+    ).exp() * (targets.next_index >= 0)
+    return state, weights.logits * kl + weights.overlap * (1 - overlap), kept_probability
 
 
 def recurrent_losses(
-    draft: RecurrentModule, teacher: TrainableDecoder, rows: Tensor, recipe: Recipe, parts: Parts = (lesson, place_loss)
+    draft: RecurrentModule,
+    teacher: TrainableDecoder,
+    rows: Tensor,
+    weights: LossWeights,
+    parts: CompiledParts = (teacher_targets, depth_loss),
 ) -> Tensor:
-    """The loss at each of DEPTH places of a chain, float32 [DEPTH], of chains that begin at every token of rows [rows, tokens]
-    int64: KL to what the teacher says there, among the tokens that the draft may say, and `refused` among all. A place counts as
-    much as it is likely to be reached, its chain's tokens being kept. parts: the two functions, compiled.
+    """Compute the loss at each depth of chains that start at every token, float32 [DEPTH].
+
+    The loss is the KL to the teacher over the draft's vocabulary, plus the rejection rate over the whole vocabulary. A position is
+    weighted by the probability that the chain reaches it, that is, that its tokens are accepted.
+
+    Args:
+        rows: int64 [rows, tokens].
+        parts: `teacher_targets` and `depth_loss`, or their compiled versions.
     """
-    learn, place = parts
-    given = learn(teacher, draft, rows, recipe.temperature)
-    # As the states of all later places are, for which one compiled form serves then.
-    state = given.hidden.float().requires_grad_(torch.is_grad_enabled())
-    reached, terms = torch.ones_like(given.hidden[..., 0], dtype=torch.float32), []
+    targets_of, loss_at = parts
+    targets = targets_of(teacher, draft, rows, weights.temperature)
+    # Same type and gradient flag as the states of later depths, so that one compiled version serves all depths.
+    state = targets.hidden.float().requires_grad_(torch.is_grad_enabled())
+    reach, terms = torch.ones_like(targets.hidden[..., 0], dtype=torch.float32), []
     for depth in range(1, DEPTH + 1):
-        state, loss, right = place(draft, state, given.at(depth), recipe)
-        terms.append((loss * reached).mean())
-        reached = reached * (BEYOND + (1 - BEYOND) * right)
+        state, loss, kept_probability = loss_at(draft, state, targets.at(depth), weights)
+        terms.append((loss * reach).mean())
+        reach = reach * (OFF_PATH_WEIGHT + (1 - OFF_PATH_WEIGHT) * kept_probability)
     return torch.stack(terms)
 
 
 def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> None:
-    """Write the draft for a model of `spec`, matrices in FORM and the embedding in 8 bits; see speculation.recurrent. The folder is
-    made."""
+    """Write the draft of a model with `spec`: matrices in WEIGHT_FORMAT, the embedding in 8 bits. The folder is created.
+
+    See speculation.recurrent for the format.
+    """
     mlp = draft.mlp
     matrices = {
         "embedding": draft.embed_tokens.weight,
@@ -236,12 +288,12 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
         "ids": draft.ids.int(),
     }
     for name, weight in matrices.items():
-        form = FORM if name in MATRICES else NumberFormat(ROWS[0])
-        codes, scales, _ = round_to_nearest(weight.detach(), form)
-        tensors |= {f"{name}.codes": pack_bits(codes, form.bits), f"{name}.scales": scales.squeeze(1).half()}
+        number_format = WEIGHT_FORMAT if name in MATRICES else NumberFormat(ROWS[0])
+        codes, scales, _ = round_to_nearest(weight.detach(), number_format)
+        tensors |= {f"{name}.codes": pack_bits(codes, number_format.bits), f"{name}.scales": scales.squeeze(1).half()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: one.cpu().contiguous() for name, one in tensors.items()},
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -254,6 +306,6 @@ def save_recurrent(draft: RecurrentModule, folder: Path, spec: ModelSpec) -> Non
         "hidden_act": spec.activation,
         "rms_norm_eps": spec.norm_eps,
         "attended_layer": draft.attended,
-        "formats": {name: [FORM.bits, FORM.group] for name in MATRICES},
+        "formats": {name: [WEIGHT_FORMAT.bits, WEIGHT_FORMAT.group] for name in MATRICES},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""How a compressed linear lies in a checkpoint: published layouts, with what config.json says of them.
+"""Storage of compressed linears in a checkpoint: published layouts and their entry in config.json.
 
-A storage turns one linear into named tensors and back, by quant.layouts and quant.bitmask.
+A storage converts one linear to named tensors and back (quant.layouts, quant.bitmask).
 """
 
 from __future__ import annotations
@@ -12,50 +12,51 @@ from typing import Any, Protocol
 import torch
 
 from ridgeline.compress.grid import Codes, Grid
-from ridgeline.compress.inputs import Product, int8_tokens, plain
+from ridgeline.compress.inputs import Product, float_product, int8_inputs
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.models.stored import HEAD, KEY, read_stored
 from ridgeline.quant import bitmask
 from ridgeline.quant.layouts import Published, decode, encode
 
 Tensors = dict[str, torch.Tensor]
-Settled = Codes | torch.Tensor
-"""A linear as a method leaves it: on a grid, or in floats."""
+CompressedWeight = Codes | torch.Tensor
+"""The result of a method for one linear: codes on a grid, or floats."""
 
 
 class Storage(Protocol):
-    """One way to store every linear of the layers."""
+    """A way to store every linear of the layers."""
 
     @property
     def product(self) -> Product:
-        """How a linear of this storage multiplies, given its weights as floats."""
+        """The product of a linear in this storage, given its weights as floats."""
         ...
 
-    def pack(self, settled: Settled, dtype: torch.dtype) -> Tensors:
-        """Tensors of a linear by the names behind its own ("weight_packed"). dtype: of what stays in floats.
+    def pack(self, compressed: CompressedWeight, dtype: torch.dtype) -> Tensors:
+        """Convert a linear to tensors, by the names after the linear's name ("weight_packed").
 
-        Raises UnsupportedModel for what the layout cannot hold."""
+        dtype: type of tensors that stay in floats. Raises UnsupportedModel for what the layout cannot store.
+        """
         ...
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The linear's weights, float32 [out, in]."""
+        """Restore the weights of a linear, float32 [out, in]."""
         ...
 
     def describe(self) -> dict[str, Any] | None:
-        """quantization_config of config.json; None: there is none."""
+        """Return the quantization_config of config.json. None: config.json has none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """The checkpoint's own floating-point type."""
+    """Weights in the checkpoint's floating-point type."""
 
     @property
     def product(self) -> Product:
-        return plain
+        return float_product
 
-    def pack(self, settled: Settled, dtype: torch.dtype) -> Tensors:
-        return {"weight": (settled.dequantize() if isinstance(settled, Codes) else settled).to(dtype)}
+    def pack(self, compressed: CompressedWeight, dtype: torch.dtype) -> Tensors:
+        return {"weight": (compressed.dequantize() if isinstance(compressed, Codes) else compressed).to(dtype)}
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return tensors["weight"].float()
@@ -65,23 +66,23 @@ class Floats:
 
 
 INT8 = Published("int-quantized", 8, 0)
-"""W8A8: weights with a scale per output, inputs rounded per token as they come."""
+"""W8A8: 8-bit weights with a scale per output. Inputs are rounded to 8 bits per token at run time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Integers with a scale per group, one of quant.layouts; with INT8 inputs are rounded to 8 bits per token as well."""
+    """Integers in one of the layouts of quant.layouts. With INT8, inputs are rounded to 8 bits per token too."""
 
     form: Published
 
     @property
     def product(self) -> Product:
-        return int8_tokens if self.form.layout == INT8.layout else plain
+        return int8_inputs if self.form.layout == INT8.layout else float_product
 
-    def pack(self, settled: Settled, dtype: torch.dtype) -> Tensors:
-        assert isinstance(settled, Codes)
-        scales = settled.scales.to(settled.grid.scale_dtype)
-        return encode(self.form, settled.codes, scales, settled.zeros, settled.g_idx)
+    def pack(self, compressed: CompressedWeight, dtype: torch.dtype) -> Tensors:
+        assert isinstance(compressed, Codes)
+        scales = compressed.scales.to(compressed.grid.scale_dtype)
+        return encode(self.form, compressed.codes, scales, compressed.zeros, compressed.g_idx)
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codes, scales, zeros, g_idx = decode(self.form, tensors)
@@ -91,14 +92,14 @@ class Integers:
     def describe(self) -> dict[str, Any] | None:
         form = self.form
         if form.layout == "awq":
-            named = {"bits": form.bits, "group_size": form.group or -1, "zero_point": form.zeros, "version": "gemm"}
-            return {"quant_method": "awq", **named, "modules_to_not_convert": [HEAD]}
+            keys = {"bits": form.bits, "group_size": form.group or -1, "zero_point": form.zeros, "version": "gemm"}
+            return {"quant_method": "awq", **keys, "modules_to_not_convert": [HEAD]}
         if form.layout in ("gptq", "gptq_v2"):
-            named = {"bits": form.bits, "group_size": form.group or -1, "sym": not form.zeros, "desc_act": form.order}
-            return {"quant_method": "gptq", **named, "checkpoint_format": form.layout, "lm_head": False}
+            keys = {"bits": form.bits, "group_size": form.group or -1, "sym": not form.zeros, "desc_act": form.order}
+            return {"quant_method": "gptq", **keys, "checkpoint_format": form.layout, "lm_head": False}
         if form == INT8:
-            eight = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-            return _tensors_config(form.layout, eight, {**eight, "strategy": "token", "dynamic": True})
+            weights_8bit = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+            return _tensors_config(form.layout, weights_8bit, {**weights_8bit, "strategy": "token", "dynamic": True})
         weights = {
             "num_bits": form.bits,
             "type": "int",
@@ -112,17 +113,17 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class Bitmask:
-    """Weights that are not zero, row after row, and a bit for every weight. structure: "unstructured" or as "2:4"."""
+    """Non-zero weights and a bit mask. structure: "unstructured" or an N:M pattern such as "2:4"."""
 
     structure: str = "unstructured"
 
     @property
     def product(self) -> Product:
-        return plain
+        return float_product
 
-    def pack(self, settled: Settled, dtype: torch.dtype) -> Tensors:
-        assert isinstance(settled, torch.Tensor)
-        return bitmask.pack(settled.to(dtype))
+    def pack(self, compressed: CompressedWeight, dtype: torch.dtype) -> Tensors:
+        assert isinstance(compressed, torch.Tensor)
+        return bitmask.pack(compressed.to(dtype))
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return bitmask.unpack(tensors).float()
@@ -134,19 +135,19 @@ class Bitmask:
             "targets": ["Linear"],
             "ignore": [HEAD],
         }
-        plain_groups: dict[str, Any] = {}
+        no_groups: dict[str, Any] = {}
         return {
             "quant_method": "compressed-tensors",
             "format": "dense",
             "quantization_status": "compressed",
-            "config_groups": plain_groups,
+            "config_groups": no_groups,
             "ignore": [HEAD],
             "sparsity_config": sparsity,
         }
 
 
 def _tensors_config(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """compressed-tensors' description of one group for all linears but the head."""
+    """Return the quantization_config of compressed-tensors with one group for all linears but the head."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -158,12 +159,12 @@ def _tensors_config(form: str, weights: dict[str, Any], inputs: dict[str, Any] |
 
 
 def read_storage(config: Mapping[str, Any]) -> Storage:
-    """How the checkpoint of a parsed config.json stores its linears. Raises UnsupportedModel naming what is not known."""
-    said = config.get(KEY)
-    if said is None:
+    """Return the storage of a checkpoint from its parsed config.json. Raises UnsupportedModel for an unknown format."""
+    quantization_config = config.get(KEY)
+    if quantization_config is None:
         return Floats()
-    sparsity = (said.get("sparsity_config") or {}) if isinstance(said, dict) else {}
-    if sparsity.get("format") == "sparse-bitmask" and not said.get("config_groups"):
+    sparsity = (quantization_config.get("sparsity_config") or {}) if isinstance(quantization_config, dict) else {}
+    if sparsity.get("format") == "sparse-bitmask" and not quantization_config.get("config_groups"):
         return Bitmask(str(sparsity.get("sparsity_structure", "unstructured")))
     stored = read_stored(config)
     if stored.integers is None:

@@ -1,4 +1,4 @@
-"""Texts that compression needs: rows to calibrate with, and others, of other documents, to judge by."""
+"""Texts for compression: calibration rows, and evaluation windows of other documents."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from random import Random
 
 from ridgeline.quality.texts import Window, windows
 
-JUDGING = 4
-"""Every fourth document judges, where no other text is given to do so."""
-SHORTEST = 32
-"""Tokens below which a row says too little to calibrate with."""
+EVALUATION_STRIDE = 4
+"""Every fourth document is for evaluation if no evaluation text is given."""
+MIN_ROW_TOKENS = 32
+"""Minimum tokens of a calibration row."""
 
 Encode = Callable[[str], Sequence[int]]
 
 
 def default_calibration() -> Path:
-    """The sample of prose, documentation, code, mathematics and dialogue that comes with the package (licences by line)."""
+    """Return the packaged sample of prose, documentation, code, mathematics and dialogue. Each line states its licence."""
     return Path(str(files("ridgeline").joinpath("assets", "calibration.jsonl")))
 
 
 def split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(texts to calibrate with, texts to judge by). A single text is cut instead: its last quarter judges."""
+    """Split texts into (calibration, evaluation). Of a single text the last quarter is for evaluation."""
     if len(texts) < 2:
-        cut = len(texts[0]) * (JUDGING - 1) // JUDGING
+        cut = len(texts[0]) * (EVALUATION_STRIDE - 1) // EVALUATION_STRIDE
         return [texts[0][:cut]], [texts[0][cut:]]
-    judging = [text for place, text in enumerate(texts) if place % JUDGING == JUDGING - 1]
-    return [text for place, text in enumerate(texts) if place % JUDGING != JUDGING - 1], judging or [texts[-1]]
+    evaluation = [text for index, text in enumerate(texts) if index % EVALUATION_STRIDE == EVALUATION_STRIDE - 1]
+    return [
+        text for index, text in enumerate(texts) if index % EVALUATION_STRIDE != EVALUATION_STRIDE - 1
+    ], evaluation or [texts[-1]]
 
 
 def calibration_rows(
     texts: Sequence[str], encode: Encode, length: int, tokens: int, seed: int = 0
 ) -> list[tuple[int, ...]]:
-    """Rows of at most `length` tokens, about `tokens` in all, drawn from all documents; longest first, so that equally long
-    ones run together."""
-    rows = [one.ids for one in windows(texts, encode, length, 0) if len(one.ids) >= SHORTEST]
+    """Draw rows of at most `length` tokens from all documents, about `tokens` in total.
+
+    The longest rows come first, so that rows of equal length run in one batch.
+    """
+    rows = [window.ids for window in windows(texts, encode, length, 0) if len(window.ids) >= MIN_ROW_TOKENS]
     Random(seed).shuffle(rows)
     kept, count = [], 0
     for row in rows:
@@ -47,13 +51,13 @@ def calibration_rows(
     return sorted(kept, key=len, reverse=True)
 
 
-def judging_windows(texts: Sequence[str], encode: Encode, length: int, tokens: int, seed: int = 0) -> list[Window]:
-    """Windows of at most `length` tokens until `tokens` are scored, whole documents in random order; longest first."""
+def evaluation_windows(texts: Sequence[str], encode: Encode, length: int, tokens: int, seed: int = 0) -> list[Window]:
+    """Draw windows of at most `length` tokens from documents in random order until `tokens` are scored. Longest first."""
     order = Random(seed).sample(range(len(texts)), len(texts))
     kept, count = [], 0
-    for place in order:
-        for one in windows([texts[place]], encode, length, 0):
+    for document in order:
+        for window in windows([texts[document]], encode, length, 0):
             if count < tokens:
-                kept.append(replace(one, document=place))
-                count += one.tokens
-    return sorted(kept, key=lambda one: len(one.ids), reverse=True)
+                kept.append(replace(window, document=document))
+                count += window.tokens
+    return sorted(kept, key=lambda window: len(window.ids), reverse=True)

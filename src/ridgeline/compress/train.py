@@ -1,8 +1,7 @@
-"""The training loop: a student, a loss, a source of batches, a schedule. Distillation, fine-tuning after pruning and
-quantization-aware training all run it.
+"""The training loop for distillation, fine-tuning after pruning and quantization-aware training.
 
-Matrices are stepped by Muon, embeddings, heads and vectors by AdamW; parameters that need no gradient stay. A source is a
-function of the step's number, so that a run that was stopped goes on with the batches it would have had.
+Muon updates matrices. AdamW updates embeddings, heads and vectors. Parameters without gradient are constant. A batch is a
+function of its number, so a resumed run gets the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,49 +20,49 @@ from ridgeline.compress.muon import Muon
 from ridgeline.core.errors import ConfigError
 
 Loss = Callable[[Tensor], Tensor]
-"""A batch to its mean loss, a scalar that leads back to the student's parameters."""
+"""batch -> mean loss, a scalar that is differentiable in the student's parameters."""
 Source = Callable[[int], Tensor]
-"""Number of a batch, from 0, to the batch; always the same for the same number."""
+"""number of a batch, from 0 -> batch. The same number always gives the same batch."""
 Check = Callable[[], Mapping[str, float]]
-"""Figures of the student on held-out data."""
+"""() -> figures of the student on held-out data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up, constant steps, a linear decay to nothing.
-
-    steps: how many. seconds: a run ends after so many even if steps are left, and its decay follows whichever comes first;
-    such a run is not the same twice. decay_from: share of the run before the step size falls.
-    """
+    """Learning rate schedule: linear warm-up, constant, linear decay to 0."""
 
     steps: int
     warmup: int = 50
     decay_from: float = 0.4
+    """Share of the run before the decay."""
     seconds: float = float("inf")
+    """Time limit. The decay follows the limit that is closer, steps or seconds. A run with a time limit is not reproducible."""
 
     def progress(self, step: int, elapsed: float) -> float:
+        """Return the finished share of the run."""
         return max(step / self.steps, elapsed / self.seconds)
 
     def rate(self, step: int, progress: float) -> float:
-        """Share of the full step size at the step of this number, from 0."""
-        falling = (1 - progress) / (1 - self.decay_from) if self.decay_from < 1 else 1.0
-        return max(0.0, min(1.0, falling, (step + 1) / max(1, self.warmup)))
+        """Return the learning rate factor of a step, counted from 0."""
+        decay = (1 - progress) / (1 - self.decay_from) if self.decay_from < 1 else 1.0
+        return max(0.0, min(1.0, decay, (step + 1) / max(1, self.warmup)))
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a student is trained. Step sizes: matrix_lr of Muon, vector_lr of AdamW. matrix_decay: weight decay of the matrices.
-
-    parts: batches whose gradients make one step. clip: largest norm of the gradients together. log_every, check_every,
-    save_every: in steps; 0: never (a finished run is always saved).
-    """
+    """Hyperparameters of a training run. The intervals are in steps; 0 means never. A finished run is always saved."""
 
     schedule: Schedule
     matrix_lr: float = 5e-3
+    """Learning rate of Muon."""
     vector_lr: float = 2e-3
+    """Learning rate of AdamW."""
     matrix_decay: float = 0.1
+    """Weight decay of the matrices."""
     parts: int = 1
+    """Batches per step (gradient accumulation)."""
     clip: float = 1.0
+    """Maximum norm of all gradients."""
     seed: int = 0
     log_every: int = 50
     check_every: int = 0
@@ -71,16 +70,16 @@ class Training:
 
 
 class Trainer:
-    """One run, in a folder: log.jsonl (a row per `log_every` steps) and state.pt, from which a stopped run goes on."""
+    """A training run with a folder: log.jsonl has a row per `log_every` steps, and an interrupted run resumes from state.pt."""
 
     def __init__(self, student: nn.Module, loss: Loss, batches: Source, training: Training, out: Path) -> None:
         self.student, self.loss, self.batches, self.training, self.out = student, loss, batches, training, out
-        named = [(name, one) for name, one in student.named_parameters() if one.requires_grad]
-        if not named:
+        trainable = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
+        if not trainable:
             raise ConfigError("The student has no parameter to train: set requires_grad on some.")
-        self.device = named[0][1].device
-        matrices = [one for name, one in named if is_matrix(name, one)]
-        others = [one for name, one in named if not is_matrix(name, one)]
+        self.device = trainable[0][1].device
+        matrices = [parameter for name, parameter in trainable if is_matrix(name, parameter)]
+        others = [parameter for name, parameter in trainable if not is_matrix(name, parameter)]
         self.parameters = matrices + others
         self.muon = Muon(matrices, training.matrix_lr, training.matrix_decay)
         fused = self.device.type == "cuda"
@@ -96,7 +95,7 @@ class Trainer:
             self.resume()
 
     def gradients(self) -> Tensor:
-        """Add up the gradients of one step; the mean loss of its parts."""
+        """Accumulate the gradients of one step. Returns the mean loss of its batches."""
         total = torch.zeros((), device=self.device)
         parts = self.training.parts
         for part in range(parts):
@@ -108,58 +107,60 @@ class Trainer:
         return total
 
     def update(self, rate: float) -> None:
+        """Update the parameters with the learning rates multiplied by `rate`, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.parameters, self.training.clip)
         self.muon.lr = self.training.matrix_lr * rate
         self.muon.step()
         if self.adam is not None:
             self.adam.param_groups[0]["lr"] = self.training.vector_lr * rate
             self.adam.step()
-        for one in self.parameters:
-            one.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def run(self, check: Check | None = None, until: int | None = None) -> dict[str, Any]:
-        """Train to the end of the schedule, or to step `until` of it, where another call goes on; the last row of the log.
+        """Train to the end of the schedule or to step `until`, from which another call continues.
 
-        Raises FloatingPointError if the loss is not finite.
+        Returns the last row of the log. Raises FloatingPointError if the loss is not finite.
         """
         training, schedule = self.training, self.training.schedule
         self.student.train()
         self.log(
             {"training": asdict(training), "step": self.step, "parameters": sum(p.numel() for p in self.parameters)}
         )
-        before, since, running = time.monotonic() - self.elapsed, self.step, torch.zeros((), device=self.device)
+        start, last_report, loss_sum = time.monotonic() - self.elapsed, self.step, torch.zeros((), device=self.device)
         while (progress := schedule.progress(self.step, self.elapsed)) < 1 and self.step != until:
-            running += self.gradients()
+            loss_sum += self.gradients()
             self.update(schedule.rate(self.step, progress))
             self.step += 1
-            self.elapsed = time.monotonic() - before
+            self.elapsed = time.monotonic() - start
             if due(training.log_every, self.step):
-                self.report(running, self.step - since)
-                since = self.step
+                self.report(loss_sum, self.step - last_report)
+                last_report = self.step
             if check is not None and due(training.check_every, self.step):
-                self.log({"step": self.step, "check": self.checked(check)})
+                self.log({"step": self.step, "check": self.run_check(check)})
             if due(training.save_every, self.step):
                 self.save()
-        row = self.report(running, self.step - since) | {"done": progress >= 1}
+        row = self.report(loss_sum, self.step - last_report) | {"done": progress >= 1}
         if check is not None:
-            row["check"] = self.checked(check)
+            row["check"] = self.run_check(check)
         self.log(row)
         self.save()
         return row
 
-    def checked(self, check: Check) -> dict[str, float]:
+    def run_check(self, check: Check) -> dict[str, float]:
+        """Run `check` in evaluation mode."""
         self.student.eval()
         with torch.no_grad():
-            found = dict(check())
+            figures = dict(check())
         self.student.train()
-        return found
+        return figures
 
-    def report(self, running: Tensor, steps: int) -> dict[str, Any]:
-        """Log the mean loss of the last `steps` steps and start a new sum."""
+    def report(self, loss_sum: Tensor, steps: int) -> dict[str, Any]:
+        """Log the mean loss of the last `steps` steps and reset the sum."""
         row: dict[str, Any] = {"step": self.step, "seconds": round(self.elapsed, 2)}
         if steps:
-            row["loss"] = running.item() / steps
-            running.zero_()
+            row["loss"] = loss_sum.item() / steps
+            loss_sum.zero_()
             self.log(row)
             if not -float("inf") < row["loss"] < float("inf"):
                 raise FloatingPointError(f"the loss is {row['loss']} at step {self.step}: lower the learning rate.")
@@ -170,11 +171,11 @@ class Trainer:
             file.write(json.dumps(row) + "\n")
 
     def save(self) -> None:
-        """Write state.pt; one that is there already stays whole until the new one is."""
+        """Write state.pt. An existing file is replaced only after the new one is complete."""
         state = {
             "step": self.step,
             "elapsed": self.elapsed,
-            "parameters": [one.detach() for one in self.parameters],
+            "parameters": [parameter.detach() for parameter in self.parameters],
             "velocity": self.muon.velocity,
             "adam": self.adam.state_dict() if self.adam is not None else None,
         }
@@ -183,14 +184,14 @@ class Trainer:
 
     def resume(self) -> None:
         state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
-        shapes = [one.shape for one in self.parameters]
-        if [one.shape for one in state["parameters"]] != shapes:
+        shapes = [parameter.shape for parameter in self.parameters]
+        if [parameter.shape for parameter in state["parameters"]] != shapes:
             raise ConfigError(
                 f"The saved training {self.out / 'state.pt'} belongs to another model: give another folder, or delete the file."
             )
         with torch.no_grad():
-            for one, stored in zip(self.parameters, state["parameters"], strict=True):
-                one.copy_(stored)
+            for parameter, stored in zip(self.parameters, state["parameters"], strict=True):
+                parameter.copy_(stored)
         self.muon.velocity = state["velocity"]
         if self.adam is not None:
             self.adam.load_state_dict(state["adam"])
@@ -198,7 +199,7 @@ class Trainer:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps it: a weight between hidden states. Embeddings and heads have rows that mean tokens."""
+    """Whether Muon updates the parameter: a matrix between hidden states. The rows of embeddings and heads are tokens."""
     return parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
 
 
@@ -208,10 +209,10 @@ def due(every: int, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """A source of batches [rows, tokens] int64 from a stream of token ids [n] of any integer type: rows that begin at random
-    places, drawn from (seed, number of the batch)."""
+    """Batches int64 [rows, tokens] that start at random positions of a token stream, drawn from (seed, number of the batch)."""
 
     stream: Tensor
+    """Token ids [n] of any integer type."""
     rows: int
     tokens: int
     seed: int = 0
@@ -223,6 +224,6 @@ class TokenRows:
                 f"The texts have {len(self.stream)} tokens, fewer than the {self.tokens} of a row: give more text."
             )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        # Without waiting: a device then works on one step while the next is being launched.
+        # Non-blocking, so that the device runs a step while the host launches the next.
         starts = torch.randint(last + 1, (self.rows, 1), generator=generator).to(self.stream.device, non_blocking=True)
         return self.stream[starts + torch.arange(self.tokens, device=self.stream.device)].long()

@@ -1,8 +1,9 @@
-"""Training in compressed form: what was pruned stays zero, what will be rounded is rounded in the forward pass already.
+"""Constraints for training compressed models: fixed zeros and quantization-aware training.
 
-Fine-tuning after pruning keeps the mask (Han et al. 2015); quantization-aware training lets gradients pass the rounding as if
-it were not there (the straight-through estimator: Bengio et al. 2013; Jacob et al. 2018). Afterwards the weights lie in a
-folder in floats, which `compress` packs without changing them: magnitude pruning finds the zeros, rounding the same grid.
+Fine-tuning after pruning keeps the mask. Quantization-aware training rounds weights in the forward pass, and gradients pass the
+rounding unchanged (straight-through estimator). The trained weights are stored in floats and then packed by `compress` without a
+change: magnitude pruning selects the same zeros, and rounding gives the same grid.
+Sources: Han et al. 2015; Bengio et al. 2013; Jacob et al. 2018.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD
 
 Masks = Mapping[str, torch.Tensor]
-"""Name of a linear of the layers ("layers.0.mlp.up_proj") -> which of its weights stay, bool [out, in]."""
+"""Name of a linear ("layers.0.mlp.up_proj") -> the weights that are kept, bool [out, in]."""
 
 
 class Masked(nn.Module):
-    """Weights of which those outside of `kept`, bool like the weights, are zero and get no gradient."""
+    """Parametrization with a mask. Weights outside of `kept` (bool, shape of the weights) are zero and get no gradient."""
 
     kept: torch.Tensor
 
@@ -36,8 +37,8 @@ class Masked(nn.Module):
         return weight * self.kept
 
 
-class Snapped(nn.Module):
-    """Weights on the grid that round_to_nearest gives them; gradients are those of the weights behind."""
+class FakeQuantized(nn.Module):
+    """Parametrization that rounds weights to the nearest grid points. Gradients pass to the unrounded weights."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -49,20 +50,20 @@ class Snapped(nn.Module):
         return weight + change
 
 
-def trainable(checkpoint: Checkpoint, context: int = 4096) -> TrainableDecoder:
-    """A checkpoint, however it is stored, as a module in float32 on the CPU."""
+def trainable_decoder(checkpoint: Checkpoint, context: int = 4096) -> TrainableDecoder:
+    """Load a checkpoint of any storage as a trainable decoder in float32 on the CPU."""
     decoder = TrainableDecoder(checkpoint.spec, context)
-    found = {EMBEDDING: checkpoint.embedding(), FINAL_NORM: checkpoint.final_norm()}
+    state = {EMBEDDING: checkpoint.embedding(), FINAL_NORM: checkpoint.final_norm()}
     if not checkpoint.spec.tied:
-        found[HEAD] = checkpoint.head()
+        state[HEAD] = checkpoint.head()
     for index in range(len(checkpoint.spec.layers)):
-        found.update({f"layers.{index}.{name}": tensor for name, tensor in checkpoint.layer(index).items()})
-    decoder.load_state_dict(found)
+        state.update({f"layers.{index}.{name}": tensor for name, tensor in checkpoint.layer(index).items()})
+    decoder.load_state_dict(state)
     return decoder
 
 
 def keep_zeros(decoder: TrainableDecoder) -> None:
-    """From here on weights of the layers that are zero stay zero. Raises ConfigError if none is."""
+    """Keep the zero weights of the layers at zero in training. Raises ConfigError if there are none."""
     masks = {name: linear.weight.detach() != 0 for name, linear in linears(decoder).items()}
     if all(bool(kept.all()) for kept in masks.values()):
         raise ConfigError("The model has no zero weights: prune it first.")
@@ -70,27 +71,27 @@ def keep_zeros(decoder: TrainableDecoder) -> None:
 
 
 def keep_masks(decoder: TrainableDecoder, masks: Masks) -> None:
-    """From here on every linear of the layers has the weights of its mask alone."""
+    """Keep the weights outside of the masks at zero in training."""
     _constrain(decoder, lambda name: Masked(masks[name]))
 
 
 def keep_on_grid(decoder: TrainableDecoder, grid: Grid) -> None:
-    """From here on the layers multiply with weights on `grid`."""
-    _constrain(decoder, lambda _: Snapped(grid))
+    """Round the weights of the layers to `grid` in every forward pass."""
+    _constrain(decoder, lambda _: FakeQuantized(grid))
 
 
 def release(decoder: TrainableDecoder) -> None:
-    """Constrained weights become plain ones, as they were multiplied with."""
+    """Remove the constraints. The weights keep their masked or rounded values."""
     for linear in linears(decoder).values():
         if parametrize.is_parametrized(linear, "weight"):
             parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
 
 
 def linears(decoder: TrainableDecoder) -> dict[str, nn.Linear]:
-    """The linears of the layers: what is compressed."""
+    """Return the linears of the layers, which are the compressed modules, by name."""
     names = [f"layers.{index}.{name}" for index in range(len(decoder.layers)) for name in LINEAR_NAMES]
-    found = {name: decoder.get_submodule(name) for name in names}
-    return {name: one for name, one in found.items() if isinstance(one, nn.Linear)}
+    modules = {name: decoder.get_submodule(name) for name in names}
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
 
 
 def _constrain(decoder: TrainableDecoder, constraint: Callable[[str], nn.Module]) -> None:

@@ -25,8 +25,8 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer, Linear
 from ridgeline.models.upload import Upload
-from ridgeline.quant.bitmask import whole
-from ridgeline.quant.format import Expected, largest
+from ridgeline.quant.bitmask import dense_tensors
+from ridgeline.quant.format import Expected, max_abs
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total) in bytes or elements of one stage."""
@@ -165,7 +165,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
     total, done = sum(path.stat().st_size for path in files), 0
     for path in files:
         with opened(path) as shard:
-            for name, get in whole(shard.offset_keys(), shard.get_tensor):
+            for name, get in dense_tensors(shard.offset_keys(), shard.get_tensor):
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
@@ -177,7 +177,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 _check(name, tensor, target.expected)
                 arrived = bring(tensor)
                 if arrived.is_floating_point():
-                    sizes[name] = largest(arrived)
+                    sizes[name] = max_abs(arrived)
                 _take(name, arrived, target)
                 done += tensor.nbytes
                 if progress is not None:

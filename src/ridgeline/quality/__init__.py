@@ -1,1 +1,1 @@
-"""What a change does to a model's answers: perplexity, drift token by token, and a verdict against limits."""
+"""Compare two models: perplexity, divergence per token, task accuracy, and a verdict against limits."""

@@ -1,8 +1,9 @@
-"""How far a candidate's distributions are from a reference's, token by token on the same sequences, with intervals.
+"""Divergence of a candidate's token distributions from a reference's on the same sequences, with confidence intervals.
 
-Only the most probable alternatives of each side are known, so the divergence is that of a coarser question: which of the
-tokens known to both, or any other? By the data-processing inequality (Cover and Thomas 2006, section 2.8) it is a lower
-bound of KL(reference || candidate) over the whole vocabulary, and grows towards it with the number of alternatives.
+Only the most probable alternatives of each model are known. The divergence is computed over the tokens that both models
+report, and one bucket for all other tokens. It is a lower bound of KL(reference || candidate) over the whole vocabulary
+and approaches it with the number of alternatives.
+Source: data-processing inequality (Cover and Thomas 2006, section 2.8).
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ridgeline.quality.scores import NOBODY, Scores
+from ridgeline.quality.scores import NO_TOKEN, Scores
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-_TINY = 1e-9
-"""Probability below which the rest of a distribution counts as none: float32 cannot tell it from rounding."""
+_MIN_REMAINDER = 1e-9
+"""A remaining probability below this counts as 0, because float32 cannot distinguish it from rounding."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDrift:
-    """n scored tokens of one document, float64 [n] each.
-
-    kl: nats, from the reference's distribution to the candidate's. same: 1 where both think the same token most probable.
-    reference, candidate: log-probability each gives to the token that is there, in nats.
-    """
+    """Drift on the n scored tokens of one document, float64 [n] each."""
 
     kl: Floats
+    """KL(reference || candidate), nats."""
     same: Floats
+    """1 where the most probable token of both models is the same, else 0."""
     reference: Floats
+    """Log-probability of the scored token under the reference, nats."""
     candidate: Floats
+    """Log-probability of the scored token under the candidate, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval. None: one document alone says nothing about others."""
+    """A value and its 95 % interval. The bounds are None if there is only one document."""
 
     value: float
     low: float | None
@@ -57,17 +58,19 @@ class Drift:
 
 
 def token_drift(reference: Scores, candidate: Scores) -> TokenDrift:
-    """Both models' scores of the same tokens compared."""
-    ours_ids, ours = _known(reference)
-    theirs_ids, theirs = _known(candidate)
-    # Alternatives that both sides told, [n, k + 1] of the reference's, and the candidate's values for them.
-    equal = (ours_ids[:, :, None] == theirs_ids[:, None, :]) & (ours_ids != NOBODY)[:, :, None]
-    shared = equal.any(2)
-    matched = np.where(equal, theirs[:, None, :], -np.inf).max(2, initial=-np.inf)
-    p, q = np.where(shared, np.exp(ours), 0.0), np.where(shared, np.exp(matched), 0.0)
-    kl = np.where(shared, p * (np.where(shared, ours, 0.0) - np.where(shared, matched, 0.0)), 0.0).sum(1)
-    rest_p, rest_q = np.maximum(1 - p.sum(1), 0.0), np.maximum(1 - q.sum(1), _TINY)
-    kl += np.where(rest_p > _TINY, rest_p * np.log(np.maximum(rest_p, _TINY) / rest_q), 0.0)
+    """Compare the scores of two models on the same tokens."""
+    reference_ids, reference_logprobs = _known_logprobs(reference)
+    candidate_ids, candidate_logprobs = _known_logprobs(candidate)
+    # shared [n, k + 1]: which alternatives of the reference the candidate reports too. matched: the candidate's values.
+    matches = (reference_ids[:, :, None] == candidate_ids[:, None, :]) & (reference_ids != NO_TOKEN)[:, :, None]
+    shared = matches.any(2)
+    matched = np.where(matches, candidate_logprobs[:, None, :], -np.inf).max(2, initial=-np.inf)
+    p, q = np.where(shared, np.exp(reference_logprobs), 0.0), np.where(shared, np.exp(matched), 0.0)
+    kl = np.where(shared, p * (np.where(shared, reference_logprobs, 0.0) - np.where(shared, matched, 0.0)), 0.0).sum(1)
+    remainder_p, remainder_q = np.maximum(1 - p.sum(1), 0.0), np.maximum(1 - q.sum(1), _MIN_REMAINDER)
+    kl += np.where(
+        remainder_p > _MIN_REMAINDER, remainder_p * np.log(np.maximum(remainder_p, _MIN_REMAINDER) / remainder_q), 0.0
+    )
     same = reference.top_ids[:, 0] == candidate.top_ids[:, 0]
     return TokenDrift(
         np.maximum(kl, 0.0),
@@ -77,53 +80,54 @@ def token_drift(reference: Scores, candidate: Scores) -> TokenDrift:
     )
 
 
-def _known(scores: Scores) -> tuple[NDArray[np.int64], Floats]:
-    """Ids [n, k + 1] and log-probabilities known at each place: the alternatives, and the token itself where it is none
-    of them."""
+def _known_logprobs(scores: Scores) -> tuple[NDArray[np.int64], Floats]:
+    """Return the known ids and log-probabilities, [n, k + 1] each: the alternatives, and the scored token if it is not one."""
     ids, values = scores.top_ids.astype(np.int64), scores.top_logprobs.astype(np.float64)
-    own = np.where((ids == scores.token[:, None]).any(1), NOBODY, scores.token)
-    ids = np.concatenate((ids, own[:, None]), axis=1)
+    token = np.where((ids == scores.token[:, None]).any(1), NO_TOKEN, scores.token)
+    ids = np.concatenate((ids, token[:, None]), axis=1)
     values = np.concatenate((values, scores.logprob[:, None]), axis=1)
-    return ids, np.where(ids == NOBODY, -np.inf, values)
+    return ids, np.where(ids == NO_TOKEN, -np.inf, values)
 
 
 def by_document(parts: Sequence[TokenDrift], documents: Sequence[int]) -> list[TokenDrift]:
-    """The parts of each document as one."""
+    """Concatenate the parts of each document."""
     grouped: dict[int, list[TokenDrift]] = {}
     for part, document in zip(parts, documents, strict=True):
         grouped.setdefault(document, []).append(part)
     return [
-        TokenDrift(*(np.concatenate([getattr(one, name) for one in mine]) for name in TokenDrift.__slots__))
-        for mine in grouped.values()
+        TokenDrift(*(np.concatenate([getattr(part, name) for part in document_parts]) for name in TokenDrift.__slots__))
+        for document_parts in grouped.values()
     ]
 
 
 def measure(documents: Sequence[TokenDrift], resamples: int = RESAMPLES, seed: int = 0) -> Drift:
-    """The figures of a comparison: kl, kl_p99, top1 (share), logprob_change (candidate minus reference, nats per token),
-    perplexity and perplexity_reference, perplexity_change (relative: 0.01 is one per cent worse).
+    """Compute the figures of a comparison.
 
-    Intervals are percentiles of a bootstrap over whole documents (Efron and Tibshirani 1993, chapter 13), whose tokens
-    are not independent. kl_p99 is the divergence that one token in a hundred exceeds; it has no interval.
+    The figures are kl, kl_p99, top1 (share), logprob_change (candidate minus reference, nats per token), perplexity,
+    perplexity_reference and perplexity_change (relative: 0.01 is 1 % worse). kl_p99 is the 99th percentile and has no interval.
+
+    Intervals are percentiles of a bootstrap over documents, because tokens of one document are not independent.
+    Source: Efron and Tibshirani 1993, chapter 13.
     """
     sums = np.array(
         [[len(d.kl), d.kl.sum(), d.same.sum(), d.reference.sum(), d.candidate.sum()] for d in documents], np.float64
     )
-    found = _figures(sums.sum(0))
-    spread: dict[str, tuple[float | None, float | None]] = dict.fromkeys(found, (None, None))
+    means = _figures(sums.sum(0))
+    intervals: dict[str, tuple[float | None, float | None]] = dict.fromkeys(means, (None, None))
     if len(documents) > 1:
-        chance = np.random.default_rng(seed)
-        drawn = chance.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples) @ sums
+        generator = np.random.default_rng(seed)
+        resampled = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples) @ sums
         tail = 50 * (1 - CONFIDENCE)
-        for name, values in _figures(drawn.T).items():
+        for name, values in _figures(resampled.T).items():
             low, high = np.percentile(values, [tail, 100 - tail])
-            spread[name] = float(low), float(high)
-    figures = {name: Estimate(float(value), *spread[name]) for name, value in found.items()}
+            intervals[name] = float(low), float(high)
+    figures = {name: Estimate(float(value), *intervals[name]) for name, value in means.items()}
     figures["kl_p99"] = Estimate(float(np.percentile(np.concatenate([d.kl for d in documents]), 99)), None, None)
     return Drift(int(sums[:, 0].sum()), len(documents), figures)
 
 
 def _figures(sums: Floats) -> dict[str, Floats]:
-    """Means of sums [5] or [5, resamples]: tokens, kl, same, log-probabilities of reference and candidate."""
+    """Compute means from sums [5] or [5, resamples] of tokens, kl, same, and reference and candidate log-probabilities."""
     tokens, kl, same, reference, candidate = sums
     change = (candidate - reference) / tokens
     return {
@@ -132,13 +136,13 @@ def _figures(sums: Floats) -> dict[str, Floats]:
         "logprob_change": change,
         "perplexity": _perplexity(candidate / tokens),
         "perplexity_reference": _perplexity(reference / tokens),
-        "perplexity_change": np.expm1(np.minimum(-change, _MOST)),
+        "perplexity_change": np.expm1(np.minimum(-change, _MAX_PERPLEXITY_LOG)),
     }
 
 
-_MOST = math.log(1e30)
-"""A model that gives a token no chance at all has an infinite perplexity, which JSON cannot say."""
+_MAX_PERPLEXITY_LOG = math.log(1e30)
+"""Log of the largest perplexity reported. A token of probability 0 makes it infinite, which JSON cannot represent."""
 
 
 def _perplexity(mean: Floats) -> Floats:
-    return np.exp(np.minimum(-mean, _MOST))
+    return np.exp(np.minimum(-mean, _MAX_PERPLEXITY_LOG))

@@ -1,8 +1,8 @@
-"""The ladder: one model made faster step by step, with speed, memory and drift at each rung.
+"""The optimization ladder: speed, memory and drift of one model, one optimization after the other.
 
-Every rung keeps what the one below it has. Speed is that of one request at a time, greedy, from its first token on; drift is
-held against the lowest rung, on fixed texts. A draft changes no distribution, so the rung of speculation is held against the
-one below it by its answers as well: they are the same but where two tokens are equally likely up to rounding.
+Every rung keeps the optimizations of the rung below. Speed is the decode rate of one greedy request at a time. Drift is
+measured against the lowest rung on fixed texts. Speculation does not change the distribution, so its answers are also
+compared with those of the rung below. They differ only where two tokens are equally likely up to rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One way to serve the model."""
+    """One configuration that serves the model."""
 
     name: str
     model: ModelConfig
@@ -36,110 +36,121 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What every rung is asked. prompts: answered greedily with `tokens` tokens each, `repeats` times. windows: scored, with
-    `top` alternatives per token."""
+class RungWorkload:
+    """The requests that every rung serves."""
 
     prompts: Sequence[Answer]
     tokens: int
+    """Tokens of each greedy answer."""
     repeats: int
+    """Answers per prompt."""
     windows: Sequence[Window]
+    """Texts that are scored."""
     top: int
+    """Alternatives per scored token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Climbed:
-    """A rung with its engine's facts. rates: tokens per second of each answer; answers: one for each prompt."""
+class RungResult:
+    """The measurements of one rung."""
 
     rung: Rung
     facts: Mapping[str, Any]
+    """Facts that the engine reports about itself."""
     rates: tuple[float, ...]
+    """Tokens per second of each answer."""
     answers: tuple[Answer, ...]
+    """One per prompt."""
     scores: tuple[Scores, ...]
 
 
 def rungs(model: ModelConfig, engine: EngineConfig, formats: Sequence[str], compiled: str) -> list[Rung]:
-    """From eager operations in the model's dtype up. compiled: what the second rung has more than the first."""
+    """List the rungs from eager operations in the model's dtype to speculation. compiled: name of the second rung."""
     speculate = engine.speculate or "auto"
     engine = replace(engine, speculate="", enforce_eager=False)
-    found = [Rung("eager", model, replace(engine, enforce_eager=True)), Rung(compiled, model, engine)]
-    found += [Rung(name, replace(model, quantization=name), engine) for name in formats]
-    return [*found, Rung("speculation", found[-1].model, replace(engine, speculate=speculate))]
+    ladder = [Rung("eager", model, replace(engine, enforce_eager=True)), Rung(compiled, model, engine)]
+    ladder += [Rung(name, replace(model, quantization=name), engine) for name in formats]
+    return [*ladder, Rung("speculation", ladder[-1].model, replace(engine, speculate=speculate))]
 
 
-def climb(rung: Rung, task: Task, progress: Progress) -> Climbed:
-    """Serve and measure one rung; its engine is gone afterwards. Raises EngineFailed, or what the start of an engine raises."""
+def measure_rung(rung: Rung, workload: RungWorkload, progress: Progress) -> RungResult:
+    """Start an engine, measure one rung and close the engine. Raises EngineFailed, or the error of the engine's start."""
     engine = LocalEngine.start(rung.model, rung.engine, lambda stage, done, total: None)
     try:
-        scores = EngineScorer(rung.name, engine).score(task.windows, task.top, progress)
-        answer(engine, task.prompts[0], task.tokens)  # drafters and caches begin somewhere: not counted
-        found = [answer(engine, one, task.tokens) for _ in range(task.repeats) for one in task.prompts]
-        answers = tuple(ids for ids, _ in found[: len(task.prompts)])
-        return Climbed(rung, engine.engine.setup.facts, tuple(rate for _, rate in found), answers, tuple(scores))
+        scores = EngineScorer(rung.name, engine).score(workload.windows, workload.top, progress)
+        answer(engine, workload.prompts[0], workload.tokens)  # warms up drafters and caches; not counted
+        timed = [
+            answer(engine, prompt, workload.tokens) for _ in range(workload.repeats) for prompt in workload.prompts
+        ]
+        answers = tuple(ids for ids, _ in timed[: len(workload.prompts)])
+        return RungResult(rung, engine.engine.setup.facts, tuple(rate for _, rate in timed), answers, tuple(scores))
     finally:
         engine.close()
 
 
 def answer(engine: LocalEngine, prompt: Answer, tokens: int) -> tuple[Answer, float]:
-    """A greedy answer of `tokens` tokens, and the tokens per second behind those that came first."""
+    """Return a greedy answer of `tokens` tokens, and the tokens per second after the first delta."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     engine.submit(Submit("ladder", list(prompt), sampling, time.time(), cache=False))
     ids: list[int] = []
-    first_s, first = 0.0, 0
+    first_s, first_tokens = 0.0, 0
     for delta in engine.news():
         if delta.error:
             raise EngineFailed(delta.error)
         ids += delta.tokens
-        if ids and not first:
-            first_s, first = time.perf_counter(), len(ids)
-    return tuple(ids), (len(ids) - first) / max(time.perf_counter() - first_s, 1e-9)
+        if ids and not first_tokens:
+            first_s, first_tokens = time.perf_counter(), len(ids)
+    return tuple(ids), (len(ids) - first_tokens) / max(time.perf_counter() - first_s, 1e-9)
 
 
 def flips(below: Sequence[Answer], above: Sequence[Answer]) -> tuple[int, int]:
-    """(answers that differ, tokens compared). Tokens behind the first difference answer another text and do not count."""
+    """Return (answers that differ, tokens compared). Tokens after the first difference have another context and do not count."""
     differing = compared = 0
-    for ours, theirs in zip(below, above, strict=True):
-        same = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        differing += same is not None
-        compared += len(ours) if same is None else same + 1
+    for below_answer, above_answer in zip(below, above, strict=True):
+        divergence = next(
+            (index for index, pair in enumerate(zip(below_answer, above_answer, strict=True)) if pair[0] != pair[1]),
+            None,
+        )
+        differing += divergence is not None
+        compared += len(below_answer) if divergence is None else divergence + 1
     return differing, compared
 
 
-def rows(climbed: Sequence[Climbed], task: Task) -> list[dict[str, Any]]:
-    """A row per rung as plain data. tok_s is the median, tok_s_low and tok_s_high quartiles; weight_bytes without drafters."""
-    found: list[dict[str, Any]] = []
-    documents = [one.document for one in task.windows]
-    for place, one in enumerate(climbed):
-        parts = [token_drift(*pair) for pair in zip(climbed[0].scores, one.scores, strict=True)]
+def rows(results: Sequence[RungResult], workload: RungWorkload) -> list[dict[str, Any]]:
+    """Return one row per rung. tok_s is the median, tok_s_low and tok_s_high the quartiles. weight_bytes excludes drafters."""
+    table: list[dict[str, Any]] = []
+    documents = [window.document for window in workload.windows]
+    for index, result in enumerate(results):
+        parts = [token_drift(*pair) for pair in zip(results[0].scores, result.scores, strict=True)]
         drift = measure(by_document(parts, documents))
-        low, middle, high = statistics.quantiles(one.rates, n=4) if len(one.rates) > 1 else 3 * one.rates
+        low, middle, high = statistics.quantiles(result.rates, n=4) if len(result.rates) > 1 else 3 * result.rates
         row: dict[str, Any] = {
-            "rung": one.rung.name,
-            "dtype": one.facts["dtype"],
-            "quantization": one.facts["quantization"],
-            "speculate": "+".join(map(str, one.facts["speculate"])),
-            "ops": one.facts["ops"],
-            "device": one.facts["device"],
+            "rung": result.rung.name,
+            "dtype": result.facts["dtype"],
+            "quantization": result.facts["quantization"],
+            "speculate": "+".join(map(str, result.facts["speculate"])),
+            "ops": result.facts["ops"],
+            "device": result.facts["device"],
             "tok_s": round(middle, 2),
             "tok_s_low": round(low, 2),
             "tok_s_high": round(high, 2),
-            "weight_bytes": one.facts["weight_bytes"],
+            "weight_bytes": result.facts["weight_bytes"],
         }
-        row["speedup"] = round(row["tok_s"] / found[0]["tok_s"], 3) if found else 1.0
+        row["speedup"] = round(row["tok_s"] / table[0]["tok_s"], 3) if table else 1.0
         for name in ("perplexity", "perplexity_change", "kl", "top1"):
             row[name] = round(drift.figures[name].value, 6) + 0.0  # never -0.0
-        if one.rung.engine.speculate:
-            differing, compared = flips(climbed[place - 1].answers, one.answers)
-            row |= {"answers": len(one.answers), "answers_changed": differing, "tokens_compared": compared}
-        found.append(row | {"scored_tokens": drift.tokens})
-    return found
+        if result.rung.engine.speculate:
+            differing, compared = flips(results[index - 1].answers, result.answers)
+            row |= {"answers": len(result.answers), "answers_changed": differing, "tokens_compared": compared}
+        table.append(row | {"scored_tokens": drift.tokens})
+    return table
 
 
-def chart(found: Sequence[Mapping[str, Any]], title: str) -> Chart:
-    """Speed over the weights' bytes, rung by rung, each with what it did to the answers."""
+def chart(table: Sequence[Mapping[str, Any]], title: str) -> Chart:
+    """Plot speed against weight bytes, one point per rung. Labels state the KL divergence."""
     points = [
         (row["weight_bytes"] / 1e6, row["tok_s"], f"{row['rung']}: {row['tok_s']:.4g} tok/s, KL {row['kl']:.2g}")
-        for row in found
+        for row in table
     ]
     line = Line("", tuple((x, y) for x, y, _ in points), dashed=True)
     return Chart(

@@ -1,7 +1,7 @@
-"""Scores from a server of the OpenAI API: prompts as token ids, answered with their own log-probabilities.
+"""Scores from a server with the OpenAI API. Prompts are sent as token ids, and the server returns their log-probabilities.
 
-Servers that know `prompt_logprobs` (ours, vLLM) name alternatives by id. Others are asked with `echo` and `logprobs`,
-whose alternatives have texts for names: a text that several tokens share, or that is no whole characters, names none.
+Servers that support `prompt_logprobs` (Ridgeline, vLLM) name alternatives by id. Other servers are called with `echo` and
+`logprobs` and name alternatives by text. A text that belongs to several tokens or contains partial characters is ignored.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from ridgeline.quality.scores import Progress, Scores, gather
 from ridgeline.quality.texts import Window
 from ridgeline.text.tokenizer import Tokenizer
 
-AT_ONCE = 8
-"""Requests in flight: enough to fill a batch, few enough for any server's queue."""
+CONCURRENT_REQUESTS = 8
+"""Requests in flight: enough to fill a batch, and within the queue limit of most servers."""
 REPEATS = 3
-"""Answers of each length that decode_rate times; the shortest counts."""
-_UNKNOWN = float("nan")
+"""Answers of each length that decode_rate measures. The shortest time counts."""
+_UNKNOWN_LOGSUMEXP = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: of the server, with or without /v1. model: its name there; empty asks for the first the server has."""
+    """A server with the OpenAI API."""
 
     url: str
+    """With or without /v1."""
     model: str = ""
+    """Name of the model on the server. Empty: the first one that the server lists."""
     api_key: str = ""
     timeout_s: float = 600.0
 
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of an answer. Raises EngineFailed with what the server said."""
-        head = {"content-type": "application/json"}
+        """Send a request and return the JSON of the response. Raises EngineFailed with the server's message."""
+        headers = {"content-type": "application/json"}
         if self.api_key:
-            head["authorization"] = f"Bearer {self.api_key}"
+            headers["authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         url = self.url.rstrip("/").removesuffix("/v1") + path
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=self.timeout_s) as answer:
-                return json.load(answer)
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=self.timeout_s) as response:
+                return json.load(response)
         except urllib.error.HTTPError as error:
             raise EngineFailed(
                 f"{url} answered with status {error.code}: {error.read(600).decode('utf-8', 'replace')}"
@@ -58,9 +60,10 @@ class Endpoint:
             raise EngineFailed(f"Cannot reach {url}: {reason(error)}.") from None
 
     def first_model(self) -> str:
-        found = self.call("/v1/models")
+        """Return the name of the first model that the server lists."""
+        response = self.call("/v1/models")
         try:
-            return str(found["data"][0]["id"])
+            return str(response["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ConfigError(
                 f"{self.url} lists no model: give --reference-model or --candidate-model.", param="model"
@@ -68,54 +71,57 @@ class Endpoint:
 
 
 def decode_rate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> float:
-    """Tokens per second of one greedy request alone after its first token, from the shortest of REPEATS answers of one
-    token and of all.
+    """Measure the decode rate of one greedy request at a time, tokens per second after the first token.
 
-    prompt: token ids. End tokens are ignored where the server knows `ignore_eos`; what it wrote is counted by its `usage`.
+    The rate follows from the shortest of REPEATS answers of one token and of `tokens` + 1 tokens. The server's `usage` counts
+    the tokens. End tokens are ignored if the server supports `ignore_eos`.
     """
     model = endpoint.model or endpoint.first_model()
     body = {"model": model, "prompt": list(prompt), "temperature": 0.0, "ignore_eos": True}
 
-    def run(most: int) -> tuple[float, int]:
-        begun = time.perf_counter()
-        answer = endpoint.call("/v1/completions", body | {"max_tokens": most})
-        return time.perf_counter() - begun, int(answer["usage"]["completion_tokens"])
+    def run(max_tokens: int) -> tuple[float, int]:
+        start = time.perf_counter()
+        response = endpoint.call("/v1/completions", body | {"max_tokens": max_tokens})
+        return time.perf_counter() - start, int(response["usage"]["completion_tokens"])
 
     run(tokens + 1)
-    first, all_of_them, written = float("inf"), float("inf"), 0
+    first_s, total_s, completion_tokens = float("inf"), float("inf"), 0
     for _ in range(REPEATS):
-        first = min(first, run(1)[0])
-        seconds, written = run(tokens + 1)
-        all_of_them = min(all_of_them, seconds)
-    return (written - 1) / max(all_of_them - first, 1e-9)
+        first_s = min(first_s, run(1)[0])
+        seconds, completion_tokens = run(tokens + 1)
+        total_s = min(total_s, seconds)
+    return (completion_tokens - 1) / max(total_s - first_s, 1e-9)
 
 
 class ServerScorer:
-    """A model behind an endpoint. The tokenizer must be the model's: it made the ids, and gives texts their ids back."""
+    """Scores by a model behind an endpoint.
+
+    The tokenizer must be the model's tokenizer. It maps the texts of alternatives to ids.
+    """
 
     def __init__(self, endpoint: Endpoint, tokenizer: Tokenizer) -> None:
         self._endpoint = endpoint
         self._model = endpoint.model or endpoint.first_model()
-        self._by_text = _texts(tokenizer)
+        self._id_of_text = _unique_texts(tokenizer)
         self.name = f"{self._model} at {endpoint.url}"
 
     def score(self, windows: Sequence[Window], top: int, progress: Progress) -> list[Scores]:
-        found: dict[int, Scores] = {}
-        done, total = 0, sum(len(one.ids) for one in windows)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            waiting = {pool.submit(self._one, window, top): place for place, window in enumerate(windows)}
+        scores: dict[int, Scores] = {}
+        done, total = 0, sum(len(window.ids) for window in windows)
+        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
+            futures = {pool.submit(self._score_window, window, top): index for index, window in enumerate(windows)}
             try:
-                for one in as_completed(waiting):
-                    place = waiting[one]
-                    found[place] = one.result()
-                    done += len(windows[place].ids)
+                for future in as_completed(futures):
+                    index = futures[future]
+                    scores[index] = future.result()
+                    done += len(windows[index].ids)
                     progress(self.name, done, total)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return [found[place] for place in range(len(windows))]
+        return [scores[index] for index in range(len(windows))]
 
-    def _one(self, window: Window, top: int) -> Scores:
+    def _score_window(self, window: Window, top: int) -> Scores:
         body = {
             "model": self._model,
             "prompt": list(window.ids),
@@ -125,13 +131,15 @@ class ServerScorer:
             "logprobs": top,
             "prompt_logprobs": top,
         }
-        answer = self._endpoint.call("/v1/completions", body)
+        response = self._endpoint.call("/v1/completions", body)
         try:
-            choice = answer["choices"][0]
+            choice = response["choices"][0]
             if choice.get("prompt_logprobs"):
-                records = [_by_id(*pair) for pair in zip(window.ids[1:], choice["prompt_logprobs"][1:], strict=True)]
+                records = [
+                    _record_by_id(*pair) for pair in zip(window.ids[1:], choice["prompt_logprobs"][1:], strict=True)
+                ]
             else:
-                records = list(self._echoed(window, choice["logprobs"]))
+                records = list(self._records_by_text(window, choice["logprobs"]))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise EngineFailed(
                 f"{self._endpoint.url} does not score prompts: its /v1/completions must support prompt_logprobs, or echo with "
@@ -139,34 +147,40 @@ class ServerScorer:
             ) from None
         return gather(records, window, top)
 
-    def _echoed(self, window: Window, said: Mapping[str, Any]) -> Iterable[TokenLogprobs]:
-        """The prompt's part of a completion's `logprobs`, its first token left out."""
+    def _records_by_text(self, window: Window, logprobs: Mapping[str, Any]) -> Iterable[TokenLogprobs]:
+        """Convert the `logprobs` of a completion, for all tokens of the prompt but the first."""
         count = len(window.ids)
-        values, tops = said["token_logprobs"][:count], said["top_logprobs"][:count]
+        values, tops = logprobs["token_logprobs"][:count], logprobs["top_logprobs"][:count]
         for token, value, top in zip(window.ids[1:], values[1:], tops[1:], strict=True):
-            known = [(self._by_text[text], float(one)) for text, one in (top or {}).items() if text in self._by_text]
-            known.sort(key=lambda one: -one[1])
-            yield _record(token, float(value), known)
+            alternatives = [
+                (self._id_of_text[text], float(logprob))
+                for text, logprob in (top or {}).items()
+                if text in self._id_of_text
+            ]
+            alternatives.sort(key=lambda pair: -pair[1])
+            yield _record(token, float(value), alternatives)
 
 
-def _by_id(token: int, said: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
-    """One place of `prompt_logprobs`. The token itself may stand beyond the alternatives that were asked for."""
-    known = sorted(((int(name), float(one["logprob"])) for name, one in said.items()), key=lambda one: -one[1])
-    return _record(token, float(said[str(token)]["logprob"]), known)
+def _record_by_id(token: int, entries: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
+    """Convert one entry of `prompt_logprobs`. The token itself may follow the requested alternatives."""
+    alternatives = sorted(
+        ((int(name), float(entry["logprob"])) for name, entry in entries.items()), key=lambda pair: -pair[1]
+    )
+    return _record(token, float(entries[str(token)]["logprob"]), alternatives)
 
 
-def _record(token: int, logprob: float, known: Sequence[tuple[int, float]]) -> TokenLogprobs:
-    ids, values = tuple(one for one, _ in known), tuple(value for _, value in known)
-    return TokenLogprobs(token, logprob, 0, ids, values, _UNKNOWN)
+def _record(token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> TokenLogprobs:
+    ids, values = tuple(token_id for token_id, _ in alternatives), tuple(value for _, value in alternatives)
+    return TokenLogprobs(token, logprob, 0, ids, values, _UNKNOWN_LOGSUMEXP)
 
 
-def _texts(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text -> id of every token that alone has it."""
-    found: dict[str, int] = {}
+def _unique_texts(tokenizer: Tokenizer) -> dict[str, int]:
+    """Map the text of a token to its id, for texts that belong to one token only."""
+    ids: dict[str, int] = {}
     shared: set[str] = set()
     for token in range(tokenizer.vocab_size):
         text = tokenizer.token_text(token)
-        if text in found or "\ufffd" in text:
+        if text in ids or "\ufffd" in text:
             shared.add(text)
-        found[text] = token
-    return {text: token for text, token in found.items() if text not in shared}
+        ids[text] = token
+    return {text: token for text, token in ids.items() if text not in shared}

@@ -1,4 +1,4 @@
-"""The fixed sequences that models are compared on: texts of a file, cut into windows of token ids."""
+"""Evaluation texts: read from a file and cut into windows of token ids."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from ridgeline.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A run of token ids. Tokens from `first` (at least 1) on are scored; those before are context alone.
-
-    document: the place of its text in the file; tokens of one document are not independent of each other.
-    """
+    """A sequence of token ids, part of one document."""
 
     ids: tuple[int, ...]
     first: int
+    """Index of the first scored token, at least 1. The tokens before it are context."""
     document: int
+    """Index of the document in the file. Tokens of one document are not statistically independent."""
 
     @property
     def tokens(self) -> int:
-        """How many of its tokens are scored."""
+        """Number of scored tokens."""
         return len(self.ids) - self.first
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file: the member "text" of each line of *.jsonl, otherwise the whole file as one.
-    Lines end at line feeds alone: JSON may hold the other separators of Unicode as they are.
+    """Read the documents of a file: the key "text" of each line of *.jsonl, otherwise the whole file as one document.
 
-    Raises ConfigError naming the line.
+    Lines end at line feeds only, because JSON may contain other Unicode line separators. Raises ConfigError that names the line.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -58,23 +56,30 @@ def _text(path: Path, number: int, line: str) -> str:
     return text
 
 
-def windows(texts: Iterable[str], encode: Callable[[str], Sequence[int]], longest: int, overlap: int) -> list[Window]:
-    """Every token of every text but each text's first, scored once.
+def windows(
+    texts: Iterable[str], encode: Callable[[str], Sequence[int]], max_tokens: int, overlap: int
+) -> list[Window]:
+    """Cut texts into windows. Every token but the first of a text is scored exactly once.
 
-    A text longer than `longest` tokens continues in a window that repeats the last `overlap` tokens as context. More
-    overlap gives tokens more past and costs more computation; 0 is the disjoint windows of most published tables.
+    A text longer than `max_tokens` continues in a window that repeats the last `overlap` tokens as context. A larger overlap
+    gives tokens more context and costs more computation. With 0 windows are disjoint, as in most published tables.
     """
-    if not 0 <= overlap < longest - 1:
+    if not 0 <= overlap < max_tokens - 1:
         raise ConfigError(
-            f"--overlap is {overlap}: give 0 to {longest - 2}, or raise --window (now {longest}).", param="overlap"
+            f"--overlap is {overlap}: give 0 to {max_tokens - 2}, or raise --window (now {max_tokens}).",
+            param="overlap",
         )
-    return [one for place, text in enumerate(texts) for one in _cut(tuple(encode(text)), longest, overlap, place)]
+    return [
+        window
+        for document, text in enumerate(texts)
+        for window in _cut(tuple(encode(text)), max_tokens, overlap, document)
+    ]
 
 
-def _cut(ids: tuple[int, ...], longest: int, overlap: int, document: int) -> Iterator[Window]:
-    done, start = 1, 0
-    while done < len(ids):
-        end = min(len(ids), start + longest)
-        yield Window(ids[start:end], done - start, document)
-        # The last token of a window is what the next one's first token follows.
-        done, start = end, end - max(1, overlap)
+def _cut(ids: tuple[int, ...], max_tokens: int, overlap: int, document: int) -> Iterator[Window]:
+    scored_to, start = 1, 0
+    while scored_to < len(ids):
+        end = min(len(ids), start + max_tokens)
+        yield Window(ids[start:end], scored_to - start, document)
+        # The last token of a window is always context of the next, so that the next token can be scored.
+        scored_to, start = end, end - max(1, overlap)

@@ -1,4 +1,4 @@
-"""Whether a candidate is close enough: limits that the user sets, each held against what was measured."""
+"""The verdict on a candidate: the user's limits, checked against the measured figures."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.quality.drift import Drift, Estimate
 from ridgeline.quality.tasks import Tally
 
-LIMITS: Mapping[str, tuple[str, Literal["most", "least"]]] = {
-    "max_kl": ("kl", "most"),
-    "max_kl_p99": ("kl_p99", "most"),
-    "min_top1": ("top1", "least"),
-    "max_perplexity": ("perplexity", "most"),
-    "max_perplexity_change": ("perplexity_change", "most"),
-    "min_task_accuracy": ("task_accuracy", "least"),
-    "max_task_drop": ("task_drop", "most"),
+LIMITS: Mapping[str, tuple[str, Literal["max", "min"]]] = {
+    "max_kl": ("kl", "max"),
+    "max_kl_p99": ("kl_p99", "max"),
+    "min_top1": ("top1", "min"),
+    "max_perplexity": ("perplexity", "max"),
+    "max_perplexity_change": ("perplexity_change", "max"),
+    "min_task_accuracy": ("task_accuracy", "min"),
+    "max_task_drop": ("task_drop", "max"),
 }
-"""Name of a limit -> the figure it bounds, and from which side."""
-_SHARES = {
+"""Name of a limit -> the figure it bounds, and whether the bound is a maximum or a minimum."""
+_RANGES = {
     "min_top1": (0, 1),
     "min_task_accuracy": (0, 1),
     "max_task_drop": (-1, 1),
     "max_perplexity_change": (-1, float("inf")),
 }
-"""What a share, or a change of one, can be; all other figures are 0 or more."""
+"""Possible range of a limit. All other limits are 0 or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One limit. passed: the measured value keeps it. certain: so does, or does not, the whole 95 % interval."""
+    """The result of one limit."""
 
     limit: str
     bound: float
     value: float
     passed: bool
+    """Whether the value is within the bound."""
     certain: bool
+    """Whether both ends of the 95 % interval give the same result as the value."""
 
 
 def check_limits(limits: Mapping[str, float], *, texts: bool, tasks: bool, drop: bool) -> None:
-    """Raises ConfigError for a limit that nothing would be held against. texts: drift is measured; tasks: questions are
-    asked; drop: of the reference too."""
+    """Raise ConfigError for a limit out of range or without a measurement.
+
+    Args:
+        texts: drift is measured.
+        tasks: the candidate answers questions.
+        drop: the reference answers the questions too.
+    """
     for name, bound in limits.items():
         figure, flag = LIMITS[name][0], f"--{name.replace('_', '-')}"
-        low, high = _SHARES.get(name, (0, float("inf")))
+        low, high = _RANGES.get(name, (0, float("inf")))
         if not low <= bound <= high:
             allowed = f"of {low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
-            unit = " (a share, not a percentage)" if name in _SHARES else ""
+            unit = " (a share, not a percentage)" if name in _RANGES else ""
             raise ConfigError(f"{flag} is {bound:g}: give a value {allowed}{unit}.", param=name)
         if not figure.startswith("task") and not texts:
             raise ConfigError(f"{flag} needs texts: give --text FILE.", param=name)
@@ -62,7 +69,7 @@ def check_limits(limits: Mapping[str, float], *, texts: bool, tasks: bool, drop:
 
 
 def judge(figures: Mapping[str, Estimate], limits: Mapping[str, float]) -> list[Check]:
-    """A check per limit, in the order of LIMITS. Raises ConfigError for a limit that does not exist."""
+    """Check each limit, in the order of LIMITS. Raises ConfigError for an unknown limit."""
     unknown = sorted(set(limits) - set(LIMITS))
     if unknown:
         raise ConfigError(f"Unknown limit {unknown[0]!r}. Limits are {', '.join(LIMITS)}.")
@@ -70,61 +77,63 @@ def judge(figures: Mapping[str, Estimate], limits: Mapping[str, float]) -> list[
     for name, (figure, side) in LIMITS.items():
         if name not in limits:
             continue
-        bound, found = limits[name], figures[figure]
+        bound, estimate = limits[name], figures[figure]
 
-        def keeps(value: float, bound: float = bound, side: str = side) -> bool:
-            return value <= bound if side == "most" else value >= bound
+        def holds(value: float, bound: float = bound, side: str = side) -> bool:
+            return value <= bound if side == "max" else value >= bound
 
-        passed = keeps(found.value)
-        ends = [one for one in (found.low, found.high) if one is not None]
-        checks.append(Check(name, bound, found.value, passed, bool(ends) and all(keeps(e) == passed for e in ends)))
+        passed = holds(estimate.value)
+        interval = [end for end in (estimate.low, estimate.high) if end is not None]
+        checks.append(
+            Check(name, bound, estimate.value, passed, bool(interval) and all(holds(end) == passed for end in interval))
+        )
     return checks
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured between two models. drift: None without texts; tasks: None without questions.
-
-    top: alternatives per token that the divergence knows; 0: all of them.
-    """
+class Comparison:
+    """The measurements of a candidate against a reference."""
 
     reference: str
     candidate: str
     top: int
+    """Alternatives per token that the divergence uses. 0: the whole vocabulary."""
     drift: Drift | None
+    """None without texts."""
     tasks: Tally | None
+    """None without questions."""
 
     @property
     def figures(self) -> dict[str, Estimate]:
-        """All of them, by name."""
+        """All figures by name."""
         drift = self.drift.figures if self.drift is not None else {}
         return {**drift, **(self.tasks.figures if self.tasks is not None else {})}
 
 
-def report(found: Found, checks: Sequence[Check]) -> dict[str, Any]:
-    """A comparison as plain data for JSON."""
-    drift, tasks = found.drift, found.tasks
-    told: dict[str, Any] = {"reference": found.reference, "candidate": found.candidate}
+def report(comparison: Comparison, checks: Sequence[Check]) -> dict[str, Any]:
+    """Convert a comparison to JSON data."""
+    drift, tasks = comparison.drift, comparison.tasks
+    data: dict[str, Any] = {"reference": comparison.reference, "candidate": comparison.candidate}
     if drift is not None:
-        told |= {"tokens": drift.tokens, "documents": drift.documents, "alternatives": found.top}
+        data |= {"tokens": drift.tokens, "documents": drift.documents, "alternatives": comparison.top}
     if tasks is not None:
-        told |= {"questions": tasks.asked, "tasks": told_tasks(tasks)}
-    return told | {
-        "figures": {name: _plain(one) for name, one in found.figures.items()},
-        "checks": [_plain(one) for one in checks],
-        "passed": all(one.passed for one in checks),
+        data |= {"questions": tasks.questions, "tasks": task_counts(tasks)}
+    return data | {
+        "figures": {name: _json_values(estimate) for name, estimate in comparison.figures.items()},
+        "checks": [_json_values(check) for check in checks],
+        "passed": all(check.passed for check in checks),
     }
 
 
-def _plain(one: Estimate | Check) -> dict[str, Any]:
-    """As JSON has it, which knows no NaN: what a broken model says is null."""
-    values = asdict(one).items()
+def _json_values(record: Estimate | Check) -> dict[str, Any]:
+    """Convert a record to JSON data. NaN and infinity become null, because JSON cannot represent them."""
+    values = asdict(record).items()
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 
 
-def told_tasks(tasks: Tally) -> dict[str, Any]:
-    """Right answers by task, as plain data."""
+def task_counts(tasks: Tally) -> dict[str, Any]:
+    """Return the counts by task as JSON data."""
     return {
-        name: {"asked": asked, "right_reference": before, "right": after}
-        for name, (asked, before, after) in tasks.by_task.items()
+        name: {"asked": questions, "right_reference": reference_correct, "right": correct}
+        for name, (questions, reference_correct, correct) in tasks.by_task.items()
     }

@@ -1,7 +1,7 @@
-"""Number formats of weights: what a linear layer needs of one, whatever lies behind it.
+"""Interfaces of weight formats: what a linear layer needs from a number format.
 
-A format knows how its tensors are named in a checkpoint, how they are cut for a rank, how merged projections lie side
-by side, and how to multiply. The decoder and the loader know none of that.
+A format knows the names of its tensors in a checkpoint, how a rank slices them, how merged projections are laid out,
+and how to multiply. The decoder and the loader do not know these details.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One projection of a merged linear: `rows` output features made of `units` that no cut may divide (heads)."""
+    """One projection of a merged linear: `rows` output features in `units` indivisible units (heads)."""
 
     rows: int
     units: int
@@ -30,10 +30,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear layer of the whole model: `d_in` input features, its parts one below the other.
+    """The unsharded shape of a linear layer: `d_in` input features, and parts stacked along the outputs.
 
-    split: how ranks share it. "out" cuts every part's rows (a part with fewer units than ranks is repeated), "in" cuts
-    the input features into `in_units` indivisible units and leaves a sum over ranks to the caller, None repeats it.
+    split: how ranks share the layer.
+        "out": the rows of every part are split. A part with fewer units than ranks is replicated.
+        "in": the input features are split in `in_units` indivisible units. The caller sums the results over ranks.
+        None: every rank holds the whole layer.
     """
 
     d_in: int
@@ -45,13 +47,13 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of `size` equal shares a rank holds."""
+    """The share of a rank: number `rank` of `size` equal shares."""
 
     rank: int = 0
     size: int = 1
 
     def span(self, length: int, units: int) -> slice:
-        """The rank's part of `length` features in `units` units; neighbours hold the same if there are fewer units."""
+        """Return the rank's slice of `length` features in `units` units. With fewer units than ranks, neighbours share one."""
         count, step = units_on_rank(units, self.size), length // units
         first = self.rank * units // self.size * step
         return slice(first, first + count * step)
@@ -59,105 +61,112 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One tensor that a checkpoint must bring: its whole shape, and the dtypes it may have."""
+    """One tensor that a checkpoint must contain: its unsharded shape and the dtypes it may have."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
 
-def expected(shape: LinearShape) -> dict[tuple[int, str], Expected]:
-    """What a checkpoint in floating point brings for a linear."""
-    found: dict[tuple[int, str], Expected] = {}
+def expected_tensors(shape: LinearShape) -> dict[tuple[int, str], Expected]:
+    """List the tensors that a floating-point checkpoint contains for a linear, by (part, name)."""
+    tensors: dict[tuple[int, str], Expected] = {}
     for index, part in enumerate(shape.parts):
-        found[index, "weight"] = Expected((part.rows, shape.d_in))
+        tensors[index, "weight"] = Expected((part.rows, shape.d_in))
         if shape.bias:
-            found[index, "bias"] = Expected((part.rows,))
-    return found
+            tensors[index, "bias"] = Expected((part.rows,))
+    return tensors
 
 
-def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """Magnitude of the largest value, float32 [] where the tensor lies; NaN if any is. Bound by reading it: on a CPU 20 times as
-    fast as isfinite."""
+def max_abs(tensor: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, float32 [] on the tensor's device; NaN if any value is NaN.
+
+    aminmax is limited by memory bandwidth. On a CPU it is 20 times as fast as isfinite.
+    """
     low, high = torch.aminmax(tensor.half() if tensor.itemsize == 1 else tensor)
     return torch.maximum(-low.float(), high.float())
 
 
 def adds_bias(shape: LinearShape, share: Share) -> bool:
-    """Partial products are summed over ranks, so only one of them may add the bias."""
+    """Whether this rank adds the bias. Partial products are summed over ranks, so only one rank may add it."""
     return shape.split != "in" or share.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one rank holds of a linear: which rows of each part, where they lie below each other, which columns."""
+    """The slice of a linear that one rank holds."""
 
     rows: tuple[slice, ...]
-    places: tuple[slice, ...]
+    """Rows of each part in the checkpoint."""
+    stacked_rows: tuple[slice, ...]
+    """Rows of each part in the rank's stacked matrix."""
     columns: slice
+    """Input features."""
 
     @staticmethod
     def of(shape: LinearShape, share: Share) -> Cut:
-        rows, places, end = [], [], 0
+        rows, stacked_rows, end = [], [], 0
         for part in shape.parts:
-            cut = share.span(part.rows, part.units) if shape.split == "out" else slice(0, part.rows)
-            rows.append(cut)
-            places.append(slice(end, end := end + cut.stop - cut.start))
-        inputs = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
-        return Cut(tuple(rows), tuple(places), inputs)
+            selection = share.span(part.rows, part.units) if shape.split == "out" else slice(0, part.rows)
+            rows.append(selection)
+            stacked_rows.append(slice(end, end := end + selection.stop - selection.start))
+        columns = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
+        return Cut(tuple(rows), tuple(stacked_rows), columns)
 
     @property
     def size(self) -> tuple[int, int]:
         """(outputs, inputs) of this rank."""
-        return self.places[-1].stop, self.columns.stop - self.columns.start
+        return self.stacked_rows[-1].stop, self.columns.stop - self.columns.start
 
 
 class Weight(Protocol):
-    """The weights of one linear on one rank: empty when created, usable once every expected tensor was loaded.
+    """The weights of one linear on one rank: empty when created, usable after every expected tensor is loaded.
 
-    step: the step whose tokens x holds (StepInputs.row_of_inputs), for weights that differ by request, as adapters do. A
-    linear of a layer always passes it. Number formats ignore it.
+    step: the step whose tokens x holds (StepInputs.row_of_inputs), for weights that depend on the request, such as
+    adapters. A linear of a layer always passes it. Number formats ignore it.
     """
 
     @property
     def expects(self) -> Mapping[tuple[int, str], Expected]:
-        """(part, name in the checkpoint) -> every tensor the checkpoint must bring."""
+        """Every tensor that the checkpoint must contain, by (part, name in the checkpoint)."""
         ...
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
-        """Take this rank's share of a whole checkpoint tensor. The last one packs the weights for multiplication.
+        """Copy this rank's share of an unsharded checkpoint tensor. After the last one, pack the weights for multiplication.
 
-        Raises UnsupportedModel for numbers that the format cannot hold.
+        Raises UnsupportedModel for values that the format cannot represent.
         """
         ...
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
-        """x [T, this rank's inputs] -> [T, this rank's outputs], in the model's dtype."""
+        """Multiply x [T, this rank's inputs]. Returns [T, this rank's outputs] in the model's dtype."""
         ...
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
-        """stream [T, outputs] + apply(x). The caller gives the stream up: the result may lie in its memory."""
+        """Return stream [T, outputs] + apply(x). The result may overwrite the stream's memory."""
         ...
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
-        """act(gate) * up of apply(x) = (gate, up), each [T, this rank's outputs / 2], as a linear of this format takes
-        it; kind as in TokenwiseOps.activate."""
+        """Return act(gate) * up, where apply(x) = (gate, up), each [T, this rank's outputs / 2].
+
+        The result is in the form that a linear of this format takes. kind: as in TokenwiseOps.activate.
+        """
         ...
 
     def matrix(self) -> Matrix | None:
-        """Itself for operations that run whole layers; None if it takes more than floating-point numbers in their order."""
+        """Return the matrix for operations that run whole layers; None if they cannot use this weight."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The memory it holds."""
+        """Return the tensors that the weight keeps in memory."""
         ...
 
 
 class WeightFormat(Protocol):
-    """How linears hold their numbers."""
+    """A factory for the weights of linears in one number format."""
 
     @property
     def name(self) -> str: ...
 
     def create(self, shape: LinearShape, share: Share) -> Weight:
-        """Room for one rank's share of a linear."""
+        """Allocate one rank's share of a linear."""
         ...

@@ -1,8 +1,9 @@
-"""FP8: e4m3 weights with one float32 scale per output channel; activations quantized per token by the fused operations.
+"""FP8: e4m3 weights with one float32 scale per output channel. The fused operations quantize activations per token.
 
-Weights come from a checkpoint in floating point and are quantized tensor by tensor as they stream in, or they are
-published in e4m3 already, with a scale per channel or per tensor. Either way a channel has a scale of its own here, so
-merged parts and slices need nothing more (Micikevicius et al. 2022, FP8 Formats for Deep Learning).
+The checkpoint is in floating point and is quantized tensor by tensor while it loads, or it is already in e4m3 with a
+scale per channel or per tensor. In memory every output channel has its own scale, so merged parts and slices need no
+special case.
+Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.reference import FP8, quantize
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Fp8Matrix, Fp8Ops, Matrix
-from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
+from ridgeline.quant.format import FLOATS, Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors
 
 Stored = Literal["float", "channel", "tensor"]
-"""What a checkpoint holds of a linear: floats, or e4m3 values with a scale per output channel or one for the tensor."""
+"""How a checkpoint stores a linear: floats, or e4m3 values with a scale per output channel or per tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """dtype: of plain activations, biases and results. inputs: whether `ops` quantize a linear's inputs too."""
+    """The fp8 weight format on one device."""
 
     ops: Fp8Ops
     dtype: torch.dtype
+    """Of unquantized activations, biases and results."""
     device: torch.device
     stored: Stored = "float"
     inputs: bool = True
+    """Whether `ops` quantize the inputs of a linear too."""
     name: str = "fp8"
 
     def create(self, shape: LinearShape, share: Share) -> Fp8Weight:
@@ -39,7 +42,7 @@ class Fp8Format:
 
 
 class Fp8Weight(Weight):
-    """Parts lie one below the other: values [outputs, inputs], scales [outputs], biases [outputs]."""
+    """Parts stacked along the outputs: values [outputs, inputs], scales [outputs], biases [outputs]."""
 
     __slots__ = (
         "expects",
@@ -55,7 +58,7 @@ class Fp8Weight(Weight):
 
     def __init__(self, form: Fp8Format, shape: LinearShape, share: Share) -> None:
         self._form = form
-        self.expects: Mapping[tuple[int, str], Expected] = _expected(shape, form.stored)
+        self.expects: Mapping[tuple[int, str], Expected] = _expected_tensors(shape, form.stored)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
         rows, columns = self._cut.size
@@ -65,21 +68,21 @@ class Fp8Weight(Weight):
         self._matrix: Fp8Matrix | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
-        rows, place = self._cut.rows[part], self._cut.places[part]
+        rows, target = self._cut.rows[part], self._cut.stacked_rows[part]
         if name == "weight" and self._form.stored == "float":
-            # Scales are those of whole rows, so that every rank holds the same numbers.
+            # Scales are computed over unsharded rows, so they do not depend on the number of ranks.
             scaled = quantize(tensor[rows].to(self._form.device))
-            _refuse_odd(scaled.scales)
-            self._values[place].copy_(scaled.values[:, self._cut.columns])
-            self._scales[place].copy_(scaled.scales)
+            _check_scales(scaled.scales)
+            self._values[target].copy_(scaled.values[:, self._cut.columns])
+            self._scales[target].copy_(scaled.scales)
         elif name == "weight":
-            self._values[place].copy_(tensor[rows, self._cut.columns])
+            self._values[target].copy_(tensor[rows, self._cut.columns])
         elif name == "weight_scale":
             scales = tensor.flatten()[rows] if self._form.stored == "channel" else tensor.flatten()
-            _refuse_odd(scales)
-            self._scales[place].copy_(scales.float().expand(rows.stop - rows.start))
+            _check_scales(scales)
+            self._scales[target].copy_(scales.float().expand(rows.stop - rows.start))
         elif self._bias is not None and self._adds_bias:
-            self._bias[place].copy_(tensor[rows])
+            self._bias[target].copy_(tensor[rows])
         self._missing.discard((part, name))
         if not self._missing:
             self._matrix = self._form.ops.pack(self._values, self._scales)
@@ -101,21 +104,21 @@ class Fp8Weight(Weight):
         return Matrix(self._matrix, self._bias) if self._matrix is not None and self._form.inputs else None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        held = (self._values, self._scales)
-        return held if self._bias is None else (*held, self._bias)
+        tensors = (self._values, self._scales)
+        return tensors if self._bias is None else (*tensors, self._bias)
 
 
-def _expected(shape: LinearShape, stored: Stored) -> dict[tuple[int, str], Expected]:
-    found = expected(shape)
+def _expected_tensors(shape: LinearShape, stored: Stored) -> dict[tuple[int, str], Expected]:
+    tensors = expected_tensors(shape)
     if stored == "float":
-        return found
+        return tensors
     for index, part in enumerate(shape.parts):
-        found[index, "weight"] = Expected((part.rows, shape.d_in), (FP8,))
-        found[index, "weight_scale"] = Expected((part.rows, 1) if stored == "channel" else (1,), FLOATS)
-    return found
+        tensors[index, "weight"] = Expected((part.rows, shape.d_in), (FP8,))
+        tensors[index, "weight_scale"] = Expected((part.rows, 1) if stored == "channel" else (1,), FLOATS)
+    return tensors
 
 
-def _refuse_odd(scales: torch.Tensor) -> None:
-    """A scale must be finite and positive."""
+def _check_scales(scales: torch.Tensor) -> None:
+    """Raise UnsupportedModel unless every scale is finite and positive."""
     if not scales.is_meta and not bool(((scales > 0) & (scales < float("inf"))).all()):
         raise UnsupportedModel("cannot be stored in fp8: it has values or scales that are NaN, infinite or negative.")

@@ -1,9 +1,8 @@
-"""Integer weights: 8, 4 or 3 bits, a scale per group of inputs or per output channel; activations in floating point, or
-rounded to 8 bits before a product (W8A8; with kept columns beside it LLM.int8(), quant.mixed).
+"""Integer weights of 8, 4 or 3 bits with a scale per group of inputs or per output channel.
 
-Weights come from a checkpoint in floating point and are rounded to nearest tensor by tensor as they stream in, or they
-are published in integers already (quant.layouts). Scales are those of whole rows and groups, so every rank holds the
-same numbers as one device would.
+Activations are in floating point, or are rounded to 8 bits before a product (W8A8, and LLM.int8() in quant.mixed).
+The checkpoint is in floating point and is rounded to nearest tensor by tensor while it loads, or it is already in
+integers (quant.layouts). Scales are computed over unsharded rows and groups, so they do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,43 +18,51 @@ from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import ROW_CODES, rms_norm
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, IntMatrix, IntOps, Matrix, Plain, Scaled, plain
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors
 from ridgeline.quant.layouts import Decoded, Published, decode
 
 SMALLEST_SCALE = 2.0**-24
-"""The smallest number above 0 that float16 holds."""
+"""The smallest positive float16 (subnormal)."""
 LARGEST_SCALE = 65504.0
+"""The largest finite float16."""
 
 
 def round_to_nearest(
     weight: torch.Tensor, form: NumberFormat
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """weight [N, K] -> codes uint8 [N, K], scales float32 [N, groups] that float16 holds, zeros uint8 [N, groups] or None.
+    """Quantize a weight to the nearest codes.
 
-    Symmetric: codes reach one step further below 0 than above, so the scale has the sign that puts a group's largest
-    magnitude at that end, exactly; on real weights this loses about as little as zero points do. With zero points codes
-    span the group's range, 0 included. Raises UnsupportedModel for numbers that no scale covers.
+    Symmetric codes have one more step below 0 than above. The scale takes the sign that maps a group's largest magnitude
+    to the lowest code exactly. On real weights the error is about that of zero points. With zero points, the codes span
+    the group's range including 0.
+
+    Args:
+        weight: [N, K].
+    Returns:
+        codes uint8 [N, K], scales float32 [N, groups] with float16 values, zeros uint8 [N, groups] or None.
+    Raises:
+        UnsupportedModel: values are NaN, infinite or too large for a float16 scale.
     """
     rows, inputs = weight.shape
-    group, most = form.group or inputs, (1 << form.bits) - 1
+    group, max_code = form.group or inputs, (1 << form.bits) - 1
     pad = -inputs % group
     groups = torch.nn.functional.pad(weight.float(), (0, pad)).view(rows, -1, group)
     if form.zeros:
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-        scales = _held((high - low) / most)
-        zeros = (-low / scales).round().clamp(0, most)
+        scales = _as_float16((high - low) / max_code)
+        zeros = (-low / scales).round().clamp(0, max_code)
         shift = zeros.unsqueeze(-1)
     else:
         half = float(1 << form.bits - 1)
         extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        scales = _held(extreme / -half)
+        scales = _as_float16(extreme / -half)
         zeros, shift = None, torch.tensor(half, device=weight.device)
-    codes = (groups / scales.unsqueeze(-1)).round().add_(shift).clamp_(0, most).to(torch.uint8)
+    codes = (groups / scales.unsqueeze(-1)).round().add_(shift).clamp_(0, max_code).to(torch.uint8)
     return codes.view(rows, -1)[:, :inputs], scales, None if zeros is None else zeros.to(torch.uint8)
 
 
-def _held(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as float16 holds them; none is 0, because weights are divided by them."""
+def _as_float16(scales: torch.Tensor) -> torch.Tensor:
+    """Round scales to float16 values in float32. None is 0, because weights are divided by them."""
     if not scales.is_meta and not bool((scales.abs() <= LARGEST_SCALE).all()):
         raise UnsupportedModel(
             "cannot be quantized to integers: it has values that are NaN, infinite or too large for a float16 scale."
@@ -65,14 +72,16 @@ def _held(scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class IntFormat:
-    """numbers: bits, group and zero points. dtype: of activations, biases and results. published: how the checkpoint holds
-    its integers; None: it holds floats."""
+    """The integer weight format on one device."""
 
     ops: IntOps
     numbers: NumberFormat
+    """Bits, group size and zero points."""
     dtype: torch.dtype
+    """Of activations, biases and results."""
     device: torch.device
     published: Published | None = None
+    """Layout of a checkpoint in integers. None: the checkpoint is in floating point."""
     name: str = "integer"
 
     def create(self, shape: LinearShape, share: Share) -> IntWeight:
@@ -80,7 +89,7 @@ class IntFormat:
 
 
 class IntWeight(Weight):
-    """Parts lie one below the other, as in the plain format. Codes take a byte each until the last tensor is there."""
+    """Parts stacked along the outputs. Codes take one byte each until the last tensor is loaded, and are packed then."""
 
     __slots__ = (
         "expects",
@@ -94,21 +103,21 @@ class IntWeight(Weight):
         "_matrix",
         "_missing",
         "_order",
+        "_pending",
         "_scales",
         "_shape",
-        "_waiting",
         "_zeros",
     )
 
     def __init__(self, form: IntFormat, shape: LinearShape, share: Share) -> None:
         self._form, self._shape = form, shape
-        self.expects: Mapping[tuple[int, str], Expected] = _expected(shape, form.published)
+        self.expects: Mapping[tuple[int, str], Expected] = _expected_tensors(shape, form.published)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
-        self._group = _own_group(form.numbers.group or shape.d_in, shape, share)
+        self._group = _rank_group(form.numbers.group or shape.d_in, shape, share)
         rows, _ = self._cut.size
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
-        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
+        self._pending: dict[int, dict[str, torch.Tensor]] = {}
         self._codes: torch.Tensor | None = None
         self._matrix: IntMatrix | None = None
         self._order: torch.Tensor | None = None
@@ -116,23 +125,26 @@ class IntWeight(Weight):
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name == "bias":
             if self._bias is not None and self._adds_bias:
-                self._bias[self._cut.places[part]].copy_(tensor[self._cut.rows[part]])
+                self._bias[self._cut.stacked_rows[part]].copy_(tensor[self._cut.rows[part]])
         elif self._form.published is None:
             rows = self._cut.rows[part]
-            self._place(part, (*round_to_nearest(tensor[rows].to(self._form.device), self._form.numbers), None))
+            self._store(part, (*round_to_nearest(tensor[rows].to(self._form.device), self._form.numbers), None))
         else:
-            self._wait(part, name, tensor, self._form.published)
+            self._collect(part, name, tensor, self._form.published)
         self._missing.discard((part, name))
         if not self._missing:
             self._pack()
 
-    def _wait(self, part: int, name: str, tensor: torch.Tensor, published: Published) -> None:
-        """Keep one tensor of a part until the others are there."""
-        kept = self._waiting.setdefault(part, {})
-        kept[name] = tensor
-        if any(one == part and other not in kept and other != "bias" for one, other in self.expects):
+    def _collect(self, part: int, name: str, tensor: torch.Tensor, published: Published) -> None:
+        """Keep a tensor of a part, and decode the part when all its tensors are loaded."""
+        tensors = self._pending.setdefault(part, {})
+        tensors[name] = tensor
+        if any(
+            other_part == part and tensor_name not in tensors and tensor_name != "bias"
+            for other_part, tensor_name in self.expects
+        ):
             return
-        codes, scales, zeros, order = decode(published, self._waiting.pop(part))
+        codes, scales, zeros, order = decode(published, self._pending.pop(part))
         if codes.shape != (self._shape.parts[part].rows, self._shape.d_in):
             raise UnsupportedModel(
                 f"belongs to a matrix of shape {list(codes.shape)}, but config.json requires another shape."
@@ -140,35 +152,35 @@ class IntWeight(Weight):
         if not bool((scales.abs() <= LARGEST_SCALE).all()):
             raise UnsupportedModel("has scales that are NaN, infinite or beyond float16.")
         rows = self._cut.rows[part]
-        self._place(part, (codes[rows], scales[rows], None if zeros is None else zeros[rows], order))
+        self._store(part, (codes[rows], scales[rows], None if zeros is None else zeros[rows], order))
 
-    def _place(self, part: int, loaded: Decoded) -> None:
-        """This rank's columns of the rows it holds of a part."""
-        codes, scales, zeros, order = loaded
+    def _store(self, part: int, decoded: Decoded) -> None:
+        """Copy this rank's columns of the decoded rows of a part."""
+        codes, scales, zeros, order = decoded
         rows, inputs = self._cut.size
         if self._codes is None:
-            device, groups = self._form.device, -(-inputs // self._group)
+            device, count = self._form.device, -(-inputs // self._group)
             self._codes = torch.empty(rows, inputs, dtype=torch.uint8, device=device)
-            self._scales = torch.empty(rows, groups, dtype=torch.float32, device=device)
+            self._scales = torch.empty(rows, count, dtype=torch.float32, device=device)
             self._zeros = (
-                torch.empty(rows, groups, dtype=torch.uint8, device=device) if self._form.numbers.zeros else None
+                torch.empty(rows, count, dtype=torch.uint8, device=device) if self._form.numbers.zeros else None
             )
             self._order = self._permutation(order)
         elif self._order is not None and not torch.equal(self._order, self._permutation(order)):  # type: ignore[arg-type]
             raise UnsupportedModel(
                 "has another order of inputs (act-order) than the projections it is merged with, which is not supported."
             )
-        place, columns = self._cut.places[part], self._cut.columns
-        own = columns if self._order is None else self._order
-        self._codes[place].copy_(codes[:, own])
-        whole = self._form.numbers.group or self._shape.d_in
-        held = torch.arange(columns.start, columns.stop, self._group, device=scales.device) // whole
-        self._scales[place].copy_(scales[:, held])
+        target, columns = self._cut.stacked_rows[part], self._cut.columns
+        source = columns if self._order is None else self._order
+        self._codes[target].copy_(codes[:, source])
+        full_group = self._form.numbers.group or self._shape.d_in
+        groups = torch.arange(columns.start, columns.stop, self._group, device=scales.device) // full_group
+        self._scales[target].copy_(scales[:, groups])
         if self._zeros is not None and zeros is not None:
-            self._zeros[place].copy_(zeros[:, held])
+            self._zeros[target].copy_(zeros[:, groups])
 
     def _permutation(self, order: torch.Tensor | None) -> torch.Tensor | None:
-        """The inputs, int32, in the order in which groups lie one behind the other (act-order); None: they do already."""
+        """Return the inputs sorted by group, int32 (act-order). None: the checkpoint stores them in that order."""
         if not self._form.numbers.ordered:
             if order is not None:
                 raise UnsupportedModel(
@@ -191,14 +203,14 @@ class IntWeight(Weight):
         self._matrix = self._form.ops.pack(self._codes, self._scales, self._zeros, bits, self._group)
         self._codes = None
 
-    def _given(self, x: Activation) -> Plain:
-        """x with its inputs in the order of the groups."""
+    def _in_group_order(self, x: Activation) -> Plain:
+        """Return x with its inputs sorted by group."""
         assert not isinstance(x, Scaled)
         return x if self._order is None else plain(x, rms_norm).index_select(1, self._order)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
-        return self._form.ops.linear(self._given(x), self._matrix, self._bias)
+        return self._form.ops.linear(self._in_group_order(x), self._matrix, self._bias)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None and isinstance(x, torch.Tensor)
@@ -207,7 +219,7 @@ class IntWeight(Weight):
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
-        return self._form.ops.linear_activate(self._given(x), self._matrix, self._bias, kind)
+        return self._form.ops.linear_activate(self._in_group_order(x), self._matrix, self._bias, kind)
 
     def matrix(self) -> Matrix | None:
         if self._matrix is None or self._order is not None or self._form.numbers.inputs_8bit:
@@ -216,30 +228,35 @@ class IntWeight(Weight):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._matrix is not None
-        found = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
-        return tuple(one for one in found if one is not None)
+        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
+        return tuple(tensor for tensor in optional if tensor is not None)
 
 
-def _expected(shape: LinearShape, published: Published | None) -> dict[tuple[int, str], Expected]:
-    found = expected(shape)
+def _expected_tensors(shape: LinearShape, published: Published | None) -> dict[tuple[int, str], Expected]:
+    tensors = expected_tensors(shape)
     if published is None:
-        return found
+        return tensors
     for index, part in enumerate(shape.parts):
-        del found[index, "weight"]
-        found.update({(index, name): one for name, one in published.expected(part.rows, shape.d_in).items()})
-    return found
+        del tensors[index, "weight"]
+        tensors.update(
+            {(index, name): expected for name, expected in published.expected_tensors(part.rows, shape.d_in).items()}
+        )
+    return tensors
 
 
-def _own_group(group: int, shape: LinearShape, share: Share) -> int:
-    """The group of a rank: smaller than the whole one, scales repeated, where a rank's inputs begin inside a group."""
+def _rank_group(group: int, shape: LinearShape, share: Share) -> int:
+    """Return the group size on one rank.
+
+    It is smaller than `group` if a rank's inputs start inside a group. The scale of the group is then repeated.
+    """
     cut = Cut.of(shape, share)
     if cut.size[1] == shape.d_in or group >= shape.d_in:
         return group
-    step = cut.size[1]
-    own = math.gcd(group, step)
-    if own % ROW_CODES:
+    rank_inputs = cut.size[1]
+    rank_group = math.gcd(group, rank_inputs)
+    if rank_group % ROW_CODES:
         raise ConfigError(
-            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {step} of {shape.d_in} "
-            f"inputs each: use fewer devices, or a group size that divides {step}."
+            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {rank_inputs} of {shape.d_in} "
+            f"inputs each: use fewer devices, or a group size that divides {rank_inputs}."
         )
-    return own
+    return rank_group

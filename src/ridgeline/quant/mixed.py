@@ -1,9 +1,12 @@
-"""LLM.int8() (Dettmers et al. 2022): weights and activations in 8 bits, inputs that 8 bits would spoil in floating point.
+"""LLM.int8(): 8-bit weights and activations, with outlier inputs in floating point.
 
-The paper finds those inputs in the activations of each batch and takes their weights, which it holds in 16 bits, for them.
-Weights in 8 bits cannot give theirs back, so here both sides are kept: the columns that 8-bit weights would lose, chosen while
-loading, stay in the model's dtype with their inputs; of the other inputs each token leaves those of OUTLIER and above in
-floating point, whose weights 8 bits hold well.
+The paper detects outlier inputs in the activations of each batch and multiplies them with 16-bit weights, which it keeps
+beside the 8-bit ones. This module keeps weights once:
+
+- Kept inputs: the columns that lose most in 8 bits are chosen while loading. They and their inputs stay in the model's dtype.
+- Other inputs: the weights are in 8 bits. Each token keeps its own inputs of magnitude OUTLIER and above in floating point.
+
+Source: Dettmers et al. 2022.
 """
 
 from __future__ import annotations
@@ -17,27 +20,29 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, largest
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, max_abs
 from ridgeline.quant.integer import IntFormat
 
 
-def lost_inputs(weight: torch.Tensor, count: int) -> torch.Tensor:
-    """weight [N, K] -> the `count` inputs of which 8 bits lose the largest share, int64 [count], ascending.
+def least_precise_inputs(weight: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` inputs of weight [N, K] with the largest relative error in 8 bits, int64 [count], ascending.
 
-    All weights of an output share a step, so every column errs about as much, and its relative error is largest where the
-    column is smallest: training makes the columns of large inputs small. Columns of zeros lose nothing.
+    All weights of an output share a scale, so every column has about the same absolute error. The relative error is
+    largest for the smallest columns. Training makes the columns of large inputs small. Columns of zeros have no error.
     """
-    size = weight.float().square().sum(0)
-    return torch.where(size > 0, size, torch.inf).topk(count, largest=False).indices.sort().values
+    energy = weight.float().square().sum(0)
+    return torch.where(energy > 0, energy, torch.inf).topk(count, largest=False).indices.sort().values
 
 
 @dataclass(frozen=True, slots=True)
 class MixedFormat:
-    """numbers: of the integers, and how many inputs are kept. dtype: of activations, biases, results and kept columns."""
+    """The LLM.int8() weight format on one device."""
 
     ops: Ops
     numbers: NumberFormat
+    """Format of the integers, and the number of kept inputs."""
     dtype: torch.dtype
+    """Of activations, biases, results and kept columns."""
     device: torch.device
     name: str = "mixed"
 
@@ -46,63 +51,71 @@ class MixedFormat:
 
 
 class MixedWeight(Weight):
-    """Integers with the kept columns empty, beside a matrix of those columns. Weights wait in floating point until the last
-    part is there, because the parts of a linear keep the same inputs; ranks that share the inputs choose among their own."""
+    """An integer matrix whose kept columns are zero, and a floating-point matrix of the kept columns.
 
-    __slots__ = ("expects", "_columns", "_cut", "_empty", "_form", "_integers", "_kept", "_missing", "_waiting")
+    All parts of a linear keep the same inputs, so weights stay in floating point until the last part is loaded. A rank
+    chooses among the inputs that it holds.
+    """
+
+    __slots__ = ("expects", "_cut", "_form", "_integers", "_is_kept", "_kept", "_kept_matrix", "_missing", "_pending")
 
     def __init__(self, form: MixedFormat, shape: LinearShape, share: Share) -> None:
         integers = IntFormat(form.ops.matmul.integer, form.numbers, form.dtype, form.device)
         self._form, self._integers, self._cut = form, integers.create(shape, share), Cut.of(shape, share)
         self.expects: Mapping[tuple[int, str], Expected] = self._integers.expects
         self._missing = {part for part, name in self.expects if name == "weight"}
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._pending: dict[int, torch.Tensor] = {}
         self._kept: torch.Tensor | None = None
-        self._columns: torch.Tensor | None = None
-        self._empty: torch.Tensor | None = None
+        self._kept_matrix: torch.Tensor | None = None
+        self._is_kept: torch.Tensor | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name != "weight":
             self._integers.load(part, name, tensor)
             return
-        if not tensor.is_meta and not bool(largest(tensor) < torch.inf):
+        if not tensor.is_meta and not bool(max_abs(tensor) < torch.inf):
             raise UnsupportedModel("cannot be quantized to integers: it has values that are NaN or infinite.")
-        self._waiting[part] = tensor
+        self._pending[part] = tensor
         self._missing.discard(part)
         if not self._missing:
-            self._settle()
+            self._quantize()
 
-    def _settle(self) -> None:
-        """Choose what is kept, and hand the rest to the integers."""
-        form, own = self._form, self._cut.columns
-        parts = [self._waiting[part].to(form.device) for part in range(len(self._waiting))]
-        self._waiting.clear()
+    def _quantize(self) -> None:
+        """Choose the kept inputs and quantize the other columns."""
+        form, columns = self._form, self._cut.columns
+        parts = [self._pending[part].to(form.device) for part in range(len(self._pending))]
+        self._pending.clear()
         _, inputs = self._cut.size
-        kept = lost_inputs(torch.cat([one[:, own] for one in parts]), form.numbers.kept_inputs(inputs))
-        rows = [one[mine].index_select(1, kept + own.start) for one, mine in zip(parts, self._cut.rows, strict=True)]
-        for part, one in enumerate(parts):
-            self._integers.load(part, "weight", one.index_fill(1, kept + own.start, 0.0))
-        self._kept, self._columns = kept, form.ops.matmul.plain.pack(torch.cat(rows).to(form.dtype))
-        self._empty = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
+        kept = least_precise_inputs(
+            torch.cat([weight[:, columns] for weight in parts]), form.numbers.kept_inputs(inputs)
+        )
+        rows = [
+            weight[own_rows].index_select(1, kept + columns.start)
+            for weight, own_rows in zip(parts, self._cut.rows, strict=True)
+        ]
+        for part, weight in enumerate(parts):
+            self._integers.load(part, "weight", weight.index_fill(1, kept + columns.start, 0.0))
+        self._kept, self._kept_matrix = kept, form.ops.matmul.plain.pack(torch.cat(rows).to(form.dtype))
+        self._is_kept = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
-        given = plain(x, self._form.ops.tokenwise.rms_norm)
-        return self._beside(given, self._integers.apply(self._rest(given)))
+        dense = plain(x, self._form.ops.tokenwise.rms_norm)
+        return self._add_kept(dense, self._integers.apply(self._without_kept(dense)))
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return self._beside(x, self._integers.add(self._rest(x), stream))
+        return self._add_kept(x, self._integers.add(self._without_kept(x), stream))
 
-    def _rest(self, x: torch.Tensor) -> torch.Tensor:
-        """x without the kept inputs, as the integers multiply it."""
-        assert self._empty is not None
-        return self._form.ops.matmul.round_inliers(x, self._empty)
+    def _without_kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with the kept inputs removed and the others rounded, as the integer product takes it."""
+        assert self._is_kept is not None
+        return self._form.ops.matmul.round_inliers(x, self._is_kept)
 
-    def _beside(self, x: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """rest + the kept inputs times their columns."""
-        assert self._kept is not None and self._columns is not None
-        return self._form.ops.matmul.plain.linear_add(x.index_select(1, self._kept), self._columns, None, rest)
+    def _add_kept(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Return product + the kept inputs times their columns."""
+        assert self._kept is not None and self._kept_matrix is not None
+        return self._form.ops.matmul.plain.linear_add(x.index_select(1, self._kept), self._kept_matrix, None, product)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         return self._form.ops.tokenwise.activate(self.apply(x), kind)
@@ -111,5 +124,5 @@ class MixedWeight(Weight):
         return None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        assert self._kept is not None and self._columns is not None
-        return (*self._integers.tensors(), self._kept, self._columns)
+        assert self._kept is not None and self._kept_matrix is not None
+        return (*self._integers.tensors(), self._kept, self._kept_matrix)

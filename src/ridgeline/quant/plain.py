@@ -1,4 +1,4 @@
-"""The plain format: weights in the model's own floating-point type, packed by the ops for their device."""
+"""Unquantized weights in the model's floating-point type, packed by the operations of the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, PlainOps, Scaled
-from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected
+from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """bfloat16, float16 or float32 weights on one device."""
+    """The unquantized weight format: bfloat16, float16 or float32 on one device."""
 
     ops: PlainOps
     dtype: torch.dtype
@@ -25,19 +25,19 @@ class PlainFormat:
         return PlainWeight(self, shape, share)
 
     def adopt(self, matrix: torch.Tensor) -> PlainWeight:
-        """A linear over a loaded matrix [outputs, inputs] that somebody else owns: a head tied to the embedding."""
+        """Return a linear that shares a loaded matrix [outputs, inputs], such as a head tied to the embedding."""
         rows, columns = matrix.shape
         return PlainWeight(self, LinearShape(columns, (Part(rows, rows),)), Share(), matrix)
 
 
 class PlainWeight(Weight):
-    """Parts lie one below the other in one [outputs, inputs] matrix; biases in one vector."""
+    """Parts stacked along the outputs in one matrix [outputs, inputs], and their biases in one vector."""
 
     __slots__ = ("expects", "_ops", "_cut", "_adds_bias", "_matrix", "_bias", "_missing")
 
     def __init__(self, form: PlainFormat, shape: LinearShape, share: Share, loaded: torch.Tensor | None = None) -> None:
         self._ops = form.ops
-        self.expects: Mapping[tuple[int, str], Expected] = expected(shape)
+        self.expects: Mapping[tuple[int, str], Expected] = expected_tensors(shape)
         self._missing = set(self.expects)
         self._cut = Cut.of(shape, share)
         self._adds_bias = adds_bias(shape, share)
@@ -52,9 +52,9 @@ class PlainWeight(Weight):
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         cut = self._cut
         if name == "weight":
-            self._matrix[cut.places[part]].copy_(tensor[cut.rows[part], cut.columns])
+            self._matrix[cut.stacked_rows[part]].copy_(tensor[cut.rows[part], cut.columns])
         elif self._bias is not None and self._adds_bias:
-            self._bias[cut.places[part]].copy_(tensor[cut.rows[part]])
+            self._bias[cut.stacked_rows[part]].copy_(tensor[cut.rows[part]])
         self._missing.discard((part, name))
         if not self._missing:
             self._matrix = self._ops.pack(self._matrix)
