@@ -144,8 +144,8 @@ def kept_up(run: Run) -> float:
     scheduled = np.array([row.scheduled_s for row in run.rows])
     if len(ends) < 10:
         return math.nan
-    arrival_span, completed = (float(np.subtract(*np.percentile(times, [90, 10]))) for times in (scheduled, ends))
-    return arrival_span / completed * len(ends) / len(scheduled) if completed > 0 else math.nan
+    arrival_span, completion_span = (float(np.subtract(*np.percentile(times, [90, 10]))) for times in (scheduled, ends))
+    return arrival_span / completion_span * len(ends) / len(scheduled) if completion_span > 0 else math.nan
 
 
 def too_short_reason(run: Run) -> str:

@@ -271,14 +271,12 @@ def divide(reply: Reply) -> tuple[tuple[int, ...], str]:
         return (), ""
     if reply.tokens[0] > 0:
         return _increments(reply.tokens), "server"
-    n_events, n_tokens = reply.event_count, reply.output_tokens
+    n_events, total = reply.event_count, reply.output_tokens
     # Most servers send one event per token. The end token has no event.
-    if n_tokens in (0, n_events, n_events + 1):
+    if total in (0, n_events, n_events + 1):
         return _increments(reply.events), "one"
     characters = max(1, reply.character_count)
-    return _increments(
-        [*(round(n_tokens * so_far / characters) for so_far in reply.characters[:-1]), n_tokens]
-    ), "characters"
+    return _increments([*(round(total * count / characters) for count in reply.characters[:-1]), total]), "characters"
 
 
 def _increments(cumulative: Sequence[int]) -> tuple[int, ...]:

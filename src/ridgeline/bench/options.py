@@ -43,7 +43,7 @@ class TargetConfig:
     endpoint: str = option("", "completions or chat (default: what the server supports)")
     prompts: str = option("", "ids (token ids) or text (default: ids if the server supports them)")
     context: int | None = option(
-        None, "most tokens of prompt plus answer (default: what the server reports)", "--max-model-len"
+        None, "maximum number of tokens of prompt plus answer (default: what the server reports)", "--max-model-len"
     )
     ignore_eos: bool = option(True, "send ignore_eos, so that answers have the requested length")
     extra_body: str = option("", "JSON object with further fields for every request, as in '{\"temperature\": 0}'")
@@ -67,7 +67,7 @@ class WorkloadConfig:
         0, "tokens of a prefix that all prompts share, if there is no trace", "--random-prefix-len"
     )
     max_requests: int | None = option(
-        None, f"most requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
+        None, f"maximum number of requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
     )
     seed: int = option(0, "seed of arrival times and prompts")
 
@@ -81,7 +81,7 @@ class LoadConfig:
         None, "1: Poisson; less: bursts; inf: constant (default with a trace: that of the trace, scaled to the rate)"
     )
     concurrency: int | None = option(
-        None, f"most concurrent requests; without --rate, the end of an answer starts the next request "
+        None, f"maximum number of concurrent requests; without --rate, the end of an answer starts the next request "
         f"(default without rate and trace: {DEFAULT_CONCURRENCY})", "--max-concurrency"
     )  # fmt: skip
     time_scale: float = option(1.0, "factor on the times of a trace: 0.5 replays it twice as fast")

@@ -101,7 +101,9 @@ class Session:
     async def whys(self, run: Run) -> list[dict[str, Any]]:
         """Fetch the explanations of the slowest requests (GET /requests/ID/why). Empty for other servers than Ridgeline."""
         explanations = []
-        for row in sorted(run.rows, key=lambda row: row.e2e_s or row.ended_s - row.scheduled_s, reverse=True)[:EXPLAINED_REQUESTS]:
+        for row in sorted(run.rows, key=lambda row: row.e2e_s or row.ended_s - row.scheduled_s, reverse=True)[
+            :EXPLAINED_REQUESTS
+        ]:
             reply = await fetch(self.client, f"/requests/{row.answer_id}/why") if row.answer_id else None
             if reply is None or reply.status != 200:
                 continue

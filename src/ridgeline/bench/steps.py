@@ -122,14 +122,14 @@ class Bounds:
     """Tokens of all sequences of a shape."""
 
 
-def shapes(ladder: ShapeGrid, bounds: Bounds) -> list[Shape]:
+def shapes(grid: ShapeGrid, bounds: Bounds) -> list[Shape]:
     """Build shapes within `bounds`: decoding at all sizes, prompts of all lengths, and mixed steps."""
     longest = bounds.max_len - MARGIN
-    decode = [Shape(rows, context) for rows in ladder.rows for context in ladder.contexts]
-    prefill = [Shape(0, 0, prompt) for prompt in ladder.prompts]
+    decode = [Shape(rows, context) for rows in grid.rows for context in grid.contexts]
+    prefill = [Shape(0, 0, prompt) for prompt in grid.prompts]
     mixed = [
-        Shape(rows, ladder.contexts[index % len(ladder.contexts)], prompt)
-        for index, (rows, prompt) in enumerate(zip(ladder.rows[1:], ladder.prompts[1:], strict=False))
+        Shape(rows, grid.contexts[index % len(grid.contexts)], prompt)
+        for index, (rows, prompt) in enumerate(zip(grid.rows[1:], grid.prompts[1:], strict=False))
     ]
     selected = [shape for shape in [*decode, *prefill, *mixed] if max(shape.context, shape.prompt) <= longest]
     return [

@@ -41,10 +41,10 @@ def read_trace(path: Path) -> Workload:
     if not requests:
         raise ConfigError(f"The trace {path} contains no request.", param="trace")
     start = min(request.at_s for request in requests)
-    moved = [
+    shifted = [
         replace(request, at_s=request.at_s - start) for request in sorted(requests, key=lambda request: request.at_s)
     ]
-    return Workload(path.name, tuple(moved), timed, skipped)
+    return Workload(path.name, tuple(shifted), timed, skipped)
 
 
 def _text(path: Path) -> str:
@@ -93,8 +93,8 @@ def _moment(text: str) -> float:
     if not match:
         raise ValueError(f"{text!r} is not a date and time")
     moment = datetime.fromisoformat(match[1] + (match[3] or "").replace("Z", "+00:00"))
-    moment_utc = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return moment_utc.timestamp() + float(match[2] or 0)
+    with_zone = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return with_zone.timestamp() + float(match[2] or 0)
 
 
 _TABLES: Mapping[str, _Columns] = {

@@ -27,7 +27,7 @@ FAMILIES: Mapping[str, str] = {
 """Gauges over the last minutes that have a further label, with their help texts."""
 UNCALIBRATED = "uncalibrated"
 MAX_PENDING_RECORDS = 1024
-"""Records that may be pending. The next one adds them up even if nothing reads the metrics."""
+"""Number of pending records at which they are added to the series even if nothing reads the metrics."""
 SUMMED: Mapping[str, Callable[[StepRecord], float]] = {
     "prompt_tokens": attrgetter("prompt_tokens"),
     "generation_tokens": attrgetter("output_tokens"),

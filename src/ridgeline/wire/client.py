@@ -45,7 +45,7 @@ STALL_S = 300.0
 """Seconds that one iteration of the engine loop may take. A large step on a slow processor takes more than a minute."""
 
 GRACE_S = 1.0
-"""Seconds between the detection of a stuck engine and its failure. A message in this time cancels the failure."""
+"""Seconds between the detection of a stuck engine and its failure. Messages read in this time can show progress."""
 
 _LAST_WORDS_S = 1.0
 _SHORTEST_WAIT_S = 0.1
@@ -249,7 +249,10 @@ class EngineClient:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is unhealthy (failed, loading, stuck, steps fail), or None. A long step alone is not unhealthy."""
+        """Why the engine is unhealthy (failed, loading, stuck, failing steps), or None.
+
+        A step or a wait for a batch that is shorter than STALL_S is healthy.
+        """
         if self.failure is not None:
             return self.failure
         if not self.ready.is_set():
