@@ -33,13 +33,13 @@ import msgspec
 import uvloop
 from common import cpu_name, provenance, write_rows
 
-from ridgeline.bench.figures import kept_up, missed, run_json, throughput, trouble
+from ridgeline.bench.figures import invalid_reason, kept_up, missed, run_json, throughput
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
-from ridgeline.bench.own import serving
 from ridgeline.bench.probe import fetch
 from ridgeline.bench.record import Run
-from ridgeline.bench.search import Found, meets, saturated, search
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.search import SearchResult, meets, saturated, search
+from ridgeline.bench.server_process import serving
+from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.bench.traces import read_trace
 from ridgeline.core.errors import RidgelineError
 from ridgeline.models.hub import shipped_model
@@ -70,7 +70,7 @@ def figures(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 2),
         "kept_up": round(kept_up(run), 3),
         "missed": missed(run),
-        "invalid": trouble(run),
+        "invalid": invalid_reason(run),
         "kept": len(run.rows),
         "dropped": run.dropped,
         "context": run.facts["context"],
@@ -83,7 +83,7 @@ def tell(run: Run) -> None:
         f"{run.facts['rate']:.3g} requests/s: {run.attainment:.1%} of {len(run.rows)} good,"
         f" {rates['goodput_requests_per_s']:.3g} good requests/s, kept up {kept_up(run):.3f},"
         f" TTFT p50 and p99 {told['p50_ttft_ms']:.0f} and {told['p99_ttft_ms']:.0f} ms,"
-        f" TPOT {told['p50_tpot_ms']:.1f} and {told['p99_tpot_ms']:.1f} ms {missed(run)} {trouble(run)}",
+        f" TPOT {told['p50_tpot_ms']:.1f} and {told['p99_tpot_ms']:.1f} ms {missed(run)} {invalid_reason(run)}",
         flush=True,
     )
 
@@ -92,7 +92,7 @@ def rate_of(run: Run) -> float:
     return float(run.facts["rate"])
 
 
-def shown(found: Found) -> Run:
+def shown(found: SearchResult) -> Run:
     """The run that the first row tells of: the best one, or that of the lowest rate."""
     return found.best or min(found.runs, key=lambda run: float(run.facts["rate"]))
 
@@ -102,7 +102,7 @@ class Outcome:
     """What one server showed. alone: see `equivalence`, of requests one at a time; loaded: of the shown run. device: as
     the server names it. late: see `late_work`, by rate and "before" them."""
 
-    found: Found
+    found: SearchResult
     whys: list[dict[str, Any]]
     alone: dict[str, float]
     loaded: dict[str, float]
@@ -110,13 +110,13 @@ class Outcome:
     late: dict[str, dict[str, float]]
 
 
-def found_among(runs: list[Run], attain: float, why: str) -> Found:
+def found_among(runs: list[Run], attain: float, why: str) -> SearchResult:
     """What a search has found that was stopped before its end. Raises RidgelineError if it has made no run."""
     if not runs:
         raise RidgelineError(f"no run ended ({why}): give --patience more seconds, or less --requests.")
-    met = [run for run in runs if meets(run, attain) and not saturated(run) and not trouble(run)]
+    met = [run for run in runs if meets(run, attain) and not saturated(run) and not invalid_reason(run)]
     best = max(met, key=lambda run: float(run.facts["rate"]), default=None)
-    return Found(float(best.facts["rate"]) if best else 0.0, best, tuple(runs), len(met) < len(runs), why)
+    return SearchResult(float(best.facts["rate"]) if best else 0.0, best, tuple(runs), len(met) < len(runs), why)
 
 
 def equivalence(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -205,7 +205,7 @@ async def measure(arguments: argparse.Namespace) -> Outcome:
 
 
 async def seek(arguments: argparse.Namespace, url: str) -> Outcome:
-    asked = Asked(
+    asked = BenchConfig(
         TargetConfig(url, prompts="ids"),
         WorkloadConfig(trace=arguments.trace, max_requests=arguments.requests),
         LoadConfig(rate=arguments.start, warmup=arguments.warmup),
@@ -296,8 +296,8 @@ def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, An
             "met": found.best is not None,
             "bounded": found.bounded,
             "stopped": found.stopped,
-            "whole_trace_kept": len(trace.within(best.facts["context"]).asks),
-            "whole_trace": len(trace.asks),
+            "whole_trace_kept": len(trace.within(best.facts["context"]).requests),
+            "whole_trace": len(trace.requests),
             **about,
         },
         {

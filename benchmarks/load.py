@@ -24,11 +24,11 @@ from typing import Any
 import uvloop
 from common import cpu_name, provenance, write_rows
 
-from ridgeline.bench.figures import at_once, cpu_share, lag_p99, latency, spread, trouble
+from ridgeline.bench.figures import at_once, cpu_share, invalid_reason, lag_p99, latency, spread
 from ridgeline.bench.mock import Speed, serve_mock
 from ridgeline.bench.options import LoadConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.record import Run
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.session import BenchConfig, Session
 
 STREAMS = 2000
 CHUNKS_PER_S = 10
@@ -81,7 +81,7 @@ def _serve(speed: Speed, told: Connection) -> None:
 
 def measure(speed: Speed, load: LoadConfig, work: WorkloadConfig, endpoint: str = "completions") -> Run:
     async def once(url: str) -> Run:
-        async with Session(Asked(TargetConfig(endpoint=endpoint), work, load), url) as session:
+        async with Session(BenchConfig(TargetConfig(endpoint=endpoint), work, load), url) as session:
             return await session.measure()
 
     with mock(speed) as url:
@@ -91,7 +91,7 @@ def measure(speed: Speed, load: LoadConfig, work: WorkloadConfig, endpoint: str 
 def agreement(case: Case) -> Iterator[dict[str, Any]]:
     """Rows: relative error of each measured median."""
     run = measure(case.speed, case.load, case.work, case.endpoint)
-    if why := trouble(run):
+    if why := invalid_reason(run):
         print(f"{case.name}: not valid, {why}")
     token_s = case.speed.itl_s / case.speed.per_chunk
     found = {
@@ -107,7 +107,7 @@ def agreement(case: Case) -> Iterator[dict[str, Any]]:
             "target": 0.01,
             "measured_ms": round(measured * 1e3, 4),
             "true_ms": truth * 1e3,
-            "valid": not trouble(run),
+            "valid": not invalid_reason(run),
         }
 
 
@@ -129,7 +129,7 @@ def streams(count: int, seconds: int, *, in_step: bool) -> Iterator[dict[str, An
     }
     kind = "in-step-" if in_step else ""
     for name, (value, unit, target) in rows.items():
-        found = {"row": f"{count}-streams-{kind}{name}", "value": value, "unit": unit, "valid": not trouble(run)}
+        found = {"row": f"{count}-streams-{kind}{name}", "value": value, "unit": unit, "valid": not invalid_reason(run)}
         yield found if target is None else {**found, "target": target}
 
 

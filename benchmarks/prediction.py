@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from common import HERE, cpu_name, provenance, write_rows
 
-from ridgeline.bench.steps import FIT, JUDGE, measure, shapes
+from ridgeline.bench.steps import FIT_SHAPES, VALIDATION_SHAPES, measure, shapes
 from ridgeline.cli.calibrate import bounds, guess
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.calibration import Calibration, Errors
@@ -68,7 +68,7 @@ def take(model: ModelConfig, arguments: argparse.Namespace) -> tuple[list[Measur
         fit: list[Measured] = []
         judge: list[Measured] = []
         for turn in range(TURNS):
-            for ladder, steps in ((FIT, fit), (JUDGE, judge)):
+            for ladder, steps in ((FIT_SHAPES, fit), (VALIDATION_SHAPES, judge)):
                 steps += measure(local, shapes(ladder, limits)[turn::TURNS], arguments.repeats)
     finally:
         local.close()

@@ -26,10 +26,10 @@ import torch
 import uvloop
 from common import cpu_name, provenance, write_rows
 
-from ridgeline.bench.figures import latency, trouble
+from ridgeline.bench.figures import invalid_reason, latency
 from ridgeline.bench.options import LoadConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.record import Run
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.session import BenchConfig, Session
 
 READY_S = 120.0
 LISTENING = re.compile(r"listening on (http://[^\s;]+)")
@@ -77,7 +77,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def measured(url: str, load: LoadConfig, work: WorkloadConfig) -> Run:
     async def once() -> Run:
-        async with Session(Asked(TargetConfig(), work, load), url) as session:
+        async with Session(BenchConfig(TargetConfig(), work, load), url) as session:
             return await session.measure()
 
     return uvloop.run(once())
@@ -107,7 +107,7 @@ def side(arguments: argparse.Namespace, shadow: bool) -> dict[str, Any]:
             measured(url, LoadConfig(concurrency=1), WorkloadConfig(input_len="128", output_len="64", max_requests=1))
             settled(url, READY_S)
         run = measured(url, load, work)
-        found: dict[str, Any] = {"valid": not trouble(run), "requests": len(run.completed)}
+        found: dict[str, Any] = {"valid": not invalid_reason(run), "requests": len(run.completed)}
         for name in ("ttft", "tpot"):
             times = latency(run.rows, name) * 1e3
             found |= {f"{name}_p{share}_ms": round(float(np.percentile(times, share)), 3) for share in PERCENTILES}

@@ -28,23 +28,26 @@ from ridgeline.wire.messages import Delta, Submit
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. finish: "stop", "length", "refused" or "error" (then `error` says why)."""
+    """One answer to a prompt."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
+    """Why the answer ended: "stop", "length", "refused" or "error"."""
     error: str = ""
+    """The reason if `finish` is "refused" or "error"."""
     logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
 class Completion:
-    """All answers to one prompt. cached_tokens: prompt tokens taken from the prefix cache."""
+    """All answers to one prompt."""
 
     prompt_ids: list[int]
     choices: list[Choice]
     cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache."""
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
@@ -63,8 +66,15 @@ class LLM:
         allow_special_in_content: bool = False,
         **options: Any,
     ) -> None:
-        """allow_special_in_content: text in messages that spells a special token becomes that token. Otherwise it stays text;
-        prompts that are texts keep their special tokens in any case."""
+        """Load the model and start the engine.
+
+        Args:
+            model: Folder or hub name.
+            progress: Called with (stage, done, total) while the model loads.
+            allow_special_in_content: Message text that spells a special token becomes that token. By default it stays text.
+                Text prompts of `generate` and `stream` always keep their special tokens.
+            options: Fields of ModelConfig and EngineConfig.
+        """
         model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
         config = ModelConfig(model=fspath(model or ""), **model_options)
         folder = resolve_model(config)
@@ -77,57 +87,71 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete each prompt (text or token ids). Answers come in the order of the prompts.
+        """Complete each prompt (text or token ids) and return the completions in the order of the prompts.
 
-        A prompt that cannot run (too long for the context, say) does not keep the others from it: its choices finish
-        "refused". Raises RequestError for what is no prompt, and for sampling that names tokens the model has not.
+        A prompt that cannot run, for example one longer than the context, does not stop the others: its choices finish with
+        "refused".
+
+        Raises:
+            RequestError: A prompt is neither text nor token ids, or `sampling` names a token id outside the vocabulary.
         """
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {reprlib.repr(prompts)}: give a text or a list of prompts.", param="prompt")
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._answers(
-            [_Work(self, self._ids(prompt), sampling or SamplingParams(), goes_on=True) for prompt in given]
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._complete(
+            [
+                _PromptRun(self, self._ids(prompt), sampling or SamplingParams(), continues_prompt=True)
+                for prompt in prompt_list
+            ]
         )
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **template: Any
     ) -> Completion:
-        """Answer a conversation ({"role", "content"} messages)."""
+        """Answer a conversation.
+
+        Args:
+            messages: Dicts with "role" and "content".
+            template: Variables for the chat template.
+        """
         ids = self._chat_ids(messages, template)
-        return self._answers([_Work(self, ids, sampling or SamplingParams(), goes_on=False)])[0]
+        return self._complete([_PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=False)])[0]
 
     def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
     ) -> Iterator[str]:
-        """Pieces of the one answer's text as they come; closing the iterator cancels the request. One call at a time.
+        """Yield the text of one answer in pieces as they arrive. Closing the iterator cancels the request.
 
-        Raises RequestError for a prompt that is refused and for more answers than one, whose texts nobody could tell apart,
-        EngineFailed when its step fails.
+        Only one stream can be open at a time.
+
+        Raises:
+            RequestError: The prompt is refused, or `sampling.n` is above 1.
+            EngineFailed: A step of the request fails.
         """
-        talk = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        ids = self._chat_ids(prompt, {}) if talk else self._ids(prompt)  # type: ignore[arg-type]
-        work = _Work(self, ids, sampling or SamplingParams(), goes_on=not talk)
-        if work.sampling.n > 1:
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self._chat_ids(prompt, {}) if is_chat else self._ids(prompt)  # type: ignore[arg-type]
+        run = _PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=not is_chat)
+        if run.sampling.n > 1:
             raise RequestError(
-                f"n is {work.sampling.n}, but a stream has one answer: set n to 1, or use `generate`.", param="n"
+                f"n is {run.sampling.n}, but a stream has one answer: set n to 1, or use `generate`.", param="n"
             )
-        for _, piece in self._run([work]):
+        for _, piece in self._run([run]):
             if piece:
                 yield piece
-        for choice in work.completion.choices:
+        for choice in run.completion.choices:
             if choice.finish in ("refused", "error"):
                 raise (RequestError if choice.finish == "refused" else EngineFailed)(choice.error)
 
     def close(self) -> None:
-        """Give the device's memory back; EngineFailed for whoever asks afterwards."""
+        """Stop the engine and free the device memory. Later calls raise EngineFailed."""
         self._engine.close()
 
-    def _answers(self, work: Sequence[_Work]) -> list[Completion]:
-        for _ in self._run(work):
+    def _complete(self, prompts: Sequence[_PromptRun]) -> list[Completion]:
+        for _ in self._run(prompts):
             pass
-        return [one.completion for one in work]
+        return [prompt.completion for prompt in prompts]
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
         options = RenderOptions(add_generation_prompt=True, variables=template)
@@ -135,7 +159,7 @@ class LLM:
 
     @cached_property
     def _templates(self) -> ChatTemplates:
-        """Made for the first conversation, because they hold a second tokenizer."""
+        """Chat templates. Loaded on first use, because they load a second tokenizer."""
         return ChatTemplates(self.tokenizer, allow_special_in_content=self._allow_special_in_content)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
@@ -150,78 +174,79 @@ class LLM:
             ) from None
 
     def _check(self, sampling: SamplingParams) -> None:
-        """Raises RequestError for a token id outside the vocabulary, where it would silently be of no effect."""
+        """Raise RequestError for a token id outside the vocabulary, which would silently have no effect."""
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling is {reprlib.repr(sampling)}: give one SamplingParams(...) for all prompts.")
         biased = [token for token, _ in sampling.logit_bias]
         for name, ids in (("allowed_token_ids", sampling.allowed_token_ids or ()), ("logit_bias", biased)):
-            most = self._engine.engine.setup.vocab_size - 1
-            if strange := [token for token in ids if not 0 <= token <= most]:
-                raise RequestError(f"{name} has the token id {strange[0]}: give 0 to {most}.", param=name)
+            max_id = self._engine.engine.setup.vocab_size - 1
+            if unknown := [token for token in ids if not 0 <= token <= max_id]:
+                raise RequestError(f"{name} has the token id {unknown[0]}: give 0 to {max_id}.", param=name)
 
     def _next_id(self) -> str:
         self._count += 1
         return f"local-{self._count}"
 
-    def _run(self, work: Sequence[_Work]) -> Iterator[tuple[int, str]]:
-        """Submit, and yield (choice, new text) of each piece of news."""
+    def _run(self, prompts: Sequence[_PromptRun]) -> Iterator[tuple[int, str]]:
+        """Submit the prompts and yield (choice, new text) for each delta."""
         if self._answering:
             raise RequestError(
                 "This LLM is busy: a stream is still open, or another thread uses it. Read the stream to its end or close it. For "
                 "requests from several threads use a server."
             )
         self._answering = True
-        by_id = {one.id: one for one in work}
+        by_id = {prompt.id: prompt for prompt in prompts}
         try:
-            for one in work:
-                self._engine.submit(Submit(one.id, one.completion.prompt_ids, one.sampling, time.time()))
+            for prompt in prompts:
+                self._engine.submit(Submit(prompt.id, prompt.completion.prompt_ids, prompt.sampling, time.time()))
             for delta in self._engine.news():
-                one = by_id[delta.id]
-                yield delta.choice, one.take(delta)
-                if one.hit == delta.choice and not delta.finish:
-                    kept = len(one.completion.choices[delta.choice].token_ids)
-                    self._engine.finish(delta.id, delta.choice, "stop", kept)
-                one.hit = None
+                prompt = by_id[delta.id]
+                yield delta.choice, prompt.take(delta)
+                if prompt.stopped_choice == delta.choice and not delta.finish:
+                    n_kept = len(prompt.completion.choices[delta.choice].token_ids)
+                    self._engine.finish(delta.id, delta.choice, "stop", n_kept)
+                prompt.stopped_choice = None
         finally:
             self._answering = False
 
 
-class _Work:
-    """One prompt on its way: turns deltas into text, and notices stop strings.
+class _PromptRun:
+    """One running prompt: detokenizes its deltas and detects stop strings."""
 
-    goes_on: the answers go on in the prompt's text, as those of /v1/completions do.
-    """
-
-    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams, *, goes_on: bool) -> None:
+    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams, *, continues_prompt: bool) -> None:
+        """continues_prompt: The answer continues the prompt's text, as in /v1/completions."""
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
         llm._check(sampling)
         self.id = llm._next_id()
         self.sampling = sampling
         self.completion = Completion(ids, [Choice(index) for index in range(sampling.n)])
-        self.hit: int | None = None
-        self._texts = [
-            Detokenizer(llm.tokenizer, skip_special_tokens=sampling.skip_special_tokens, context=ids if goes_on else ())
+        self.stopped_choice: int | None = None
+        """The choice that the last delta ended with a stop string."""
+        self._detokenizers = [
+            Detokenizer(
+                llm.tokenizer, skip_special_tokens=sampling.skip_special_tokens, context=ids if continues_prompt else ()
+            )
             for _ in range(sampling.n)
         ]
-        self._stops = [
+        self._stop_strings = [
             StopStrings(sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens)
             for _ in range(sampling.n)
         ]
 
     def take(self, delta: Delta) -> str:
-        """Add a delta to its choice; returns the text that is certain now."""
+        """Add a delta to its choice and return the new text. Text that may begin a stop string is held back."""
         choice = self.completion.choices[delta.choice]
         if delta.cached >= 0:
             self.completion.cached_tokens = delta.cached
         if delta.prompt_logprobs is not None:
             self.completion.prompt_logprobs = delta.prompt_logprobs
-        text, kept, hit = self._read(delta)
-        choice.token_ids.extend(delta.tokens[:kept])
+        text, n_kept, stopped = self._read(delta)
+        choice.token_ids.extend(delta.tokens[:n_kept])
         if delta.logprobs is not None:
-            choice.logprobs = (choice.logprobs or []) + delta.logprobs[:kept]
-        if hit:
-            self.hit = delta.choice
+            choice.logprobs = (choice.logprobs or []) + delta.logprobs[:n_kept]
+        if stopped:
+            self.stopped_choice = delta.choice
             choice.finish = "stop"
         elif delta.finish:
             choice.finish, choice.error = delta.finish, delta.error
@@ -229,16 +254,20 @@ class _Work:
         return text
 
     def _read(self, delta: Delta) -> tuple[str, int, bool]:
-        """A delta's text, how many of its tokens count, and whether a stop string ended it (token by token, to see where)."""
-        texts, stops = self._texts[delta.choice], self._stops[delta.choice]
+        """Detokenize a delta token by token, to find the token that completes a stop string.
+
+        Returns:
+            The text, the number of tokens that count, and whether a stop string ended the choice.
+        """
+        detokenizer, stop_strings = self._detokenizers[delta.choice], self._stop_strings[delta.choice]
         cut = delta.stop_id >= 0 and not self.sampling.include_stop
         text = ""
-        for place, token in enumerate(delta.tokens[:-1] if cut else delta.tokens):
-            shown, hit = stops.push(texts.push((token,)))
-            text += shown
-            if hit is not None:
-                return text, place + 1, True
+        for position, token in enumerate(delta.tokens[:-1] if cut else delta.tokens):
+            released, matched = stop_strings.push(detokenizer.push((token,)))
+            text += released
+            if matched is not None:
+                return text, position + 1, True
         if not delta.finish:
             return text, len(delta.tokens), False
-        shown, hit = stops.push(texts.finish())
-        return text + shown + stops.finish(), len(delta.tokens), hit is not None
+        released, matched = stop_strings.push(detokenizer.finish())
+        return text + released + stop_strings.finish(), len(delta.tokens), matched is not None

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ridgeline.bench.figures import (
-    brief,
     cpu_share,
     digits,
     errors,
+    invalid_reason,
     kept_up,
     late_for_reader,
     missed,
@@ -22,7 +22,7 @@ from ridgeline.bench.figures import (
     run_json,
     spread,
     throughput,
-    trouble,
+    too_short_reason,
 )
 from ridgeline.bench.record import read_run, write_run
 from ridgeline.bench.sample import difference, figure, mean, percentile, token_percentiles
@@ -92,14 +92,14 @@ def test_itl_weighs_by_token() -> None:
 
 def test_a_late_client_makes_a_run_invalid_and_says_why() -> None:
     on_time = [row(at, at=float(at)) for at in range(50)]
-    assert trouble(make_run(on_time)) == ""
+    assert invalid_reason(make_run(on_time)) == ""
     late = make_run([replace(one, issued_s=one.scheduled_s + 0.05) for one in on_time])
-    assert "requests were sent 50.0 ms late" in trouble(late) and "10.0 ms" in trouble(late)
+    assert "requests were sent 50.0 ms late" in invalid_reason(late) and "10.0 ms" in invalid_reason(late)
     slow = make_run([replace(one, issued_s=one.issued_s + 0.05, first_s=one.scheduled_s + 2.0) for one in on_time])
-    assert trouble(slow) == ""  # 50 ms are nothing beside a TTFT of 2 s
-    assert "event loop" in trouble(replace(make_run(on_time), loop_lag_s=(0.0, 0.2)))
+    assert invalid_reason(slow) == ""  # 50 ms are nothing beside a TTFT of 2 s
+    assert "event loop" in invalid_reason(replace(make_run(on_time), loop_lag_s=(0.0, 0.2)))
     busy = replace(make_run(on_time), cpu_s=49.0)
-    assert cpu_share(busy) > 0.9 and "busy" in trouble(busy)
+    assert cpu_share(busy) > 0.9 and "busy" in invalid_reason(busy)
 
 
 def test_tokens_late_for_a_reader() -> None:
@@ -187,6 +187,6 @@ def test_digits() -> None:
 @pytest.mark.parametrize(("rate", "steady"), [(1.0, True), (40.0, False)])
 def test_a_run_shorter_than_its_answers_shows_no_steady_state(rate: float, steady: bool) -> None:
     run = make_run([row(at, at=at / rate, ttft=1.0) for at in range(20)], "", rate=rate)
-    assert (brief(run) == "") is steady
+    assert (too_short_reason(run) == "") is steady
     if not steady:
-        assert "--num-prompts" in brief(run) and "0.475 s" in brief(run)
+        assert "--num-prompts" in too_short_reason(run) and "0.475 s" in too_short_reason(run)

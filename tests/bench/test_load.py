@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 
 from ridgeline.bench.load import LEAD_S, Plan, Sent, Writer, send_all
-from ridgeline.bench.workload import Ask, Workload, arrivals
+from ridgeline.bench.workload import RequestSpec, Workload, arrivals
 
 from .virtual import FakeServer, FakeWriter, LoopClock, run
 
 
 def asks(times: list[float], output: int = 5) -> Workload:
-    return Workload("w", tuple(Ask(at, 5, output) for at in times), timed=True)
+    return Workload("w", tuple(RequestSpec(at, 5, output) for at in times), timed=True)
 
 
 def send(plan: Plan, **server: float) -> tuple[Sent, FakeServer]:
@@ -52,7 +52,7 @@ def test_a_limit_on_concurrency_holds_back_and_the_wait_counts_but_is_no_lag() -
 
 
 def test_closed_loop_keeps_so_many_under_way() -> None:
-    plan = Plan(Workload("w", tuple(Ask(0.0, 5, 5) for _ in range(10))), concurrency=3)
+    plan = Plan(Workload("w", tuple(RequestSpec(0.0, 5, 5) for _ in range(10))), concurrency=3)
     sent, server = send(plan, ttft=1.0, itl=0.25)
     assert server.most == 3
     assert sorted(row.scheduled_s for row in sent.rows) == pytest.approx([0, 0, 0, 2, 2, 2, 4, 4, 4, 6])
@@ -60,7 +60,7 @@ def test_closed_loop_keeps_so_many_under_way() -> None:
 
 
 def turns(times: list[float], sessions: list[int], *, timed: bool) -> Workload:
-    found = [Ask(at, 5, 5, session=session) for at, session in zip(times, sessions, strict=True)]
+    found = [RequestSpec(at, 5, 5, session=session) for at, session in zip(times, sessions, strict=True)]
     return Workload("w", tuple(found), timed=timed)
 
 
@@ -83,7 +83,7 @@ def test_users_of_a_closed_loop_hold_one_conversation_each() -> None:
 
 
 def test_closed_loop_ends_by_time() -> None:
-    plan = Plan(Workload("w", tuple(Ask(0.0, 5, 5) for _ in range(100))), concurrency=2, seconds=5.0)
+    plan = Plan(Workload("w", tuple(RequestSpec(0.0, 5, 5) for _ in range(100))), concurrency=2, seconds=5.0)
     sent, _ = send(plan, ttft=1.0, itl=0.25)
     assert len(sent.rows) == 6
     assert max(row.scheduled_s for row in sent.rows) <= 5.0

@@ -15,10 +15,10 @@ import pytest
 from ridgeline.bench.folder import save
 from ridgeline.bench.mock import MockServer, Speed
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
-from ridgeline.bench.own import serving
 from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.report import Outcome
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.server_process import serving
+from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.bench.show import run_table
 from ridgeline.cli.bench import _end
 from ridgeline.cli.main import main
@@ -30,7 +30,7 @@ FAST = Speed(ttft_s=0.002, itl_s=0.001)
 SMALL = WorkloadConfig(input_len="5-20", output_len="1-6", max_requests=8)
 
 
-def measured(asked: Asked, url: str) -> Run:
+def measured(asked: BenchConfig, url: str) -> Run:
     async def work() -> Run:
         async with Session(asked, url) as session:
             return await session.measure()
@@ -38,7 +38,7 @@ def measured(asked: Asked, url: str) -> Run:
     return asyncio.run(work())
 
 
-async def against_mock(asked: Asked, speed: Speed = FAST) -> Run:
+async def against_mock(asked: BenchConfig, speed: Speed = FAST) -> Run:
     async with MockServer(speed) as server, Session(asked, server.url) as session:
         return await session.measure()
 
@@ -63,7 +63,7 @@ def mock(speed: Speed = FAST) -> Iterator[str]:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("load", [LoadConfig(rate=200.0), LoadConfig(concurrency=3, warmup=2)])
 def test_every_token_is_counted(endpoint: str, load: LoadConfig) -> None:
-    run = asyncio.run(against_mock(Asked(TargetConfig(endpoint=endpoint), SMALL, load)))
+    run = asyncio.run(against_mock(BenchConfig(TargetConfig(endpoint=endpoint), SMALL, load)))
     assert [row.error for row in run.rows] == [""] * 8
     assert [row.output_tokens for row in run.rows] == [row.asked_output for row in run.rows]
     assert [row.input_tokens for row in run.rows] == [row.asked_input for row in run.rows]  # a template's tokens too
@@ -75,14 +75,14 @@ def test_every_token_is_counted(endpoint: str, load: LoadConfig) -> None:
 
 def test_several_tokens_per_chunk() -> None:
     work = replace(SMALL, output_len="10")
-    run = asyncio.run(against_mock(Asked(workload=work), replace(FAST, per_chunk=4)))
+    run = asyncio.run(against_mock(BenchConfig(workload=work), replace(FAST, per_chunk=4)))
     assert {row.output_tokens for row in run.rows} == {10}
     assert all(sum(row.counts) == 10 and row.counts[0] >= 4 for row in run.rows)
 
 
 def test_errors_are_counted_and_never_repeated() -> None:
     async def work() -> Run:
-        async with MockServer(FAST) as server, Session(Asked(workload=SMALL), server.url) as session:
+        async with MockServer(FAST) as server, Session(BenchConfig(workload=SMALL), server.url) as session:
             server.speed = replace(FAST, failing=1.0)
             return await session.measure()
 
@@ -92,7 +92,7 @@ def test_errors_are_counted_and_never_repeated() -> None:
 
 
 def test_a_request_that_takes_too_long_ends() -> None:
-    asked = Asked(TargetConfig(timeout_s=0.3), replace(SMALL, output_len="2000", max_requests=2))
+    asked = BenchConfig(TargetConfig(timeout_s=0.3), replace(SMALL, output_len="2000", max_requests=2))
     run = asyncio.run(against_mock(asked))
     assert {row.error for row in run.rows} == {"no complete answer within 0.3 s"}
     assert all(row.first_s is not None for row in run.rows)
@@ -103,7 +103,7 @@ def test_the_same_seed_sends_the_same_bytes() -> None:
         heard: list[bytes] = []
 
         async def work() -> None:
-            asked = Asked(workload=replace(SMALL, seed=seed))
+            asked = BenchConfig(workload=replace(SMALL, seed=seed))
             async with MockServer(FAST) as server, Session(asked, server.url) as session:
                 send = session.client.send
 
@@ -123,7 +123,7 @@ def test_the_same_seed_sends_the_same_bytes() -> None:
 
 
 def test_a_context_that_is_too_small_drops() -> None:
-    asked = Asked(workload=replace(SMALL, input_len="5-60", output_len="5", max_requests=40))
+    asked = BenchConfig(workload=replace(SMALL, input_len="5-60", output_len="5", max_requests=40))
     run = asyncio.run(against_mock(asked, replace(FAST, context=40)))
     assert run.dropped > 0 and len(run.rows) + run.dropped == 40
     assert max(row.asked_input for row in run.rows) <= 35
@@ -131,7 +131,7 @@ def test_a_context_that_is_too_small_drops() -> None:
 
 @pytest.mark.parametrize(("endpoint", "prompts"), [("completions", "ids"), ("completions", "text"), ("chat", "text")])
 def test_our_own_server(endpoint: str, prompts: str) -> None:
-    asked = Asked(
+    asked = BenchConfig(
         TargetConfig(endpoint=endpoint, prompts=prompts),
         WorkloadConfig(input_len="150-250", output_len="3-9", max_requests=6),
         LoadConfig(rate=100.0),
@@ -155,25 +155,25 @@ def test_equal_blocks_hit_our_prefix_cache() -> None:
     with live(behaviour(counts)) as server:
         url = f"http://127.0.0.1:{server.port}"
         run = measured(
-            Asked(TargetConfig(), replace(SMALL, input_len="64", prefix_len=48), LoadConfig(concurrency=1)), url
+            BenchConfig(TargetConfig(), replace(SMALL, input_len="64", prefix_len=48), LoadConfig(concurrency=1)), url
         )
     assert sum(row.cached_tokens for row in run.rows) > 0
 
 
 def test_what_cannot_be_measured_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="is the server running"):
-        measured(Asked(workload=SMALL), "http://127.0.0.1:9")
+        measured(BenchConfig(workload=SMALL), "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="not the address of a server"):
-        measured(Asked(workload=SMALL), "ftp://x")
+        measured(BenchConfig(workload=SMALL), "ftp://x")
     with live(behaviour(counts), api_key="secret") as server:
         url = f"http://127.0.0.1:{server.port}"
         with pytest.raises(ConfigError, match="--api-key"):
-            measured(Asked(workload=SMALL), url)
+            measured(BenchConfig(workload=SMALL), url)
         with pytest.raises(ConfigError, match="--model is 'other', but the server serves"):
-            measured(Asked(TargetConfig(api_key="secret", model="other"), SMALL), url)
+            measured(BenchConfig(TargetConfig(api_key="secret", model="other"), SMALL), url)
         with pytest.raises(RidgelineError, match="temperature"):
-            measured(Asked(TargetConfig(api_key="secret", extra_body='{"temperature": -1}'), SMALL), url)
-        assert len(measured(Asked(TargetConfig(api_key="secret"), SMALL), url).completed) == 8
+            measured(BenchConfig(TargetConfig(api_key="secret", extra_body='{"temperature": -1}'), SMALL), url)
+        assert len(measured(BenchConfig(TargetConfig(api_key="secret"), SMALL), url).completed) == 8
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_what_cannot_be_measured_is_refused_in_words() -> None:
 )
 def test_contradictions_are_refused(config: TargetConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Session(Asked(config))
+        Session(BenchConfig(config))
     with pytest.raises(ConfigError, match="concurrency is 0"):
-        Asked(load=LoadConfig(concurrency=0))
+        BenchConfig(load=LoadConfig(concurrency=0))
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_what_an_action_cannot_follow_is_refused(
 
 def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock() as url:
-        run = measured(Asked(TargetConfig(), SMALL, LoadConfig(concurrency=1)), url)
+        run = measured(BenchConfig(TargetConfig(), SMALL, LoadConfig(concurrency=1)), url)
     silent = replace(run, rows=[replace(row, error="no complete answer within 1 s") for row in run.rows])
-    asked = Asked(result=ResultConfig(out=str(tmp_path / "out")))
+    asked = BenchConfig(result=ResultConfig(out=str(tmp_path / "out")))
     _end(asked, Outcome("one", [run]), run_table(run))
     assert "no request was answered" not in capsys.readouterr().err
     assert _end(asked, Outcome("one", [silent]), run_table(silent)) == 1
@@ -316,7 +316,7 @@ def test_trace_and_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    run = asyncio.run(against_mock(Asked(workload=SMALL)))
+    run = asyncio.run(against_mock(BenchConfig(workload=SMALL)))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Cannot write the results to --out"):
         save(Outcome("x", [run]), str(tmp_path / "file"))

@@ -12,7 +12,7 @@ from ridgeline.bench.compare import compare, paired
 from ridgeline.bench.load import Plan, Writer, send_all
 from ridgeline.bench.record import Run
 from ridgeline.bench.search import doubling, meets, saturated, search, sweep
-from ridgeline.bench.workload import Ask, Workload
+from ridgeline.bench.workload import RequestSpec, Workload
 from ridgeline.core.slo import Slo
 
 from .rows import failed, make_run, row
@@ -21,7 +21,7 @@ from .virtual import FakeServer, FakeWriter, LoopClock, run
 
 async def measure(rate: float) -> Run:
     """Constant arrivals at a server of ten slots that needs half a second per request: 20 requests/s."""
-    workload = Workload("w", tuple(Ask(at / rate, 5, 5) for at in range(int(rate * 8))), timed=True)
+    workload = Workload("w", tuple(RequestSpec(at / rate, 5, 5) for at in range(int(rate * 8))), timed=True)
     server = FakeServer(ttft=0.1, itl=0.1, slots=10)
     sent = await send_all(Plan(workload), server, cast(Writer, FakeWriter()), LoopClock())
     facts = {"rate": rate, "model": "fake"}
@@ -61,9 +61,9 @@ def test_search_holds_to_what_the_slo_says_of_percentiles() -> None:
         slow = [0.5 if at % 10 == 0 else 0.1 for at in range(50)]
         return make_run([row(at, at=at / rate, ttft=ttft) for at, ttft in enumerate(slow)], slo, rate=rate)
 
-    met = run(search(lambda rate: tenth(rate, "p80(ttft)<=200ms"), 1.0, 0.99, most=3))
+    met = run(search(lambda rate: tenth(rate, "p80(ttft)<=200ms"), 1.0, 0.99, max_runs=3))
     assert met.rate == 4.0 and met.best is not None and met.best.broken == ()
-    missed = run(search(lambda rate: tenth(rate, "p95(ttft)<=200ms"), 1.0, 0.1, most=3))
+    missed = run(search(lambda rate: tenth(rate, "p95(ttft)<=200ms"), 1.0, 0.1, max_runs=3))
     assert missed.best is None and missed.runs[0].broken == (
         "p95(ttft)<=200ms: a share of 0.9 of requests meets the limit; 0.95 is required",
     )
@@ -87,9 +87,9 @@ def test_search_says_when_nothing_or_everything_meets_it() -> None:
     async def never(rate: float) -> Run:
         return make_run([failed(at, at=at / rate) for at in range(50)], "ttft=200ms", rate=rate)
 
-    found = run(search(always, 1.0, 0.9, most=5))
+    found = run(search(always, 1.0, 0.9, max_runs=5))
     assert (found.rate, found.bounded, len(found.runs)) == (16.0, False, 5)
-    found = run(search(never, 1.0, 0.9, most=5))
+    found = run(search(never, 1.0, 0.9, max_runs=5))
     assert (found.rate, found.best, found.bounded) == (0.0, None, True)
 
 

@@ -80,7 +80,7 @@ def test_any_cut_gives_the_same_answer(size: int) -> None:
     reply = asked.read(*(WHOLE[at : at + size] for at in range(0, len(WHOLE), size)))
     assert asked.ended == 1
     assert (reply.error, reply.finish, reply.status) == ("", "stop", 200)
-    assert (reply.said, reply.told, reply.output_tokens) == (13, 3, 4)
+    assert (reply.character_count, reply.event_count, reply.output_tokens) == (13, 3, 4)
     assert (reply.prompt_tokens, reply.cached_tokens) == (9, 3)
     assert reply.tokens[-1] == 4 and list(reply.times) == sorted(set(reply.times))
     assert not asked.connection.closed  # another request may follow
@@ -111,7 +111,7 @@ def test_thoughts_are_tokens_but_no_answer() -> None:
     role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
     reply = asked.read(HEAD + chunk(role), chunk(think), chunk(says))
     assert list(reply.times) == [2.0, 3.0]
-    assert (reply.answered, reply.hidden, reply.said) == (3.0, 2, 5)
+    assert (reply.answered, reply.hidden, reply.character_count) == (3.0, 2, 5)
 
 
 def test_calls_of_tools_are_hidden_characters() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from ridgeline.bench.stream import Reply
-from ridgeline.bench.workload import Ask
+from ridgeline.bench.workload import RequestSpec
 
 T = TypeVar("T")
 
@@ -76,8 +76,8 @@ class FakeServer:
                 reply.events.append(token + 1)
                 reply.characters.append(4 * (token + 1))
             self.under_way -= 1
-        reply.output_tokens = reply.told = int(data)
-        reply.said = 4 * reply.output_tokens
+        reply.output_tokens = reply.event_count = int(data)
+        reply.character_count = 4 * reply.output_tokens
         reply.prompt_tokens = 5
         reply.finish, reply.ended, reply.status = "length", clock.now(), 200
         return reply
@@ -86,5 +86,5 @@ class FakeServer:
 class FakeWriter:
     """Writes only how many tokens are wanted."""
 
-    def write(self, ask: Ask, index: int, name: str) -> tuple[bytes, int]:
+    def write(self, ask: RequestSpec, index: int, name: str) -> tuple[bytes, int]:
         return str(ask.output).encode(), 0

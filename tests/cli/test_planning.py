@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.bench.steps import FIT, JUDGE, OUTPUTS, Bounds, Recorder, Shape, measure, shapes
+from ridgeline.bench.steps import FIT_SHAPES, OUTPUTS, VALIDATION_SHAPES, Bounds, Recorder, Shape, measure, shapes
 from ridgeline.cli.main import main
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
@@ -213,7 +213,7 @@ def test_steps_hold_what_was_asked_for(
 
 def test_ladders_keep_within_bounds_and_apart() -> None:
     bounds = Bounds(rows=16, max_len=4096, tokens=20_000)
-    fit, judge = shapes(FIT, bounds), shapes(JUDGE, bounds)
+    fit, judge = shapes(FIT_SHAPES, bounds), shapes(VALIDATION_SHAPES, bounds)
     for one in fit + judge:
         assert one.rows + bool(one.prompt) <= 16 and one.tokens <= 20_000
         assert max(one.context, one.prompt) + OUTPUTS < 4096

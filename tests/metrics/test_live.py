@@ -10,9 +10,9 @@ import pytest
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Arrival, Ceilings, Live, Metrics, RequestRecord, Spent, Totals
-from ridgeline.metrics.history import FEWEST_REQUESTS, KEPT_READINGS, READING_S, History, Minute
+from ridgeline.metrics.history import KEPT_READINGS, MIN_REQUESTS, READING_S, History, Minute
 from ridgeline.metrics.records import DISCONNECTED
-from ridgeline.metrics.rows import Rows
+from ridgeline.metrics.request_index import RequestIndex
 from ridgeline.metrics.why import Typical, blame, verdict, why
 from ridgeline.metrics.window import GROWTH, Sums, Window
 from ridgeline.wire.messages import StepStats
@@ -112,13 +112,13 @@ def test_without_an_slo_nothing_is_judged_and_nothing_alerts() -> None:
     clock = Clock()
     live = Live(Slo(), clock)
     live.on_request(GOOD)
-    for _ in range(3 * FEWEST_REQUESTS):
+    for _ in range(3 * MIN_REQUESTS):
         live.on_request(replace(GOOD, cut="error", finish_reasons=()))
         live.on_request(replace(GOOD, cut=DISCONNECTED, finish_reasons=()))
     clock.now += 61
     live.tick()
     assert live.history.alerts() == [] and live.blamed() == {} and "slo_attainment" not in live.figures()
-    assert live.cut() == {"error": 3 * FEWEST_REQUESTS, DISCONNECTED: 3 * FEWEST_REQUESTS}
+    assert live.cut() == {"error": 3 * MIN_REQUESTS, DISCONNECTED: 3 * MIN_REQUESTS}
 
 
 def test_verdicts() -> None:
@@ -179,7 +179,7 @@ def test_readings_are_taken_while_nothing_runs_and_are_bounded() -> None:
 
 
 def test_rows_are_found_by_both_ids_and_the_newest_wins() -> None:
-    rows = Rows(3)
+    rows = RequestIndex(3)
     for index in range(3):
         rows.add(replace(GOOD, id=f"cmpl-{index}", request_id="mine"))
     rows.add(replace(GOOD, id="cmpl-3", request_id="cmpl-1"))
@@ -318,7 +318,7 @@ def test_the_ledger_finds_and_orders() -> None:
 
 
 def minute(**changes: object) -> Minute:
-    some = FEWEST_REQUESTS
+    some = MIN_REQUESTS
     base = Minute(0.0, {"ttft_p95": 0.1, "tpot_p99": 0.05}, some, some, some, 0, 0)
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -330,7 +330,7 @@ def test_alerts_on_a_regressed_percentile_and_a_missed_slo() -> None:
     history.minutes.extend([minute(quantiles={"ttft_p95": 0.3, "tpot_p99": 0.06})] * 3)
     (alert,) = history.alerts()
     assert alert.rule == "ttft_p95_regression" and "300 ms; the usual value is 100 ms" in alert.text
-    history.minutes.extend([minute(good=FEWEST_REQUESTS // 2)] * 3)
+    history.minutes.extend([minute(good=MIN_REQUESTS // 2)] * 3)
     assert [alert.rule for alert in history.alerts()] == ["slo_attainment"]
     assert "30 of the last 60 requests met the SLO (50%)" in history.alerts()[0].text
     history.minutes.extend([minute(requests=1, judged=1, good=0)] * 3)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ridgeline.metrics import Ceilings, Metrics, RequestRecord, Spent
 from ridgeline.metrics.aliases import ALIASES, DERIVED
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_SECONDS
-from ridgeline.metrics.metrics import MOST_GATHERED, Histogram
+from ridgeline.metrics.metrics import MAX_PENDING_RECORDS, Histogram
 from ridgeline.wire.messages import StepStats
 
 STEP = StepStats(
@@ -100,7 +100,7 @@ def test_request() -> None:
 
 def test_gathered_records_are_added_up_without_a_reader() -> None:
     metrics, one_by_one = Metrics("tiny"), Metrics("tiny")
-    for turn in range(MOST_GATHERED + 3):
+    for turn in range(MAX_PENDING_RECORDS + 3):
         step = StepStats(**{name: getattr(STEP, name) for name in STEP.__struct_fields__})
         step.host_s, step.prompt_tokens = 1e-5 * turn, turn
         metrics.on_step(step)
@@ -110,7 +110,7 @@ def test_gathered_records_are_added_up_without_a_reader() -> None:
     seen, expected = scrape(metrics), scrape(one_by_one)
     counts = [name for name in expected if "latency" not in name and "per_second" not in name and "busy" not in name]
     assert {name: seen[name] for name in counts} == pytest.approx({name: expected[name] for name in counts})
-    assert seen["ridgeline:steps_total"] == MOST_GATHERED + 3
+    assert seen["ridgeline:steps_total"] == MAX_PENDING_RECORDS + 3
 
 
 def test_aborted() -> None:

@@ -129,7 +129,7 @@ class FakeEngines:
             await self.allowed.wait()
             self.allowed.clear()
         engine, reader, writer = await FakeEngine.connect(self._plan)
-        client = EngineClient(reader, writer, on_step=self._metrics.on_step, patience=self._plan.patience)
+        client = EngineClient(reader, writer, on_step=self._metrics.on_step, timeouts=self._plan.timeouts)
         self.processes.append(FakeProcess(engine, client))
         return self.processes[-1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.bench.server_state import KEPT
+from ridgeline.bench.server_state import DIAGNOSIS_KEYS
 from ridgeline.cli.main import main
 
 from .live import Live, behaviour, live, says
@@ -30,7 +30,7 @@ def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "run" / "run.json"
     held = json.loads(file.read_text())
     state = held["ridgeline"]["facts"]["server"]
-    assert set(state) == set(KEPT) and state["figures"]["requests_per_second"] > 0
+    assert set(state) == set(DIAGNOSIS_KEYS) and state["figures"]["requests_per_second"] > 0
     held["ridgeline"] |= {"loop_lag_s": [], "cpu_s": 0.0}
     file.write_text(json.dumps(held))
     capsys.readouterr()

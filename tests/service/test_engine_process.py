@@ -22,7 +22,7 @@ from ridgeline.service.launch import launch
 from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.wire.client import Patience
+from ridgeline.wire.client import EngineTimeouts
 
 from .live import EOS, MODEL, Live, eos_id, tokenizer, write_model
 
@@ -169,7 +169,7 @@ def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path):
 
     async def start() -> None:
         config = EngineConfig(device="cpu", max_num_seqs=4, threads=1)
-        begin = partial(launch, model_of(tmp_path), config, patience=Patience(silence_s=2.0))
+        begin = partial(launch, model_of(tmp_path), config, timeouts=EngineTimeouts(silence_s=2.0))
         first = await begin()
         supervisor = Supervisor(first, begin, ServiceConfig())
         try:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.wire.client import FAILURES, STALL_S, EngineClient, Patience
+from ridgeline.wire.client import FAILURES, STALL_S, EngineClient, EngineTimeouts
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Beat,
@@ -32,7 +32,7 @@ from ridgeline.wire.messages import (
 STATS = StepStats(7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 4, 0.0, 0.0, 0.0, 0.0)
 
 
-SILENCE_S = Patience().silence_s
+SILENCE_S = EngineTimeouts().silence_s
 
 
 class Peer:
@@ -64,7 +64,7 @@ class Peer:
 
 @pytest.fixture
 async def peer():
-    made = await Peer.start(patience=Patience(SILENCE_S, grace_s=0.3))
+    made = await Peer.start(timeouts=EngineTimeouts(SILENCE_S, grace_s=0.3))
     yield made
     await made.client.close()
     made.writer.close()
@@ -320,7 +320,7 @@ async def test_who_was_stopped_itself_reads_before_it_gives_up(peer):
 
 
 async def test_silence_is_noticed_when_it_lasts_long_enough():
-    peer = await Peer.start(time.monotonic, patience=Patience(silence_s=0.2, grace_s=0.01))
+    peer = await Peer.start(time.monotonic, timeouts=EngineTimeouts(silence_s=0.2, grace_s=0.01))
     await ready(peer)
     assert "silent" in await asyncio.wait_for(peer.client.wait_lost(), 10)
     await peer.client.close()

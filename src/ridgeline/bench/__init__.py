@@ -1,1 +1,1 @@
-"""The load generator: what is asked (workload), how it is sent (load), what came of it (record, figures, report)."""
+"""The load generator: requests (workload, traces), sending (load), results (record, figures, report)."""

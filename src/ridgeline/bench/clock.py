@@ -1,4 +1,4 @@
-"""Waking at a moment, to some tens of microseconds: event loops alone count in milliseconds."""
+"""A timer for asyncio that is accurate to some tens of microseconds. Event loop timers have a resolution of milliseconds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK, TFD_CLOEXEC
 
 
 class Clock(Protocol):
-    """Seconds, and waiting for a moment. Tests have one whose time is virtual."""
+    """Time in seconds and waiting. Tests use a clock with virtual time."""
 
     def now(self) -> float: ...
 
     async def until(self, when: float) -> None: ...
 
 
-def settle(waiting: asyncio.Future[None]) -> None:
-    """Let whoever waits go on, if somebody still does."""
-    if not waiting.done():
-        waiting.set_result(None)
+def resolve_future(future: asyncio.Future[None]) -> None:
+    """Complete a future unless it is done already."""
+    if not future.done():
+        future.set_result(None)
 
 
 class _Span(ctypes.Structure):
@@ -40,8 +40,10 @@ class _Timer(ctypes.Structure):
 
 
 class Alarm:
-    """Calls back at moments of `time.perf_counter`, through one timer of the kernel (timerfd_create(2)) that the running
-    event loop watches. Use it as a context."""
+    """Calls functions at times of `time.perf_counter`, by one kernel timer (timerfd_create(2)) in the running event loop.
+
+    Use it as a context manager.
+    """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -64,19 +66,19 @@ class Alarm:
         return time.perf_counter()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call `call` at `when`, or as soon as the loop runs if that is past."""
+        """Call `call` at `when`, or as soon as the loop runs if `when` is past."""
         first = not self._due or when < self._due[0][0]
         heapq.heappush(self._due, (when, next(self._order), call))
         if first:
             self._set(when)
 
     async def until(self, when: float) -> None:
-        """Return at `when`; at once if that is past."""
+        """Return at `when`, or at once if it is past."""
         if when <= time.perf_counter():
             return
-        waiting = self._loop.create_future()
-        self.at(when, partial(settle, waiting))
-        await waiting
+        future = self._loop.create_future()
+        self.at(when, partial(resolve_future, future))
+        await future
 
     def _set(self, when: float) -> None:
         seconds = int(when)
@@ -87,7 +89,7 @@ class Alarm:
     def _ring(self) -> None:
         try:
             os.read(self._file, 8)
-        except BlockingIOError:  # set anew since it rang
+        except BlockingIOError:  # the timer was set again after it fired
             return
         now = time.perf_counter()
         while self._due and self._due[0][0] <= now:

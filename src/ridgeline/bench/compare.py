@@ -1,7 +1,7 @@
-"""Two runs side by side: differences with intervals, per request, per token and per character.
+"""Comparison of two runs: differences with confidence intervals, per request, per token and per character.
 
-Tokens of two models are not the same amount of text; characters are. Runs that asked the same requests are compared pair
-by pair, which leaves out what differs between requests and finds smaller differences.
+Tokens of two models are different amounts of text, so figures per character are compared too. Runs that sent the same requests are
+compared in pairs. This removes the variance between requests, so smaller differences become significant.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ Value = Callable[[Row], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One comparable figure. factor: from the rows' unit to the shown one. more: a larger value is the better one; None:
-    neither is better."""
+    """A figure that two runs are compared by."""
 
     name: str
     unit: str
     value: Value
     statistic: Statistic
     factor: float = 1.0
-    more: bool | None = False
+    """From the rows' unit to `unit`."""
+    higher_is_better: bool | None = False
+    """None: neither direction is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """second - first of a measure, in its unit; the interval is at 95 %."""
+    """A measure of two runs and its difference."""
 
     measure: Measure
     first: float
     second: float
     change: Figure
+    """second - first with its 95 % interval, in the measure's unit."""
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse" or just "other" (of the second), or "same" when the interval holds 0."""
+        """The second run is "better", "worse" or "other" (neither direction is better). "same": the interval contains 0."""
         if math.isnan(self.change.low) or self.change.low <= 0 <= self.change.high:
             return "same"
-        if self.measure.more is None:
+        if self.measure.higher_is_better is None:
             return "other"
-        return "better" if (self.change.value > 0) == self.measure.more else "worse"
+        return "better" if (self.change.value > 0) == self.measure.higher_is_better else "worse"
 
 
 def _per_character(row: Row) -> float | None:
@@ -71,52 +73,60 @@ MEASURES: tuple[Measure, ...] = (
     Measure("TPOT p95", "ms", lambda row: row.tpot_s, percentile(95), 1e3),
     Measure("end to end median", "ms", lambda row: row.e2e_s, percentile(50), 1e3),
     Measure("end to end p95", "ms", lambda row: row.e2e_s, percentile(95), 1e3),
-    Measure("tokens/s per user", "", _speed, mean, more=True),
+    Measure("tokens/s per user", "", _speed, mean, higher_is_better=True),
     Measure("end to end per character", "ms", _per_character, percentile(50), 1e3),
-    Measure("characters/s per user", "", _characters_per_s, mean, more=True),
-    Measure("output tokens per request", "", lambda row: float(row.output_tokens), mean, more=None),
-    Measure("characters per request", "", lambda row: float(row.characters), mean, more=None),
+    Measure("characters/s per user", "", _characters_per_s, mean, higher_is_better=True),
+    Measure("output tokens per request", "", lambda row: float(row.output_tokens), mean, higher_is_better=None),
+    Measure("characters per request", "", lambda row: float(row.characters), mean, higher_is_better=None),
 )
 
 
 def paired(first: Run, second: Run) -> bool:
-    """Whether both asked the same requests, in the same order."""
-    asked = first.facts.get("fingerprint")
-    return asked is not None and asked == second.facts.get("fingerprint") and len(first.rows) == len(second.rows)
+    """Whether both runs sent the same requests in the same order."""
+    fingerprint = first.facts.get("fingerprint")
+    return (
+        fingerprint is not None
+        and fingerprint == second.facts.get("fingerprint")
+        and len(first.rows) == len(second.rows)
+    )
 
 
 def compare(first: Run, second: Run) -> list[Difference]:
-    """Every measure of both. Only requests without an error count; pairs need both."""
-    together = paired(first, second)
-    found = []
+    """Compare all measures of two runs. Failed requests are left out; in a pair both requests must have completed."""
+    is_paired = paired(first, second)
+    differences = []
     for measure in MEASURES:
-        one, other = (_values(run, measure) for run in (first, second))
-        if together:
-            both = sorted(set(one) & set(other))
-            before, after = (np.array([values[index] for index in both]) for values in (one, other))
+        first_values, second_values = (_values(run, measure) for run in (first, second))
+        if is_paired:
+            common = sorted(set(first_values) & set(second_values))
+            first_sample, second_sample = (
+                np.array([values[index] for index in common]) for values in (first_values, second_values)
+            )
         else:
-            before, after = (np.array(list(values.values())) for values in (one, other))
-        change = difference(before, after, measure.statistic, paired=together)
-        found.append(Difference(measure, _value(before, measure), _value(after, measure), change))
-    good = _good(first, second, together)
-    return [*found, *([good] if good is not None else [])]
+            first_sample, second_sample = (np.array(list(values.values())) for values in (first_values, second_values))
+        change = difference(first_sample, second_sample, measure.statistic, paired=is_paired)
+        differences.append(Difference(measure, _value(first_sample, measure), _value(second_sample, measure), change))
+    goodput = _goodput_difference(first, second, is_paired)
+    return [*differences, *([goodput] if goodput is not None else [])]
 
 
 def _values(run: Run, measure: Measure) -> Mapping[int, float]:
-    """Request -> its value in the measure's unit."""
-    found = ((row.index, measure.value(row)) for row in run.rows if not row.error)
-    return {index: value * measure.factor for index, value in found if value is not None}
+    """Map request index to the request's value in the measure's unit."""
+    pairs = ((row.index, measure.value(row)) for row in run.rows if not row.error)
+    return {index: value * measure.factor for index, value in pairs if value is not None}
 
 
 def _value(values: Array, measure: Measure) -> float:
     return float(measure.statistic(values)) if len(values) else math.nan
 
 
-def _good(first: Run, second: Run, together: bool) -> Difference | None:
-    """Share of good requests, where an SLO was declared for both: errors are not good."""
+def _goodput_difference(first: Run, second: Run, is_paired: bool) -> Difference | None:
+    """Compare the shares of good requests, if both runs have an SLO. Failed requests are not good."""
     if not first.slo or not second.slo:
         return None
-    measure = Measure("good requests", "%", lambda row: None, mean, more=True)
-    before, after = (np.array([100.0 * (not row.missed(run.slo)) for row in run.rows]) for run in (first, second))
-    change = difference(before, after, mean, paired=together)
-    return Difference(measure, _value(before, measure), _value(after, measure), change)
+    measure = Measure("good requests", "%", lambda row: None, mean, higher_is_better=True)
+    first_sample, second_sample = (
+        np.array([100.0 * (not row.missed(run.slo)) for row in run.rows]) for run in (first, second)
+    )
+    change = difference(first_sample, second_sample, mean, paired=is_paired)
+    return Difference(measure, _value(first_sample, measure), _value(second_sample, measure), change)

@@ -1,4 +1,4 @@
-"""What a streamed answer says: OpenAI's chunks, for completions and for chat, as far as a measurement needs them."""
+"""The fields of OpenAI's streaming chunks (completions and chat) that a measurement needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Delta(msgspec.Struct, gc=False):
-    """News of a chat message."""
+    """New content of a chat message."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -17,7 +17,7 @@ class Delta(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, gc=False):
-    """News of one choice: `text` of completions, `delta` of chat, `message` of an answer that did not stream."""
+    """One choice: `text` of completions, `delta` of streamed chat, `message` of chat without streaming."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -36,7 +36,7 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """One chunk, or one whole answer."""
+    """One chunk, or one complete answer."""
 
     id: str | None = None
     choices: list[Choice] = []
@@ -52,9 +52,8 @@ def read_event(data: bytes) -> Event:
     return _DECODER.decode(data)
 
 
-def said(choice: Choice) -> tuple[int, int]:
-    """(characters of the answer, characters before it): thoughts and arguments of tool calls are no answer yet, though
-    they are tokens."""
+def count_characters(choice: Choice) -> tuple[int, int]:
+    """Return (characters of the answer, hidden characters). Hidden are reasoning and the names and arguments of tool calls."""
     answer = len(choice.text) if choice.text else 0
     hidden = 0
     for delta in (choice.delta, choice.message):
@@ -70,7 +69,7 @@ def _arguments(call: Any) -> int:
     return sum(len(str(function.get(name) or "")) for name in ("name", "arguments")) if function else 0
 
 
-def error_words(error: Any) -> str:
-    """The message of an error object, or whatever stands in its place."""
+def error_message(error: Any) -> str:
+    """Return the message of an error object, or the object itself as text."""
     message = error.get("message") if isinstance(error, dict) else error
     return str(message or error)[:300]

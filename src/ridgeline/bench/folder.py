@@ -1,4 +1,4 @@
-"""Where an outcome is written: run.json, requests.jsonl and report.html; several runs get a folder each."""
+"""Writing of results: run.json, requests.jsonl and report.html. Several runs get one folder each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 
 
-def unnamed() -> str:
-    """The folder for results that were given none."""
+def default_folder() -> str:
+    """The default folder for results."""
     return f"bench-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def save(outcome: Outcome, given: str) -> Path:
-    """Write an outcome into the folder `given`, or into one named by the time. Raises ConfigError where that fails."""
-    folder = Path(given or unnamed())
+def save(outcome: Outcome, out: str) -> Path:
+    """Write an outcome into the folder `out`, by default `default_folder`. Raises ConfigError if that fails."""
+    folder = Path(out or default_folder())
     try:
         if len(outcome.runs) == 1:
             write_run(outcome.runs[0], folder, _with_whys(run_json(outcome.runs[0]), outcome))
@@ -40,20 +40,20 @@ def save(outcome: Outcome, given: str) -> Path:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """What several runs came to: each one's run.json, the curve's points, the differences."""
+    """Build summary.json of several runs: run.json of each, points of the curve, differences."""
     changes = [
         {
-            "measure": one.measure.name,
-            "unit": one.measure.unit,
-            "first": one.first,
-            "second": one.second,
-            "difference": asdict(one.change),
-            "second_is": one.verdict,
+            "measure": difference.measure.name,
+            "unit": difference.measure.unit,
+            "first": difference.first,
+            "second": difference.second,
+            "difference": asdict(difference.change),
+            "second_is": difference.verdict,
         }
-        for one in outcome.differences
+        for difference in outcome.differences
     ]
     runs = [{"name": run.name, **run_json(run)} for run in outcome.runs]
-    points = [asdict(one) for one in outcome.points]
+    points = [asdict(difference) for difference in outcome.points]
     return {"title": outcome.title, "note": outcome.note, "runs": runs, "points": points, "differences": changes}
 
 

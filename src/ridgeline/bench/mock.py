@@ -1,7 +1,6 @@
-"""A server of known speed that computes nothing: the load generator is checked against it, and it checks clients.
+"""A mock server with known latencies and no model, to check the load generator and other clients.
 
-Its first chunk comes `ttft_s` after the request's last byte, each further one `itl_s` after the one before, by a clock
-that does not drift: chunk k is due at ttft_s + k * itl_s, whenever the last one was sent.
+Chunk k is due ttft_s + k * itl_s after the last byte of the request. A late chunk does not delay the following ones.
 """
 
 from __future__ import annotations
@@ -23,33 +22,34 @@ from ridgeline.bench.load import raise_file_limit
 from ridgeline.core.errors import ConfigError
 
 CHAT_OVERHEAD = 7
-"""Tokens that its imaginary chat template adds."""
+"""Tokens that the mock's chat template adds."""
 VOCABULARY = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast the mock is. per_chunk: tokens a chunk brings. slots: requests served at once, the rest waits; None: all.
-
-    failing: share of requests answered with an error. context: longest prompt plus answer.
-    """
+    """Latencies and limits of the mock server."""
 
     ttft_s: float = 0.2
     itl_s: float = 0.05
     per_chunk: int = 1
+    """Tokens in a chunk."""
     slots: int | None = None
+    """Most concurrent requests; further ones wait. None: no limit."""
     failing: float = 0.0
+    """Share of requests answered with an error."""
     context: int = 131_072
+    """Most tokens of prompt plus answer, as reported by /v1/models."""
 
 
 class MockServer:
-    """Serves until its context ends. `url` is its address."""
+    """The mock server. It serves within its context; `url` is its address."""
 
     def __init__(self, speed: Speed, host: str = "127.0.0.1", port: int = 0) -> None:
         self.speed = speed
         self.running = 0
         self.waiting: deque[_Answer] = deque()
-        self.chance = random.Random(0)
+        self.rng = random.Random(0)
         self._host, self._port = host, port
 
     async def __aenter__(self) -> MockServer:
@@ -70,7 +70,7 @@ class MockServer:
         self.alarm.__exit__()
 
     def admit(self, answer: _Answer) -> None:
-        """Serve a request now, or when one of those before it has ended."""
+        """Start a request if a slot is free, else queue it."""
         if self.speed.slots is not None and self.running >= self.speed.slots:
             self.waiting.append(answer)
             return
@@ -78,7 +78,7 @@ class MockServer:
         answer.begin()
 
     def release(self) -> None:
-        """A request has ended."""
+        """Free the slot of an ended request and start waiting requests."""
         self.running -= 1
         while self.waiting and (self.speed.slots is None or self.running < self.speed.slots):
             answer = self.waiting.popleft()
@@ -88,7 +88,7 @@ class MockServer:
 
 
 class _Peer(asyncio.Protocol):
-    """One client's connection."""
+    """A client's connection."""
 
     def __init__(self, server: MockServer) -> None:
         self._server = server
@@ -100,27 +100,27 @@ class _Peer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None:
-            self._answer.leave()
+            self._answer.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        head, found, rest = self._data.partition(b"\r\n\r\n")
-        if not found:
+        head, separator, body = self._data.partition(b"\r\n\r\n")
+        if not separator:
             return
         length = 0
         for line in head.split(b"\r\n")[1:]:
             name, _, value = line.partition(b":")
             if name.strip().lower() == b"content-length":
                 length = int(value)
-        if len(rest) < length:
+        if len(body) < length:
             return
-        self._data = rest[length:]
+        self._data = body[length:]
         method, path, *_ = head.split(b" ", 2)
-        self._handle(method.decode(), path.decode(), rest[:length])
+        self._handle(method.decode(), path.decode(), body[:length])
 
     def _handle(self, method: str, path: str, body: bytes) -> None:
         try:
-            told = msgspec.json.decode(body, type=dict) if body else {}
+            fields = msgspec.json.decode(body, type=dict) if body else {}
         except msgspec.DecodeError as error:
             self._json(400, _error(f"The body is not JSON: {error}."))
             return
@@ -128,19 +128,19 @@ class _Peer(asyncio.Protocol):
             card = {"id": "mock", "object": "model", "owned_by": "mock", "max_model_len": self._server.speed.context}
             self._json(200, {"object": "list", "data": [card]})
         elif (method, path) == ("POST", "/tokenize"):
-            words = str(told.get("prompt", "")).split()
+            words = str(fields.get("prompt", "")).split()
             ids = [sum(word.encode()) % VOCABULARY for word in words]
             self._json(200, {"count": len(ids), "tokens": ids})
         elif method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
-            self._complete(told, chat="chat" in path)
+            self._complete(fields, chat="chat" in path)
         else:
             self._json(404, _error(f"Unknown route {path}."))
 
-    def _complete(self, told: dict[str, Any], *, chat: bool) -> None:
-        if self._server.chance.random() < self._server.speed.failing:
+    def _complete(self, fields: dict[str, Any], *, chat: bool) -> None:
+        if self._server.rng.random() < self._server.speed.failing:
             self._json(500, _error("The mock server fails this request (--failing)."))
             return
-        self._answer = _Answer(self._server, self._transport, told, chat)
+        self._answer = _Answer(self._server, self._transport, fields, chat)
         self._server.admit(self._answer)
 
     def _json(self, status: int, value: Any) -> None:
@@ -150,16 +150,16 @@ class _Peer(asyncio.Protocol):
 
 
 class _Answer:
-    """One streamed answer."""
+    """A streamed answer."""
 
-    def __init__(self, server: MockServer, transport: asyncio.Transport, told: dict[str, Any], chat: bool) -> None:
+    def __init__(self, server: MockServer, transport: asyncio.Transport, fields: dict[str, Any], chat: bool) -> None:
         self._server = server
         self._transport = transport
-        self._total = int(told.get("max_completion_tokens") or told.get("max_tokens") or 16)
-        options = told.get("stream_options") or {}
+        self._total = int(fields.get("max_completion_tokens") or fields.get("max_tokens") or 16)
+        options = fields.get("stream_options") or {}
         self._include_usage = bool(options.get("include_usage"))
-        self._each = bool(options.get("continuous_usage_stats"))
-        self._prompt = _prompt_tokens(told) + (CHAT_OVERHEAD if chat else 0)
+        self._usage_in_chunks = bool(options.get("continuous_usage_stats"))
+        self._prompt = _prompt_tokens(fields) + (CHAT_OVERHEAD if chat else 0)
         self._chat = chat
         self._sent = 0
         self._chunks = 0
@@ -170,17 +170,17 @@ class _Answer:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
         self._transport.write(head + (_event(opening) if self._chat else b""))
-        self._next()
+        self._schedule_chunk()
 
-    def leave(self) -> None:
-        """The client has gone."""
+    def cancel(self) -> None:
+        """Stop the answer, because the client has disconnected."""
         self.gone = True
 
-    def _next(self) -> None:
+    def _schedule_chunk(self) -> None:
         speed = self._server.speed
-        self._server.alarm.at(self._started + speed.ttft_s + self._chunks * speed.itl_s, self._tell)
+        self._server.alarm.at(self._started + speed.ttft_s + self._chunks * speed.itl_s, self._send_chunk)
 
-    def _tell(self) -> None:
+    def _send_chunk(self) -> None:
         if self.gone:
             self._server.release()
             return
@@ -191,11 +191,11 @@ class _Answer:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if self._sent >= self._total else None}
         choice |= {"delta": {"content": text}} if self._chat else {"text": text}
         event: dict[str, Any] = {"id": "mock", "object": "chunk", "model": "mock", "choices": [choice]}
-        if self._each:
+        if self._usage_in_chunks:
             event["usage"] = self._usage()
         self._transport.write(_event(event))
         if self._sent < self._total:
-            self._next()
+            self._schedule_chunk()
             return
         last = _event({"choices": [], "usage": self._usage()}) if self._include_usage else b""
         self._transport.write(last + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
@@ -207,12 +207,12 @@ class _Answer:
         return {"prompt_tokens": self._prompt, "completion_tokens": self._sent, "total_tokens": total}
 
 
-def _prompt_tokens(told: dict[str, Any]) -> int:
-    """Ids of a prompt, or words of a text."""
-    prompt = told.get("prompt", "")
+def _prompt_tokens(fields: dict[str, Any]) -> int:
+    """Count the token ids of a prompt, or the words of its texts."""
+    prompt = fields.get("prompt", "")
     if isinstance(prompt, list):
         return len(prompt)
-    texts = [prompt, *(message.get("content") or "" for message in told.get("messages", ()))]
+    texts = [prompt, *(message.get("content") or "" for message in fields.get("messages", ()))]
     return sum(len(text.split()) for text in texts)
 
 
@@ -231,6 +231,6 @@ def _error(message: str) -> dict[str, Any]:
 async def serve_mock(speed: Speed, host: str, port: int, listening: Callable[[str], None]) -> None:
     """Serve until cancelled."""
     async with MockServer(speed, host, port) as server:
-        gc.freeze()  # what is there stays there; collections look at requests alone
+        gc.freeze()  # collections then scan only objects of requests
         listening(server.url)
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""What a user may say to `ridgeline bench`, as the other rooms' configurations: one flag per field."""
+"""Options of `ridgeline bench`: configuration classes with one flag per field."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 
 from ridgeline.bench.target import Address, Dialect
 from ridgeline.bench.traces import read_trace
-from ridgeline.bench.workload import Ask, Workload, arrivals, fits, synthetic
+from ridgeline.bench.workload import RequestSpec, Workload, arrivals, fits, synthetic
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 
 DEFAULT_REQUESTS = 200
 DEFAULT_CONCURRENCY = 8
-MOST_IN_A_CLOSED_LOOP = 20_000
-"""Requests drawn for a closed loop that ends by time."""
+MAX_CLOSED_LOOP_REQUESTS = 20_000
+"""Requests generated for a closed loop with a time limit."""
 SHIPPED = "shipped"
-"""Names the shipped model in `--model-folder`."""
+"""Value of `--model-folder` for the shipped model."""
 BOUNDS = {
     "max_requests": (1, 1 << 24),
     "concurrency": (1, 1 << 16),
@@ -35,7 +35,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """The server, and how requests are sent to it."""
+    """The server and the form of requests."""
 
     url: str = option("http://127.0.0.1:8000", "address of an OpenAI-compatible server", "--base-url")
     model: str = option("", "name of the model (default: the first model the server lists)", "-m")
@@ -43,7 +43,7 @@ class TargetConfig:
     endpoint: str = option("", "completions or chat (default: what the server supports)")
     prompts: str = option("", "ids (token ids) or text (default: ids if the server supports them)")
     context: int | None = option(
-        None, "most tokens of prompt plus answer (default: what the server reports)", "--max-model-len"
+        None, "maximum number of tokens of prompt plus answer (default: what the server reports)", "--max-model-len"
     )
     ignore_eos: bool = option(True, "send ignore_eos, so that answers have the requested length")
     extra_body: str = option("", "JSON object with further fields for every request, as in '{\"temperature\": 0}'")
@@ -52,7 +52,7 @@ class TargetConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
-    """The requests: a trace, or random lengths."""
+    """The requests: a trace or random lengths."""
 
     trace: str = option(
         "", "trace file: Azure, BurstGPT or Vidur CSV, Mooncake, WEKA or prompt JSONL, ShareGPT JSON", "--dataset-path"
@@ -67,21 +67,21 @@ class WorkloadConfig:
         0, "tokens of a prefix that all prompts share, if there is no trace", "--random-prefix-len"
     )
     max_requests: int | None = option(
-        None, f"most requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
+        None, f"maximum number of requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
     )
     seed: int = option(0, "seed of arrival times and prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """When requests are sent: at a rate, at a concurrency, or at the times of the trace."""
+    """When requests are sent: at a rate, at a concurrency or at the times of the trace."""
 
     rate: float | None = option(None, "requests per second; inf sends all at once", "--request-rate")
     burstiness: float | None = option(
         None, "1: Poisson; less: bursts; inf: constant (default with a trace: that of the trace, scaled to the rate)"
     )
     concurrency: int | None = option(
-        None, f"most concurrent requests; without --rate, the end of an answer starts the next request "
+        None, f"maximum number of concurrent requests; without --rate, the end of an answer starts the next request "
         f"(default without rate and trace: {DEFAULT_CONCURRENCY})", "--max-concurrency"
     )  # fmt: skip
     time_scale: float = option(1.0, "factor on the times of a trace: 0.5 replays it twice as fast")
@@ -91,7 +91,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResultConfig:
-    """How the result is judged, and where it is written."""
+    """How the result is judged and where it is written."""
 
     slo: str = option("", "latency limits: ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput")
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
@@ -101,7 +101,7 @@ class ResultConfig:
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
-    """Which concurrencies are measured, and on which hardware."""
+    """The concurrencies of a curve, and the model and hardware for MFU and MBU."""
 
     levels: str = option("1,2,4,8,16,32", "concurrent requests of the runs")
     model_folder: str = option(
@@ -111,12 +111,12 @@ class CurveConfig:
 
 
 def check(configs: tuple[Any, ...]) -> None:
-    """Raise ConfigError for a value that cannot be meant."""
+    """Raise ConfigError for a value outside BOUNDS."""
     for config in configs:
         for name, (low, high) in BOUNDS.items():
             value = getattr(config, name, None)
             if value is not None and not low <= value <= high:
-                shown = [f"{one:,}" if isinstance(one, int) else f"{one:g}" for one in (value, low, high)]
+                shown = [f"{number:,}" if isinstance(number, int) else f"{number:g}" for number in (value, low, high)]
                 raise ConfigError(f"{_flag(name)} is {shown[0]}: give {shown[1]} to {shown[2]}.", param=name)
 
 
@@ -125,7 +125,7 @@ def _flag(name: str) -> str:
 
 
 def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
-    """(what is known of how to ask, whether ids are insisted on, whether chat is)."""
+    """Return (dialect, ids, chat): ids and chat are True or False if the user chose, else None."""
     try:
         extra = msgspec.json.decode(config.extra_body.encode(), type=dict) if config.extra_body else {}
     except msgspec.DecodeError as error:
@@ -137,8 +137,8 @@ def dialect(config: TargetConfig) -> tuple[Dialect, bool | None, bool | None]:
             "--endpoint chat does not accept token ids: use --endpoint completions, or --prompts text.", param="prompts"
         )
     fields = {"ignore_eos": True, **extra} if config.ignore_eos else extra
-    known = Dialect(config.model, fields=fields)
-    return known, None if not prompts else prompts == "ids", None if not endpoint else endpoint == "chat"
+    base = Dialect(config.model, fields=fields)
+    return base, None if not prompts else prompts == "ids", None if not endpoint else endpoint == "chat"
 
 
 def address(config: TargetConfig, url: str | None = None) -> Address:
@@ -152,65 +152,68 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def source(config: WorkloadConfig, load: LoadConfig) -> Workload:
-    """The trace, or enough drawn requests for the load. Raises ConfigError for lengths beside a trace, which has its own."""
+    """Read the trace, or generate enough requests for the load. Raises ConfigError if both a trace and lengths are given."""
     if config.trace:
-        usual = WorkloadConfig()
+        defaults = WorkloadConfig()
         for name in ("input_len", "output_len", "prefix_len"):
-            if getattr(config, name) != getattr(usual, name):
+            if getattr(config, name) != getattr(defaults, name):
                 raise ConfigError(
                     f"{_flag(name)} applies to random requests, and --trace replaces them: leave one of the two out.",
                     param=name,
                 )
         return read_trace(Path(config.trace))
     count = config.max_requests or DEFAULT_REQUESTS
-    if load.duration is not None and config.max_requests is None:  # enough to fill the time, whatever the draw
+    if load.duration is not None and config.max_requests is None:  # enough requests for the duration
         open_loop = load.rate is not None and math.isfinite(load.rate)
-        count = math.ceil((load.rate or 0.0) * load.duration * 1.5) + 50 if open_loop else MOST_IN_A_CLOSED_LOOP
+        count = math.ceil((load.rate or 0.0) * load.duration * 1.5) + 50 if open_loop else MAX_CLOSED_LOOP_REQUESTS
     return synthetic(count, (config.input_len, config.output_len), config.prefix_len, config.seed)
 
 
-def timed(given: Workload, context: int | None, config: WorkloadConfig, load: LoadConfig) -> tuple[Workload, int]:
-    """(the requests to send, with their times; how many were dropped because they exceed the context).
+def schedule(workload: Workload, context: int | None, config: WorkloadConfig, load: LoadConfig) -> tuple[Workload, int]:
+    """Select the requests to send and set their times.
 
-    With a rate a trace keeps its own burstiness, scaled to the rate, unless a burstiness is given; with a concurrency and
-    no rate only its lengths count.
+    With a rate, a trace keeps its own burstiness unless `load.burstiness` is set. With a concurrency and no rate, the times of a
+    trace are ignored.
+
+    Returns:
+        The scheduled workload and the number of requests that exceed the context.
     """
-    replayed = given.timed and load.rate is None and load.concurrency is None
-    if not replayed and load.time_scale != 1.0:
+    uses_trace_times = workload.timed and load.rate is None and load.concurrency is None
+    if not uses_trace_times and load.time_scale != 1.0:
         raise ConfigError(
             "--time-scale applies to the times of a trace: give --trace, and neither --rate nor --concurrency.",
             param="time_scale",
         )
     if load.rate is None and load.burstiness is not None:
         raise ConfigError("--burstiness applies to arrivals at a rate: give --rate too.", param="burstiness")
-    if replayed:
-        given = given.paced(load.time_scale)
-    limit, within = config.max_requests or len(given.asks), context or math.inf
-    kept: list[Ask] = []
+    if uses_trace_times:
+        workload = workload.time_scaled(load.time_scale)
+    limit, context_limit = config.max_requests or len(workload.requests), context or math.inf
+    requests: list[RequestSpec] = []
     dropped = 0
-    for ask, fit in zip(given.asks, fits(given.asks, within), strict=True):
-        if len(kept) == limit or (replayed and load.duration is not None and ask.at_s > load.duration):
+    for request, fit in zip(workload.requests, fits(workload.requests, context_limit), strict=True):
+        if len(requests) == limit or (uses_trace_times and load.duration is not None and request.at_s > load.duration):
             break
         if fit:
-            kept.append(ask)
+            requests.append(request)
         else:
             dropped += 1
-    if not kept:
+    if not requests:
         dropped_words = f"{counted(dropped, 'request')} dropped"
         raise ConfigError(
             f"No request fits into the context of {context} tokens ({dropped_words}): lower --input-len or --output-len, or "
             "give another --trace.",
             param="context",
         )
-    closed = load.rate is None and load.concurrency is not None
-    found = Workload(given.name, tuple(kept), given.timed and not closed, given.skipped)
+    is_closed_loop = load.rate is None and load.concurrency is not None
+    scheduled = Workload(workload.name, tuple(requests), workload.timed and not is_closed_loop, workload.skipped)
     if load.rate is None:
-        return found, dropped
+        return scheduled, dropped
     if load.rate <= 0:
         raise ConfigError(f"--rate is {load.rate:g}: give requests per second above 0, or inf.", param="rate")
-    if found.timed and load.burstiness is None:
-        found = found.at_rate(load.rate)
+    if scheduled.timed and load.burstiness is None:
+        scheduled = scheduled.at_rate(load.rate)
     else:
         burstiness = 1.0 if load.burstiness is None else load.burstiness
-        found = found.at(arrivals(len(kept), load.rate, burstiness, config.seed))
-    return found.first(seconds=load.duration), dropped
+        scheduled = scheduled.at(arrivals(len(requests), load.rate, burstiness, config.seed))
+    return scheduled.first(seconds=load.duration), dropped

@@ -1,4 +1,4 @@
-"""Finding out what a server understands, by asking it: its model, its context, token ids as prompts, honest counts."""
+"""Detection of a server's features by requests: model, context, token ids as prompts, usage counts."""
 
 from __future__ import annotations
 
@@ -10,43 +10,49 @@ import msgspec
 from ridgeline.bench.prompts import WORDS, Prompts, Vocabulary
 from ridgeline.bench.stream import Reply
 from ridgeline.bench.target import Client, Dialect
-from ridgeline.bench.workload import Ask
+from ridgeline.bench.workload import RequestSpec
 from ridgeline.core.errors import ConfigError, RidgelineError
 
 _SHORT, _LONG = 40, 160
-"""Words of the two prompts whose counts tell what a word costs and what a prompt costs before its first word."""
+"""Words of two prompts. From their token counts follow the tokens per word and the tokens of an empty prompt."""
 
 
 async def probe(client: Client, wanted: Dialect, *, ids: bool | None, chat: bool | None) -> tuple[Dialect, Vocabulary]:
-    """(how to speak to the server, what to make prompts of).
+    """Find the form of requests that the server accepts and the vocabulary of prompts.
 
-    wanted: fields the user asked for. ids, chat: what the user insists on; None lets the server decide: token ids where
-    it takes them, else text; completions where it has them, else chat. Raises ConfigError for a server that cannot be
-    measured, RidgelineError with its own words for one that refuses.
+    Args:
+        wanted: The user's model and fields.
+        ids: Prompts as token ids (True) or text (False). None: token ids if the server supports them.
+        chat: Chat (True) or completions (False). None: completions if the server supports them.
+    Raises:
+        ConfigError: The server is unreachable or lacks what the options need.
+        RidgelineError: The server refuses all forms of requests.
     """
-    card = await _card(client, wanted.model)
+    card = await _model_card(client, wanted.model)
     dialect = replace(wanted, model=wanted.model or card.get("id", ""), context=card.get("max_model_len"))
-    found = await _ids(client, dialect.model) if ids is not False and chat is not True else ()
-    ways = [replace(dialect, chat=False, ids=True)] if found else []
+    token_ids = await _tokenized_words(client, dialect.model) if ids is not False and chat is not True else ()
+    candidates = [replace(dialect, chat=False, ids=True)] if token_ids else []
     if ids is not True:
-        ways += [replace(dialect, chat=told, ids=False) for told in (False, True) if chat in (None, told)]
-    if not ways:
+        candidates += [
+            replace(dialect, chat=use_chat, ids=False) for use_chat in (False, True) if chat in (None, use_chat)
+        ]
+    if not candidates:
         raise ConfigError("The server has no /tokenize route, which prompts of token ids need: use --prompts text.")
     error = ""
-    for way in ways:
-        spoken, error = await _understood(client, way, found)
-        if spoken is not None:
-            return spoken, Vocabulary(found) if spoken.ids else await _measured(client, spoken)
+    for candidate in candidates:
+        accepted, error = await _accepted_variant(client, candidate, token_ids)
+        if accepted is not None:
+            return accepted, Vocabulary(token_ids) if accepted.ids else await _measure_vocabulary(client, accepted)
     raise RidgelineError(f"{client.address.url} refuses all forms of requests: {error}")
 
 
 async def fetch(client: Client, path: str, body: Any = None) -> Reply:
-    """One small request outside the measurement; `text` is the body of its answer."""
+    """Send one request outside of the measurement. The reply's `text` is the body."""
     return await client.send(client.address.request(path, None if body is None else msgspec.json.encode(body)))
 
 
-async def _card(client: Client, model: str) -> dict[str, Any]:
-    """What /v1/models says of the model (the first one when none is named); {} where there is no such route."""
+async def _model_card(client: Client, model: str) -> dict[str, Any]:
+    """Return the entry of the model in /v1/models (by default the first one), or {} without such a route."""
     reply = await fetch(client, "/v1/models")
     if reply.status == 0:
         url = client.address.url
@@ -65,8 +71,8 @@ async def _card(client: Client, model: str) -> dict[str, Any]:
     return next((card for card in cards if not model or card.get("id") == model), {})
 
 
-async def _ids(client: Client, model: str) -> tuple[int, ...]:
-    """Ids of common words by the server's /tokenize; () where it has none."""
+async def _tokenized_words(client: Client, model: str) -> tuple[int, ...]:
+    """Return the token ids of common words from the server's /tokenize, or () without that route."""
     text = " ".join(WORDS)
     reply = await fetch(client, "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
     if reply.status != 200:
@@ -77,31 +83,33 @@ async def _ids(client: Client, model: str) -> tuple[int, ...]:
         return ()
 
 
-async def _understood(client: Client, way: Dialect, ids: tuple[int, ...]) -> tuple[Dialect | None, str]:
-    """The fullest form of a way of asking that the server accepts; None and its words when it accepts none."""
-    vocabulary = Vocabulary(ids if way.ids else ())
-    prompt = Prompts(vocabulary, 0).make(Ask(0.0, 8, 2), 0)
+async def _accepted_variant(client: Client, candidate: Dialect, ids: tuple[int, ...]) -> tuple[Dialect | None, str]:
+    """Find the variant with most fields that the server accepts, or return None and the last error."""
+    vocabulary = Vocabulary(ids if candidate.ids else ())
+    prompt = Prompts(vocabulary, 0).make(RequestSpec(0.0, 8, 2), 0)
     error = ""
-    for plain in (way, way.without("ignore_eos", "min_tokens")):
+    for base in (candidate, candidate.without("ignore_eos", "min_tokens")):
         for usage in ("each", "last", "no"):
-            spoken = replace(plain, usage=usage)
-            reply = await client.send(client.address.request(spoken.path, spoken.body(prompt, 2)))
+            variant = replace(base, usage=usage)
+            reply = await client.send(client.address.request(variant.path, variant.body(prompt, 2)))
             if not reply.error:
-                return spoken, ""
+                return variant, ""
             error = reply.error
             if reply.status not in (400, 422):
                 return None, error
     return None, error
 
 
-async def _measured(client: Client, dialect: Dialect) -> Vocabulary:
-    """Tokens per word and per prompt, from the server's counts of two prompts; its absence leaves one token a word."""
+async def _measure_vocabulary(client: Client, dialect: Dialect) -> Vocabulary:
+    """Measure tokens per word and per prompt from the server's counts. Without counts, a word is one token."""
     counts = []
     for words in (_SHORT, _LONG):
-        prompt = Prompts(Vocabulary(), 1).make(Ask(0.0, words, 1), words)
+        prompt = Prompts(Vocabulary(), 1).make(RequestSpec(0.0, words, 1), words)
         reply = await client.send(client.address.request(dialect.path, dialect.body(prompt, 1)))
         if reply.error or not reply.prompt_tokens:
             return Vocabulary()
         counts.append(reply.prompt_tokens)
-    each = (counts[1] - counts[0]) / (_LONG - _SHORT)
-    return Vocabulary((), each, counts[0] - each * _SHORT) if each > 0 else Vocabulary()
+    tokens_per_word = (counts[1] - counts[0]) / (_LONG - _SHORT)
+    return (
+        Vocabulary((), tokens_per_word, counts[0] - tokens_per_word * _SHORT) if tokens_per_word > 0 else Vocabulary()
+    )

@@ -1,4 +1,4 @@
-"""What a benchmark prints while it runs."""
+"""Progress output of a benchmark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunProgress:
         self._progress.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        # Drawing costs milliseconds of the client's time: once per hundredth of the run is enough.
+        # Drawing takes milliseconds of the client's time, so the bar is redrawn once per percent.
         if (part := done * 100 // max(1, total)) != self._shown:
             self._shown = part
             self._progress.update(self._task, completed=done, total=total, refresh=True)

@@ -1,6 +1,6 @@
-"""Prompts of a wanted length: the same seed gives the same ones, and equal block ids give equal tokens.
+"""Generated prompts of given lengths. The same seed gives the same prompts, and equal block ids give equal tokens.
 
-As token ids, drawn from ids that the server's own tokenizer produced; as text, from words whose tokens the server counted.
+Prompts are token ids from the server's tokenizer, or texts of words whose tokens the server has counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ridgeline.bench.workload import Ask
+from ridgeline.bench.workload import RequestSpec
 
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -27,23 +27,22 @@ WORDS = (
     "patient worker news test movie north love support technology step baby computer type attention film tree source "
     "organization hair look window culture chance brother energy period course summer plant opportunity term letter"
 ).split()
-"""Common English words; most are one token each in most vocabularies."""
+"""Common English words. In most vocabularies most of them are one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What prompts are made of. ids: token ids to draw from, empty when prompts are text.
-
-    tokens_per_word: tokens of one more word of text; overhead: tokens of a prompt without any (a template, a BOS).
-    """
+    """The token ids or words of generated prompts."""
 
     ids: tuple[int, ...] = ()
+    """Token ids to draw from. Empty: prompts are text."""
     tokens_per_word: float = 1.0
     overhead: float = 0.0
+    """Tokens of a prompt without words (chat template, BOS)."""
 
 
 class Prompts:
-    """Makes the prompts of one run."""
+    """Generates the prompts of one run."""
 
     def __init__(self, vocabulary: Vocabulary, seed: int | str) -> None:
         self._vocabulary = vocabulary
@@ -53,39 +52,42 @@ class Prompts:
             [str(index).encode() for index in vocabulary.ids] if vocabulary.ids else [word.encode() for word in WORDS]
         )
 
-    def make(self, ask: Ask, index: int) -> str | tuple[str, ...] | msgspec.Raw:
-        """The prompt of the `index`-th request: a JSON list of ids, text, or the turns of a conversation (user and assistant
-        in turn, the user last)."""
-        if ask.history:
-            return *ask.history, ask.text
-        if ask.text:
-            return ask.text
-        if self._vocabulary.ids:
-            return msgspec.Raw(b"[" + b",".join(self._draw(ask, ask.input, ask.block, index)) + b"]")
-        each = self._vocabulary.tokens_per_word
-        words = max(1, round((ask.input - self._vocabulary.overhead) / each))
-        return b" ".join(self._draw(ask, words, max(1, round(ask.block / each)), index)).decode()
+    def make(self, request: RequestSpec, index: int) -> str | tuple[str, ...] | msgspec.Raw:
+        """Generate the prompt of the `index`-th request.
 
-    def _draw(self, ask: Ask, count: int, block: int, index: int) -> list[bytes]:
-        """`count` pieces: those of the ask's blocks, then the request's own."""
-        found: list[bytes] = []
-        for name in ask.blocks[: -(-count // block)]:
-            found += self._block(name, block)
-        del found[count:]
-        if len(found) < count:
-            found += self._pieces_of(f"own {index}", count - len(found))
-        return found
+        Returns:
+            A JSON list of token ids, a text, or the turns of a conversation (user and assistant alternate, the user is last).
+        """
+        if request.history:
+            return *request.history, request.text
+        if request.text:
+            return request.text
+        if self._vocabulary.ids:
+            return msgspec.Raw(b"[" + b",".join(self._draw(request, request.input, request.block, index)) + b"]")
+        tokens_per_word = self._vocabulary.tokens_per_word
+        words = max(1, round((request.input - self._vocabulary.overhead) / tokens_per_word))
+        return b" ".join(self._draw(request, words, max(1, round(request.block / tokens_per_word)), index)).decode()
+
+    def _draw(self, request: RequestSpec, count: int, block: int, index: int) -> list[bytes]:
+        """Draw `count` pieces: those of the request's blocks, then pieces of its own."""
+        pieces: list[bytes] = []
+        for name in request.blocks[: -(-count // block)]:
+            pieces += self._block(name, block)
+        del pieces[count:]
+        if len(pieces) < count:
+            pieces += self._pieces_of(f"own {index}", count - len(pieces))
+        return pieces
 
     def _block(self, name: int, size: int) -> list[bytes]:
-        held = self._blocks.get((name, size))
-        if held is None:
-            held = self._blocks[name, size] = self._pieces_of(f"block {name}", size)
-            if len(self._blocks) > 4096:  # made again when it is needed again
+        pieces = self._blocks.get((name, size))
+        if pieces is None:
+            pieces = self._blocks[name, size] = self._pieces_of(f"block {name}", size)
+            if len(self._blocks) > 4096:  # a dropped block is generated again with the same content
                 del self._blocks[next(iter(self._blocks))]
-        return held
+        return pieces
 
     def _pieces_of(self, name: str, count: int) -> list[bytes]:
-        """Pieces that depend on seed and name alone."""
+        """Draw pieces that depend only on the seed and the name."""
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         source = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
         pieces = self._pieces

@@ -1,5 +1,4 @@
-"""What came of a run: one ledger row per request, and the run around them; written and read as run.json and
-requests.jsonl."""
+"""The record of a run: one row per request and the run's facts, stored as requests.jsonl and run.json."""
 
 from __future__ import annotations
 
@@ -20,39 +19,49 @@ ROWS_FILE = "requests.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request. Times in seconds after the run's start, None where it never came to that.
+    """One request. Times are seconds after the run's start; None if the event did not happen.
 
-    scheduled_s: when it was due, which all latencies count from. held_s: how long a limit on concurrency kept it back.
-    issued_s: when the load generator turned to it; sent_s: when its bytes were written, after connecting. first_s: first
-    token; answered_s: first text that is no thought; last_s: last token; ended_s: end of the answer or of the attempt.
-    gaps_s: time between arrivals, and counts: tokens of each arrival, the first one included. counted: how tokens were
-    divided among arrivals: "server" (it says), "one" (as many events as tokens), "characters" (a guess by length).
-    answer_id: the server's own name of the answer, which its ledger has.
-    Tokens are the server's count of them where it gives one, else what was asked (input) and the events (output).
+    An arrival is the data of one read of the socket that contains new output.
     """
 
     id: str
     index: int
     scheduled_s: float
+    """When the request was due. All latencies count from here."""
     held_s: float
+    """Wait for a concurrency limit."""
     issued_s: float
+    """When the load generator began to send it."""
     sent_s: float
+    """When its bytes were written, after connecting."""
     ended_s: float
+    """End of the answer, or of the failed attempt."""
     asked_input: int
+    """Requested prompt tokens."""
     asked_output: int
+    """Requested output tokens."""
     input_tokens: int
+    """By the server's count, else `asked_input`."""
     first_s: float | None = None
+    """First token."""
     answered_s: float | None = None
+    """First text of the answer that is not hidden reasoning."""
     last_s: float | None = None
+    """Last token."""
     gaps_s: tuple[float, ...] = ()
+    """Seconds between arrivals."""
     counts: tuple[int, ...] = ()
+    """Tokens of each arrival, the first one included."""
     counted: str = ""
+    """How tokens were assigned to arrivals: "server" (its counts), "one" (one token per event), "characters" (by length)."""
     output_tokens: int = 0
+    """By the server's count, else the number of events."""
     cached_tokens: int = 0
     input_characters: int = 0
     characters: int = 0
     hidden_characters: int = 0
     answer_id: str = ""
+    """The id of the answer in the server's ledger."""
     finish: str = ""
     status: int = 0
     error: str = ""
@@ -63,7 +72,7 @@ class Row:
 
     @property
     def publish_s(self) -> float | None:
-        """Until the first text that a user sees: later than the first token by the model's thoughts."""
+        """Time to the first visible text. Later than TTFT if the model reasons first."""
         return None if self.answered_s is None else self.answered_s - self.scheduled_s
 
     @property
@@ -72,7 +81,7 @@ class Row:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first arrival, which may have brought several; None when nothing came after it."""
+        """Seconds per token after the first arrival, which may contain several tokens. None without a second arrival."""
         if self.first_s is None or self.last_s is None or not self.gaps_s:
             return None
         after = sum(self.counts[1:])
@@ -80,29 +89,29 @@ class Row:
 
     @property
     def lag_s(self) -> float:
-        """How late the load generator was."""
+        """Delay caused by the load generator."""
         return self.issued_s - self.scheduled_s - self.held_s
 
     def missed(self, slo: Slo) -> str:
-        """Why the request is not good, "" if it is."""
+        """Return why the request is not good, or ""."""
         return f"error: {self.error}" if self.error else slo.verdict(self.ttft_s, self.tpot_s, self.e2e_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. facts: what was run against what (url, model, workload, seed, rate, ...), as JSON values.
-
-    seconds: from the start to the end of the last request. dropped: requests that could not fit the model's context, and
-    were not sent. loop_lag_s: how late the event loop was, each time it was looked at. cpu_s: processor time of this
-    process.
-    """
+    """One run of a benchmark."""
 
     facts: dict[str, Any]
+    """Settings as JSON values: url, model, workload, seed, rate, ..."""
     rows: tuple[Row, ...]
     seconds: float
+    """From the start to the end of the last request."""
     dropped: int = 0
+    """Requests that were not sent, because they exceed the model's context."""
     loop_lag_s: tuple[float, ...] = ()
+    """Lag of the client's event loop at each probe."""
     cpu_s: float = 0.0
+    """CPU time of the client."""
     slo: Slo = field(default_factory=Slo)
 
     @property
@@ -115,27 +124,27 @@ class Run:
 
     @property
     def attainment(self) -> float:
-        """Share of all offered requests that are good: no error, no limit missed."""
+        """Share of offered requests that are good: no error and no missed limit."""
         return len(self.good) / len(self.rows) if self.rows else math.nan
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """What of the SLO's percentiles and its share the run misses, in words. Failed requests are within nothing."""
+        """Describe the percentiles and the share of the SLO that the run misses. A failed request meets no limit."""
         rows, slo = self.rows, self.slo
-        kept = [slo.within(row.ttft_s, row.tpot_s, row.e2e_s) for row in rows if not row.error]
-        shares = [sum(one[place] for one in kept) / max(1, len(rows)) for place in range(len(slo.objectives))]
+        objectives_met = [slo.within(row.ttft_s, row.tpot_s, row.e2e_s) for row in rows if not row.error]
+        shares = [sum(met[index] for met in objectives_met) / max(1, len(rows)) for index in range(len(slo.objectives))]
         return slo.broken(shares, self.attainment)
 
     @property
     def name(self) -> str:
-        """A few words that tell this run from others."""
+        """A short name that distinguishes this run from others."""
         facts = self.facts
         load = f"{facts['rate']:g}/s" if facts.get("rate") is not None else f"concurrency {facts.get('concurrency')}"
         return str(facts.get("label") or f"{facts.get('model', '')} {load}")
 
 
 class _Saved(msgspec.Struct):
-    """Our own part of run.json."""
+    """The part of run.json that `read_run` needs."""
 
     facts: dict[str, Any]
     seconds: float
@@ -181,5 +190,5 @@ def _rows(lines: Sequence[bytes]) -> tuple[Row, ...]:
 
 
 def _json(value: Any) -> bytes:
-    """Indented JSON; what is not finite becomes null, because JSON has no word for it."""
+    """Encode as indented JSON. Values that are not finite become null."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"

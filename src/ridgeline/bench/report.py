@@ -1,4 +1,4 @@
-"""One HTML page per outcome, with nothing fetched from outside: plots, figures with intervals, what was asked."""
+"""The HTML report of an outcome: plots, figures with intervals and settings. It loads no external files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from ridgeline.bench.compare import Difference
 from ridgeline.bench.efficiency import Point
-from ridgeline.bench.figures import LATENCIES, digits, latency, spread, throughput, trouble
+from ridgeline.bench.figures import LATENCIES, digits, invalid_reason, latency, spread, throughput
 from ridgeline.bench.record import Run
 from ridgeline.bench.sample import SHARES, Figure
 from ridgeline.planner.svg import COLORS, Axis, Chart, Guide, Line, Points, figure, page, table
 
 WIDTH, HEIGHT = 520.0, 360.0
-"""Of a plot in pixels: two fit beside each other on a laptop, and the letters stay readable on a phone."""
-_MOST_DOTS = 1500
+"""Size of a plot in pixels. Two plots fit side by side on a laptop, and text stays readable on a phone."""
+_MAX_DOTS = 1500
 _STEPS = 200
 _STYLE = (
     "body{max-width:72rem}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:1rem}"
@@ -27,30 +27,45 @@ _STYLE = (
     ".tiles b{display:block;font-size:1.5rem;font-variant-numeric:tabular-nums}.tiles span{color:var(--muted)}"
     ".bad{border-left:4px solid var(--s1);padding:.25rem .75rem}"
 )
-_WHAT = ("url", "model", "workload", "seed", "rate", "burstiness", "concurrency", "prompts", "context", "version")
+_SHOWN_FACTS = (
+    "url",
+    "model",
+    "workload",
+    "seed",
+    "rate",
+    "burstiness",
+    "concurrency",
+    "prompts",
+    "context",
+    "version",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a page is about. runs: one, or several of which each is a line. differences: of the first two runs.
-    points: a curve over concurrency. note: the answer in a sentence. whys: the server's own words on slow requests."""
+    """The content of a report."""
 
     title: str
     runs: Sequence[Run]
+    """One run, or several. Of several, each is a line in the plots."""
     differences: Sequence[Difference] = ()
+    """Of the first two runs."""
     points: Sequence[Point] = ()
+    """A curve over concurrency."""
     note: str = ""
+    """The result in a sentence."""
     whys: Sequence[Mapping[str, Any]] = ()
+    """The server's explanations of slow requests."""
 
 
 def html(outcome: Outcome) -> str:
-    """The page."""
+    """Build the HTML page."""
     runs = outcome.runs
     parts = [f"<p>{escape(outcome.note)}</p>" if outcome.note else ""]
     parts += [
         f'<p class="bad"><b>{escape(run.name)} is not valid:</b> {escape(why)}.</p>'
         for run in runs
-        if (why := trouble(run))
+        if (why := invalid_reason(run))
     ]
     parts.append(tiles(runs[-1]) if len(runs) == 1 else _overview(runs))
     parts.append('<div class="plots">' + "".join(figure(chart) for chart in charts(outcome)) + "</div>")
@@ -61,7 +76,7 @@ def html(outcome: Outcome) -> str:
     for run in runs:
         parts += [f"<h2>{escape(run.name)}</h2>", _latencies(run), _facts(run)]
     if outcome.whys:
-        rows = [(str(one.get("id", "")), _words(one)) for one in outcome.whys]
+        rows = [(str(explanation.get("id", "")), _explanation(explanation)) for explanation in outcome.whys]
         parts += ["<h2>The slowest requests, as explained by the server</h2>", table(("request", "why"), rows)]
     parts.append(
         '<p class="note">Latencies count from the scheduled time of a request. Intervals are 95 % bootstrap intervals over '
@@ -71,24 +86,24 @@ def html(outcome: Outcome) -> str:
 
 
 def charts(outcome: Outcome) -> list[Chart]:
-    """Every plot the outcome has data for."""
+    """Build all plots that the outcome has data for."""
     runs = [run for run in outcome.runs if run.completed]
-    found = [_cdf(runs, name) for name in ("ttft", "tpot", "e2e") if any(len(latency(run.rows, name)) for run in runs)]
+    plots = [_cdf(runs, name) for name in ("ttft", "tpot", "e2e") if any(len(latency(run.rows, name)) for run in runs)]
     if runs:
-        found.append(_against_length(runs))
+        plots.append(_against_length(runs))
     if len(runs) == 1:
-        found.append(_timeline(runs[0]))
+        plots.append(_timeline(runs[0]))
     if len(runs) > 1:
-        found.append(_throughput_latency(runs))
+        plots.append(_throughput_latency(runs))
         if all(math.isfinite(run.facts.get("rate") or math.nan) for run in runs):
-            found.append(_goodput(runs))
+            plots.append(_goodput(runs))
     if len(outcome.points) > 1:
-        found += _curves(outcome.points)
-    return found
+        plots += _curves(outcome.points)
+    return plots
 
 
 def tiles(run: Run) -> str:
-    """The figures one looks for first."""
+    """Build the tiles with the main figures of a run."""
     rates = throughput(run)
     shown = [
         (f"{rates['requests_per_s']:.3g}", "requests/s"),
@@ -105,7 +120,7 @@ def tiles(run: Run) -> str:
         )
     return (
         '<div class="tiles">'
-        + "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in shown)
+        + "".join(f"<div><b>{value}</b><span>{unit}</span></div>" for value, unit in shown)
         + "</div>"
     )
 
@@ -118,29 +133,29 @@ def _chart(title: str, axes: tuple[Axis, Axis], marks: Sequence[Line | Points | 
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Names for a legend; none where there is nothing to tell apart, or no room for all."""
+    """Return the legend's names. They are empty for a single run, or if they do not fit."""
     names = [str(run.facts.get("label") or "")[:16] or run.name.rpartition(" ")[2] for run in runs]
-    room = sum(7 * len(name) + 30 for name in names) < WIDTH - 90
-    return names if len(runs) > 1 and room else [""] * len(runs)
+    fits = sum(7 * len(name) + 30 for name in names) < WIDTH - 90
+    return names if len(runs) > 1 and fits else [""] * len(runs)
 
 
 def _cdf(runs: Sequence[Run], name: str) -> Chart:
-    """Share of all offered requests that had this latency or less: errors never get there."""
+    """Plot the share of offered requests with at most a given latency. Failed requests count as offered."""
     marks: list[Line | Points | Guide] = []
-    seen: list[float] = []
+    values_shown: list[float] = []
     for color, (run, label) in enumerate(zip(runs, _names(runs), strict=True)):
         values = np.sort(latency(run.rows, name))
         at = np.unique(np.linspace(0, max(0, len(values) - 1), _STEPS).astype(int))
         points = tuple((float(values[index]), 100 * (index + 1) / len(run.rows)) for index in at if index < len(values))
-        seen += [x for x, _ in points]
+        values_shown += [x for x, _ in points]
         marks.append(Line(label, points, color))
     limit = runs[-1].slo.limits().get(name)
     if limit is not None:
-        seen.append(limit)
+        values_shown.append(limit)
         marks.append(Guide(f"limit {_ms(limit)}", x=limit))
-    wide = bool(seen) and min(seen) > 0 and max(seen) > 8 * min(seen)
+    log_scale = bool(values_shown) and min(values_shown) > 0 and max(values_shown) > 8 * min(values_shown)
     axes = (
-        Axis.around(seen, LATENCIES[name], log=wide, unit="s"),
+        Axis.around(values_shown, LATENCIES[name], log=log_scale, unit="s"),
         Axis("share of offered requests", 0.0, 100.0, unit="%"),
     )
     return _chart(f"{name.upper()} of requests", axes, marks)
@@ -150,21 +165,21 @@ def _against_length(runs: Sequence[Run]) -> Chart:
     marks: list[Line | Points | Guide] = []
     for color, (run, label) in enumerate(zip(runs, _names(runs), strict=True)):
         rows = [row for row in run.completed if row.ttft_s is not None]
-        step = max(1, len(rows) * len(runs) // _MOST_DOTS)
+        step = max(1, len(rows) * len(runs) // _MAX_DOTS)
         points = tuple((float(row.input_tokens), row.ttft_s or 0.0, "") for row in rows[::step])
         marks.append(Points(label, points, color))
-    flat = [one for mark in marks if isinstance(mark, Points) for one in mark.points]
+    dots = [dot for mark in marks if isinstance(mark, Points) for dot in mark.points]
     if (limit := runs[-1].slo.limits()["ttft"]) is not None:
         marks.append(Guide(f"limit {_ms(limit)}", y=limit))
-        flat.append((flat[0][0], limit, ""))
-    axes = Axis.around([x for x, _, _ in flat], "prompt tokens"), Axis.around([y for _, y, _ in flat], "TTFT", unit="s")
+        dots.append((dots[0][0], limit, ""))
+    axes = Axis.around([x for x, _, _ in dots], "prompt tokens"), Axis.around([y for _, y, _ in dots], "TTFT", unit="s")
     return _chart("TTFT against prompt length", axes, marks)
 
 
 def _timeline(run: Run) -> Chart:
-    """Latency over the run's time: what drifts, grows."""
+    """Plot TTFT over the run's time, which shows drift."""
     rows = [row for row in run.completed if row.ttft_s is not None]
-    rows = rows[:: max(1, len(rows) // _MOST_DOTS)]
+    rows = rows[:: max(1, len(rows) // _MAX_DOTS)]
     points = tuple((row.scheduled_s, row.ttft_s or 0.0, "") for row in rows)
     axes = (
         Axis.around([x for x, _, _ in points], "scheduled at", unit="s"),
@@ -181,7 +196,7 @@ def _throughput_latency(runs: Sequence[Run]) -> Chart:
             value = spread(run, "ttft").percentiles[share].value
             points.append((throughput(run)["output_tokens_per_s"], value, run.name[:24] if share == 50 else ""))
         marks += [Line(f"TTFT p{share}", tuple((x, y) for x, y, _ in points), color), Points("", tuple(points), color)]
-    dots = [one for mark in marks if isinstance(mark, Points) for one in mark.points]
+    dots = [dot for mark in marks if isinstance(mark, Points) for dot in mark.points]
     axes = (
         Axis.around([x for x, _, _ in dots], "output tokens/s"),
         Axis.around([y for _, y, _ in dots], "TTFT", log=True, unit="s"),
@@ -190,7 +205,7 @@ def _throughput_latency(runs: Sequence[Run]) -> Chart:
 
 
 def _goodput(runs: Sequence[Run]) -> Chart:
-    """Good and completed requests per second against what was offered; the dashed line is everything."""
+    """Plot good and completed requests per second against the offered rate. The dashed line is the offered rate."""
     ordered = sorted(runs, key=lambda run: float(run.facts["rate"]))
     rates = [float(run.facts["rate"]) for run in ordered]
     done = [throughput(run)["requests_per_s"] for run in ordered]
@@ -206,21 +221,29 @@ def _goodput(runs: Sequence[Run]) -> Chart:
 
 
 def _curves(points: Sequence[Point]) -> list[Chart]:
-    """Throughput, latency, and the shares of the hardware's limits, against concurrency."""
-    at = [float(point.concurrency) for point in points]
-    across = Axis.around(at, "requests at once", log=len(at) > 3)
-    speeds = [point.output_tokens_per_s for point in points]
-    waits = [point.tpot_s for point in points]
-    found = [
-        _chart("Throughput", (across, Axis.around(speeds, "output tokens/s")), [_line("", at, speeds, 0)]),
-        _chart("Latency", (across, Axis.around(waits, "TPOT median", unit="s")), [_line("", at, waits, 1)]),
+    """Plot throughput, latency, MFU and MBU against concurrency."""
+    concurrencies = [float(point.concurrency) for point in points]
+    x_axis = Axis.around(concurrencies, "requests at once", log=len(concurrencies) > 3)
+    rates = [point.output_tokens_per_s for point in points]
+    latencies = [point.tpot_s for point in points]
+    plots = [
+        _chart("Throughput", (x_axis, Axis.around(rates, "output tokens/s")), [_line("", concurrencies, rates, 0)]),
+        _chart(
+            "Latency",
+            (x_axis, Axis.around(latencies, "TPOT median", unit="s")),
+            [_line("", concurrencies, latencies, 1)],
+        ),
     ]
     shares = [(name, [getattr(point, name.lower()) for point in points]) for name in ("MFU", "MBU")]
-    lines = [_line(name, at, values, color) for color, (name, values) in enumerate(shares) if None not in values]
+    lines = [
+        _line(name, concurrencies, values, color) for color, (name, values) in enumerate(shares) if None not in values
+    ]
     if lines:
-        top = Axis.around([value for _, values in shares for value in values if value is not None], "share of the peak")
-        found.append(_chart("MFU and MBU", (across, top), lines))
-    return found
+        y_axis = Axis.around(
+            [value for _, values in shares for value in values if value is not None], "share of the peak"
+        )
+        plots.append(_chart("MFU and MBU", (x_axis, y_axis), lines))
+    return plots
 
 
 def _line(name: str, xs: Sequence[float], ys: Sequence[float], color: int) -> Line:
@@ -246,56 +269,60 @@ def _overview(runs: Sequence[Run]) -> str:
     )
     rows = []
     for run in runs:
-        rates, first, each = throughput(run), spread(run, "ttft"), spread(run, "tpot")
+        rates, ttft, tpot = throughput(run), spread(run, "ttft"), spread(run, "tpot")
         rows.append((
             run.name, f"{len(run.rows)}", f"{run.attainment:.1%}" if run.slo else "-", f"{rates['requests_per_s']:.3g}",
             f"{rates['goodput_requests_per_s']:.3g}" if run.slo else "-", digits(rates["input_tokens_per_s"]),
-            digits(rates["output_tokens_per_s"]), _ms(first.percentiles[50].value), _ms(first.percentiles[99].value),
-            _ms(each.percentiles[50].value), f"{rates['failed']:.0f}",
+            digits(rates["output_tokens_per_s"]), _ms(ttft.percentiles[50].value), _ms(ttft.percentiles[99].value),
+            _ms(tpot.percentiles[50].value), f"{rates['failed']:.0f}",
         ))  # fmt: skip
     return table(head, rows)
 
 
 def _latencies(run: Run) -> str:
     rows = []
-    for name, words in LATENCIES.items():
-        one = spread(run, name)
-        shown = [_interval(one.percentiles[share]) for share in SHARES]
-        rows.append((f"{name.upper()}: {words}", _interval(one.mean), *shown))
+    for name, description in LATENCIES.items():
+        latency_spread = spread(run, name)
+        shown = [_interval(latency_spread.percentiles[share]) for share in SHARES]
+        rows.append((f"{name.upper()}: {description}", _interval(latency_spread.mean), *shown))
     return table(("latency, ms", "mean", *(f"p{share}" for share in SHARES)), rows)
 
 
-def _interval(one: Figure) -> str:
-    """ "12.3 (11.9 to 12.8)" in milliseconds."""
-    if math.isnan(one.value):
+def _interval(estimate: Figure) -> str:
+    """Format as "12.3 (11.9 to 12.8)" in milliseconds."""
+    if math.isnan(estimate.value):
         return "-"
-    value = digits(one.value * 1e3)
-    return value if math.isnan(one.low) else f"{value} ({digits(one.low * 1e3)} to {digits(one.high * 1e3)})"
+    value = digits(estimate.value * 1e3)
+    return (
+        value
+        if math.isnan(estimate.low)
+        else f"{value} ({digits(estimate.low * 1e3)} to {digits(estimate.high * 1e3)})"
+    )
 
 
-def _differences(found: Sequence[Difference]) -> str:
+def _differences(differences: Sequence[Difference]) -> str:
     rows = []
-    for one in found:
-        change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
-        name = f"{one.measure.name} {one.measure.unit}".strip()
-        rows.append((name, f"{one.first:.4g}", f"{one.second:.4g}", change, one.verdict))
+    for difference in differences:
+        change = f"{difference.change.value:+.4g} ({difference.change.low:+.4g} to {difference.change.high:+.4g})"
+        name = f"{difference.measure.name} {difference.measure.unit}".strip()
+        rows.append((name, f"{difference.first:.4g}", f"{difference.second:.4g}", change, difference.verdict))
     return table(("measure", "first", "second", "second - first, 95 %", "verdict on second"), rows)
 
 
 def _points(points: Sequence[Point]) -> str:
     rows = [
         (
-            f"{one.concurrency}", digits(one.output_tokens_per_s), _ms(one.ttft_s), _ms(one.tpot_s),
-            _share(one.mfu), _share(one.mbu), one.note,
+            f"{point.concurrency}", digits(point.output_tokens_per_s), _ms(point.ttft_s), _ms(point.tpot_s),
+            _share(point.mfu), _share(point.mbu), point.note,
         )
-        for one in points
+        for point in points
     ]  # fmt: skip
     return table(("concurrency", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", ""), rows)
 
 
 def _facts(run: Run) -> str:
     rates = throughput(run)
-    rows = [(name, str(run.facts[name])) for name in _WHAT if run.facts.get(name) is not None]
+    rows = [(name, str(run.facts[name])) for name in _SHOWN_FACTS if run.facts.get(name) is not None]
     rows += [
         ("slo", "; ".join((str(run.slo) or "none", *run.broken))),
         ("requests dropped (longer than the context)", f"{run.dropped}"),
@@ -304,8 +331,8 @@ def _facts(run: Run) -> str:
     return table(("setting", "value"), rows)
 
 
-def _words(why: Mapping[str, Any]) -> str:
-    """Summary and reasons of a server's why."""
+def _explanation(why: Mapping[str, Any]) -> str:
+    """Join summary and reasons of a server's explanation."""
     return " ".join([str(why.get("summary", "")), *map(str, why.get("reasons") or ())])
 
 

@@ -1,5 +1,7 @@
-"""Percentiles and how sure they are: the bootstrap (Efron 1979), by request, since the tokens of one request are no
-independent draws."""
+"""Percentiles with bootstrap confidence intervals (Efron 1979).
+
+Requests are resampled, not tokens, because the tokens of one request are not independent.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Any]
-"""From samples (draws, n) to one figure per draw."""
+"""Maps samples [draws, n] to one value per draw."""
 
 DRAWS = 400
 LEVEL = 0.95
@@ -23,7 +25,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure with its interval at LEVEL; low and high are NaN where too few requests tell."""
+    """A value with its confidence interval at LEVEL. low and high are NaN for fewer than two requests."""
 
     value: float
     low: float
@@ -31,7 +33,7 @@ class Figure:
 
 
 def percentile(share: float) -> Statistic:
-    """The `share`-th percentile, interpolated linearly."""
+    """Return the statistic that computes the `share`-th percentile with linear interpolation."""
     return lambda samples: np.percentile(samples, share, axis=-1)
 
 
@@ -40,14 +42,14 @@ def mean(samples: Array) -> Any:
 
 
 def figure(values: Array, statistic: Statistic, seed: int = 0) -> Figure:
-    """A statistic of one value per request, with its percentile interval over resampled requests."""
+    """Compute a statistic of one value per request and its bootstrap percentile interval."""
     if not len(values):
         return Figure(np.nan, np.nan, np.nan)
     return _figure(float(statistic(values)), resampled(values, statistic, seed), len(values))
 
 
 def resampled(values: Array, statistic: Statistic, seed: int) -> Array:
-    """The statistic of DRAWS samples drawn from `values` with replacement, of its size each."""
+    """Compute the statistic of DRAWS samples that are drawn from `values` with replacement, each of the same size."""
     source = np.random.Generator(np.random.PCG64(seed))
     size = len(values)
     at_once = max(1, _CHUNK // size)
@@ -61,34 +63,42 @@ def resampled(values: Array, statistic: Statistic, seed: int) -> Array:
 def token_percentiles(
     values: Sequence[Array], weights: Sequence[Array], shares: Sequence[float] = SHARES, seed: int = 0
 ) -> list[Figure]:
-    """Percentiles over tokens, of (values, weights) given by request; whole requests are drawn again.
+    """Compute percentiles over tokens. Intervals come from resampled requests.
 
-    Draws are made on counts in _BINS bins of equal content, which is exact to a bin's width.
+    Args:
+        values: Values of each request's tokens.
+        weights: Weight of each value, in tokens.
+    Returns:
+        A figure for each share. The value is exact; the interval uses _BINS bins and is accurate to the width of a bin.
     """
-    pooled, heavy = _pooled(values), _pooled(weights)
-    if not len(pooled) or not heavy.sum():
+    all_values, all_weights = _concatenated(values), _concatenated(weights)
+    if not len(all_values) or not all_weights.sum():
         return [Figure(np.nan, np.nan, np.nan) for _ in shares]
-    order = np.argsort(pooled)
-    below = np.cumsum(heavy[order]) / heavy.sum()
-    exact = [float(pooled[order][min(len(pooled) - 1, int(np.searchsorted(below, share / 100)))]) for share in shares]
-    edges = np.unique(np.quantile(pooled, np.linspace(0, 1, _BINS)))
+    order = np.argsort(all_values)
+    below = np.cumsum(all_weights[order]) / all_weights.sum()
+    exact = [
+        float(all_values[order][min(len(all_values) - 1, int(np.searchsorted(below, share / 100)))]) for share in shares
+    ]
+    edges = np.unique(np.quantile(all_values, np.linspace(0, 1, _BINS)))
     counts = np.zeros((len(values), len(edges)))
-    for row, (one, weight) in enumerate(zip(values, weights, strict=True)):
-        np.add.at(counts[row], np.searchsorted(edges, one), weight)
+    for row, (request_values, weight) in enumerate(zip(values, weights, strict=True)):
+        np.add.at(counts[row], np.searchsorted(edges, request_values), weight)
     source = np.random.Generator(np.random.PCG64(seed))
     picked = source.multinomial(len(values), np.full(len(values), 1 / len(values)), DRAWS).astype(float)
     sums = np.cumsum(picked @ counts, axis=1)
     sums /= np.maximum(sums[:, -1:], 1e-300)
-    found = []
+    figures = []
     for share, value in zip(shares, exact, strict=True):
         at = np.minimum((sums < share / 100).sum(axis=1), len(edges) - 1)
-        found.append(_figure(value, edges[at], len(values)))
-    return found
+        figures.append(_figure(value, edges[at], len(values)))
+    return figures
 
 
 def difference(first: Array, second: Array, statistic: Statistic, *, paired: bool) -> Figure:
-    """statistic(second) - statistic(first) with its interval. paired: entry i of both is the same request, and the two are
-    drawn together, which leaves out what differs between requests."""
+    """Compute statistic(second) - statistic(first) with its interval.
+
+    paired: Entry i of both is the same request. Pairs are resampled together, which removes the variance between requests.
+    """
     if not len(first) or not len(second):
         return Figure(np.nan, np.nan, np.nan)
     value = float(statistic(second) - statistic(first))
@@ -104,5 +114,5 @@ def _figure(value: float, drawn: Array, size: int) -> Figure:
     return Figure(value, float(low), float(high))
 
 
-def _pooled(parts: Sequence[Array]) -> Array:
+def _concatenated(parts: Sequence[Array]) -> Array:
     return np.concatenate(parts) if len(parts) else np.empty(0)

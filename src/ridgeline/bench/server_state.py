@@ -1,4 +1,4 @@
-"""What a Ridgeline server said of itself during a run, kept with the run so that it can be diagnosed later."""
+"""State of a Ridgeline server during a run, stored with the run for a later diagnosis."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 from ridgeline.bench.probe import fetch
 from ridgeline.bench.target import Client
 
-KEPT = ("facts", "ceilings", "now", "figures", "latencies", "late")
-"""Parts of GET /dashboard/data that a diagnosis reads (planner.diagnose.observe)."""
+DIAGNOSIS_KEYS = ("facts", "ceilings", "now", "figures", "latencies", "late")
+"""Keys of GET /dashboard/data that the diagnosis reads (planner.diagnose.observe)."""
 
 
 class ServerState:
-    """Asks in the middle of a run, when requests wait and run if ever, and at its end for figures that cover it all.
+    """Reads the server's state in the middle of a run (its load) and at the end (figures over the run).
 
-    progress: told of every request that ended, as `watch` is, which stands in for it.
+    Use `watch` as the run's progress callback; it calls `progress` in turn.
     """
 
     def __init__(self, client: Client, total: int, progress: Callable[[int], None]) -> None:
@@ -31,7 +31,7 @@ class ServerState:
         self._progress(done)
 
     async def read(self) -> dict[str, Any] | None:
-        """The state, after the run; None where the server is none of ours."""
+        """Return the state after the run. None if the server is not a Ridgeline server."""
         middle = await self._asking if self._asking is not None else None
         end = await self._ask() if middle is not None else None
         return end and {**end, "now": (middle or end)["now"]}
@@ -39,7 +39,7 @@ class ServerState:
     async def _ask(self) -> dict[str, Any] | None:
         reply = await fetch(self._client, "/dashboard/data")
         try:
-            found = msgspec.json.decode(reply.text, type=dict) if reply.status == 200 else {}
+            data = msgspec.json.decode(reply.text, type=dict) if reply.status == 200 else {}
         except msgspec.DecodeError:
             return None
-        return {name: found[name] for name in KEPT} if found.keys() >= set(KEPT) else None
+        return {name: data[name] for name in DIAGNOSIS_KEYS} if data.keys() >= set(DIAGNOSIS_KEYS) else None

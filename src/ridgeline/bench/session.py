@@ -1,4 +1,4 @@
-"""One server under measurement: found out once, then measured as often as wanted."""
+"""A measurement session with one server: its features are probed once, then runs are made."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ridgeline.bench.target import Client
 from ridgeline.bench.workload import Workload
 from ridgeline.core.slo import Slo
 
-WHYS = 10
-"""Slowest requests whose why is asked for."""
+EXPLAINED_REQUESTS = 10
+"""Number of slowest requests whose explanation is fetched."""
 
 Progress = Callable[[int, int], None]
-"""Told (requests ended, requests in all)."""
+"""Called with (ended requests, all requests)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Everything a user said."""
+class BenchConfig:
+    """All options of a benchmark."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
@@ -44,52 +44,49 @@ class Asked:
 
 
 class Session:
-    """`async with Session(asked) as session`: `measure` makes one run after the other against one server.
+    """Makes runs against one server: `async with Session(config) as session: await session.measure()`."""
 
-    url: instead of the one asked for. progress: told how far a run is.
-    """
-
-    def __init__(self, asked: Asked, url: str | None = None, progress: Progress | None = None) -> None:
-        self._asked = asked
-        self._slo = Slo.parse(asked.result.slo)
-        self._known, self._ids, self._chat = options.dialect(asked.target)
-        self._source = options.source(asked.workload, asked.load)
-        self.client = Client(options.address(asked.target, url), asked.target.timeout_s)
+    def __init__(self, config: BenchConfig, url: str | None = None, progress: Progress | None = None) -> None:
+        """url: replaces `config.target.url`."""
+        self._config = config
+        self._slo = Slo.parse(config.result.slo)
+        self._dialect, self._ids, self._chat = options.dialect(config.target)
+        self._source = options.source(config.workload, config.load)
+        self.client = Client(options.address(config.target, url), config.target.timeout_s)
         self._progress = progress or (lambda done, all: None)
         self._runs = 0
 
     async def __aenter__(self) -> Session:
         await self.client.open()
-        dialect, self._vocabulary = await probe(self.client, self._known, ids=self._ids, chat=self._chat)
-        self.dialect = replace(dialect, context=self._asked.target.context or dialect.context)
+        dialect, self._vocabulary = await probe(self.client, self._dialect, ids=self._ids, chat=self._chat)
+        self.dialect = replace(dialect, context=self._config.target.context or dialect.context)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.client.close()
 
     async def measure(self, load: LoadConfig | None = None, label: str = "") -> Run:
-        """Make one run. load: instead of the one asked for.
+        """Make one run. load: replaces `config.load`.
 
-        Each further run has prompts of its own, so that none finds its prompts in the server's cache from the last one;
-        times stay those of the seed.
+        Each run has other prompts, so that the server's prefix cache does not contain them. Arrival times are the same.
         """
-        load = load or self._asked.load
-        workload, dropped = options.timed(self._workload(load), self.dialect.context, self._asked.workload, load)
+        load = load or self._config.load
+        workload, dropped = options.schedule(self._workload(load), self.dialect.context, self._config.workload, load)
         concurrency = load.concurrency
         if not workload.timed and concurrency is None:
             concurrency = DEFAULT_CONCURRENCY
         writer = Writer(self.client.address, self.dialect, self._prompts("run"))
         with Alarm() as clock:
             if load.warmup:
-                warm = replace(workload.first(load.warmup), timed=False)
-                other = Writer(self.client.address, self.dialect, self._prompts("warm"))
-                await send_all(Plan(warm, load.warmup, label="warm"), self.client, other, clock)
+                warmup_workload = replace(workload.first(load.warmup), timed=False)
+                warmup_writer = Writer(self.client.address, self.dialect, self._prompts("warm"))
+                await send_all(Plan(warmup_workload, load.warmup, label="warm"), self.client, warmup_writer, clock)
             if not workload.timed:
-                await self.client.warm(min(concurrency or 1, len(workload.asks)))
-            # The time makes ids unique, so that the server's ledger knows this run's requests from others'.
+                await self.client.warm(min(concurrency or 1, len(workload.requests)))
+            # The time makes ids unique in the server's ledger.
             label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
             plan = Plan(workload, concurrency, load.duration, label_of_ids)
-            total = len(workload.asks)
+            total = len(workload.requests)
             state = ServerState(self.client, total, lambda done: self._progress(done, total))
             sent = await send_all(plan, self.client, writer, clock, state.watch)
         self._runs += 1
@@ -97,31 +94,33 @@ class Session:
         return Run(facts, sent.rows, sent.seconds, dropped, sent.loop_lag_s, sent.cpu_s, self._slo)
 
     async def metric(self, name: str) -> float | None:
-        """Sum of a metric of the server's /metrics, None where it is not there."""
+        """Return the sum of a metric of the server's /metrics over its labels. None if it does not exist."""
         reply = await fetch(self.client, "/metrics")
         return metric(reply.text, name) if reply.status == 200 else None
 
     async def whys(self, run: Run) -> list[dict[str, Any]]:
-        """What the server itself says of the slowest requests (GET /requests/ID/why), where it is one of ours."""
-        found = []
-        for row in sorted(run.rows, key=lambda one: one.e2e_s or one.ended_s - one.scheduled_s, reverse=True)[:WHYS]:
+        """Fetch the explanations of the slowest requests (GET /requests/ID/why). Empty for other servers than Ridgeline."""
+        explanations = []
+        for row in sorted(run.rows, key=lambda row: row.e2e_s or row.ended_s - row.scheduled_s, reverse=True)[
+            :EXPLAINED_REQUESTS
+        ]:
             reply = await fetch(self.client, f"/requests/{row.answer_id}/why") if row.answer_id else None
             if reply is None or reply.status != 200:
                 continue
             try:
-                found.append({**msgspec.json.decode(reply.text, type=dict), "id": row.id})
+                explanations.append({**msgspec.json.decode(reply.text, type=dict), "id": row.id})
             except msgspec.DecodeError:
                 continue
-        return found
+        return explanations
 
     def _workload(self, load: LoadConfig) -> Workload:
-        """The source; drawn anew where a further load needs more requests than the first."""
-        if self._asked.workload.trace or load is self._asked.load:
+        """Return the workload of a load. Random requests are generated again, because another load may need more of them."""
+        if self._config.workload.trace or load is self._config.load:
             return self._source
-        return options.source(self._asked.workload, load)
+        return options.source(self._config.workload, load)
 
-    def _prompts(self, what: str) -> Prompts:
-        return Prompts(self._vocabulary, f"{self._asked.workload.seed} {what} {self._runs}")
+    def _prompts(self, purpose: str) -> Prompts:
+        return Prompts(self._vocabulary, f"{self._config.workload.seed} {purpose} {self._runs}")
 
     def _facts(self, workload: Workload, load: LoadConfig, concurrency: int | None, label: str) -> dict[str, Any]:
         rate = load.rate if load.rate is not None else workload.rate if workload.timed else None
@@ -133,12 +132,12 @@ class Session:
             "context": self.dialect.context,
             "workload": workload.name,
             "fingerprint": workload.fingerprint,
-            "seed": self._asked.workload.seed,
+            "seed": self._config.workload.seed,
             "rate": rate,
             "burstiness": load.burstiness,
             "concurrency": concurrency,
             "time_scale": load.time_scale,
-            "label": label or self._asked.result.label,
+            "label": label or self._config.result.label,
             "started_at": time.time(),
             "version": ridgeline.__version__,
         }

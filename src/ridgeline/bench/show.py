@@ -1,4 +1,4 @@
-"""Outcomes as tables for the terminal."""
+"""Tables of results for the terminal."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ridgeline.bench.figures import (
     cpu_share,
     digits,
     errors,
+    invalid_reason,
     lag_p99,
     missed,
     per_character,
     spread,
     throughput,
-    trouble,
 )
 from ridgeline.bench.record import Run
 from ridgeline.bench.sample import SHARES, Figure
 
 
 def run_table(run: Run) -> RenderableType:
-    """One run: latencies with intervals, throughput, what failed, and how the client did."""
+    """Show one run: latencies with intervals, throughput, failures and the client's load."""
     latencies = _table("ms, 95 %", "mean", *(f"p{share}" for share in SHARES))
     for name in LATENCIES:
-        one = spread(run, name)
-        shown = [one.mean, *(one.percentiles[share] for share in SHARES)]
-        latencies.add_row(name.upper() if name != "chunk" else "between chunks", *(_number(each) for each in shown))
-        latencies.add_row("", *(Text(_interval(each), style="dim") for each in shown))
+        latency_spread = spread(run, name)
+        shown = [latency_spread.mean, *(latency_spread.percentiles[share] for share in SHARES)]
+        latencies.add_row(name.upper() if name != "chunk" else "between chunks", *(_number(figure) for figure in shown))
+        latencies.add_row("", *(Text(_interval(figure), style="dim") for figure in shown))
     rates, characters = throughput(run), per_character(run)
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     counts = f"{rates['offered']:.0f} offered, {rates['completed']:.0f} completed, {rates['failed']:.0f} failed"
     facts.add_row("requests", f"{counts}, {run.dropped} dropped (longer than the context)")
     if run.slo:
-        by = ", ".join(f"{name} {count}" for name, count in missed(run).items())
+        missed_limits = ", ".join(f"{name} {count}" for name, count in missed(run).items())
         facts.add_row(
             "goodput",
             f"{rates['goodput_requests_per_s']:.4g} requests/s, {run.attainment:.1%} of offered requests met {run.slo}",
         )
-        facts.add_row("missed", by or "nothing")
-        for words in run.broken:
-            facts.add_row("broken", words)
+        facts.add_row("missed", missed_limits or "nothing")
+        for message in run.broken:
+            facts.add_row("broken", message)
     facts.add_row(
         "completed",
         f"{rates['requests_per_s']:.4g}/s, {rates['requests_per_minute']:.4g}/min, at most {rates['most_at_once']} at once",
@@ -69,15 +69,15 @@ def run_table(run: Run) -> RenderableType:
     lag = f"requests sent {send * 1e3:.2f} ms late, event loop {loop * 1e3:.2f} ms late (p99), {cpu_share(run):.0%} of a core"
     facts.add_row("client", lag)
     parts: list[RenderableType] = [latencies, Text(), facts]
-    for words, count in sorted(errors(run).items(), key=lambda one: -one[1])[:5]:
-        facts.add_row("error", Text(f"{count} x {words}"))
-    if why := trouble(run):
+    for message, count in sorted(errors(run).items(), key=lambda latency_spread: -latency_spread[1])[:5]:
+        facts.add_row("error", Text(f"{count} x {message}"))
+    if why := invalid_reason(run):
         parts.append(Text(f"\nNOT VALID: {why}.", style="bold red"))
     return Group(*parts)
 
 
 def line(run: Run) -> str:
-    """A run in one line, for what makes many."""
+    """Format a run in one line."""
     rates = throughput(run)
     good = f", good {run.attainment:.1%}" if run.slo else ""
     ttft, tpot = (spread(run, name).percentiles for name in ("ttft", "tpot"))
@@ -88,33 +88,33 @@ def line(run: Run) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
-    """Several runs, one row each."""
-    found = _table(
+    """Show several runs, one row each."""
+    table = _table(
         "run", "req/s", "out tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "e2e p50", "good", "goodput/s"
     )
     for run in runs:
         rates = throughput(run)
         ttft, tpot, e2e = (spread(run, name).percentiles for name in ("ttft", "tpot", "e2e"))
         good = (f"{run.attainment:.1%}", f"{rates['goodput_requests_per_s']:.3g}") if run.slo else ("-", "-")
-        found.add_row(
-            run.name + (" (not valid)" if trouble(run) else ""),
+        table.add_row(
+            run.name + (" (not valid)" if invalid_reason(run) else ""),
             f"{rates['requests_per_s']:.3g}",
             f"{digits(rates['output_tokens_per_s'])}",
-            *(_ms(one.value) for one in (ttft[50], ttft[99], tpot[50], tpot[99], e2e[50])),
+            *(_ms(value.value) for value in (ttft[50], ttft[99], tpot[50], tpot[99], e2e[50])),
             *good,
         )
-    return found
+    return table
 
 
-def differences_table(found: Sequence[Difference], names: tuple[str, str], *, pairs: bool) -> RenderableType:
-    """Every measure of two runs."""
+def differences_table(differences: Sequence[Difference], names: tuple[str, str], *, pairs: bool) -> RenderableType:
+    """Show all measures of two runs."""
     rows = _table("", *names, "difference (95 %)", "verdict on second")
     styles = {"better": "green", "worse": "red", "same": "dim", "other": ""}
-    for one in found:
-        change = f"{one.change.value:+.4g} ({one.change.low:+.4g} to {one.change.high:+.4g})"
-        name = f"{one.measure.name} {one.measure.unit}".strip()
-        verdict = Text(one.verdict, style=styles[one.verdict])
-        rows.add_row(name, f"{one.first:.5g}", f"{one.second:.5g}", change, verdict)
+    for difference in differences:
+        change = f"{difference.change.value:+.4g} ({difference.change.low:+.4g} to {difference.change.high:+.4g})"
+        name = f"{difference.measure.name} {difference.measure.unit}".strip()
+        verdict = Text(difference.verdict, style=styles[difference.verdict])
+        rows.add_row(name, f"{difference.first:.5g}", f"{difference.second:.5g}", change, verdict)
     how = (
         "Both runs sent the same requests: compared pair by pair."
         if pairs
@@ -124,37 +124,37 @@ def differences_table(found: Sequence[Difference], names: tuple[str, str], *, pa
 
 
 def points_table(points: Sequence[Point]) -> RenderableType:
-    """A curve over concurrency."""
-    found = _table("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", "")
-    for one in points:
-        shares = ("-" if value is None else f"{value:.2%}" for value in (one.mfu, one.mbu))
-        found.add_row(
-            f"{one.concurrency}",
-            f"{digits(one.output_tokens_per_s)}",
-            _ms(one.ttft_s),
-            _ms(one.tpot_s),
+    """Show a curve over concurrency."""
+    table = _table("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", "")
+    for point in points:
+        shares = ("-" if value is None else f"{value:.2%}" for value in (point.mfu, point.mbu))
+        table.add_row(
+            f"{point.concurrency}",
+            f"{digits(point.output_tokens_per_s)}",
+            _ms(point.ttft_s),
+            _ms(point.tpot_s),
             *shares,
-            one.note,
+            point.note,
         )
-    return found
+    return table
 
 
 def _table(first: str, *others: str) -> Table:
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column(first)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first)
     for name in others:
-        found.add_column(name, justify="right")
-    return found
+        table.add_column(name, justify="right")
+    return table
 
 
-def _number(one: Figure) -> str:
-    """In milliseconds."""
-    return digits(one.value * 1e3)
+def _number(value: Figure) -> str:
+    """Format a figure in milliseconds."""
+    return digits(value.value * 1e3)
 
 
-def _interval(one: Figure) -> str:
-    """ "11.9-12.8", in milliseconds."""
-    return "" if math.isnan(one.low) else f"{digits(one.low * 1e3)}-{digits(one.high * 1e3)}"
+def _interval(value: Figure) -> str:
+    """Format an interval as "11.9-12.8", in milliseconds."""
+    return "" if math.isnan(value.low) else f"{digits(value.low * 1e3)}-{digits(value.high * 1e3)}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Steps of known composition on an engine in this process: what ran in each, and how long the device took.
+"""Device times of steps with known composition, measured on an engine in this process.
 
-A `Recorder` stands between loop and runner and reads the plans; `measure` makes the engine run steps of chosen shapes.
+A `Recorder` wraps the runner and reads the plans. `measure` makes the engine run steps of chosen shapes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ridgeline.planner.calibrate import Measured
 from ridgeline.wire.messages import Submit
 
 OUTPUTS = 10
-"""Decode steps that a shape runs; their median counts."""
+"""Decode steps that a shape runs. Their median is the result."""
 MARGIN = 64
-"""Tokens by which a sequence may grow while it is measured."""
+"""Tokens by which a sequence may grow during the measurement."""
 
 
 class Device(Protocol):
-    """What a Recorder records: the engine's runner."""
+    """The interface of the engine's runner that a Recorder wraps."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -38,34 +38,36 @@ class Device(Protocol):
 
 
 class Recorder:
-    """A runner that passes everything on, and notes the composition and the device seconds of each step. It knows what
-    rows hold because it sees every plan; drafts are not followed."""
+    """Wraps a runner and records the composition and the device seconds of each step.
+
+    It tracks the lengths of rows from the plans. It does not support speculation.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.steps: list[Measured] = []
-        self._held: dict[int, int] = {}
-        self._flight: deque[Measured] = deque()
+        self._lengths: dict[int, int] = {}
+        self._in_flight: deque[Measured] = deque()
 
     def launch(self, plan: StepPlan) -> None:
         for row in plan.leaves:
-            self._held.pop(row, None)
+            self._lengths.pop(row, None)
         for join in plan.joins:
-            self._held[join.row] = join.computed
+            self._lengths[join.row] = join.computed
         decode, chunks = [], []
         for row, n_query in zip(plan.rows, plan.n_query, strict=True):
-            held = self._held[row]
+            length = self._lengths[row]
             if n_query == 1:
-                decode.append(held)
+                decode.append(length)
             else:
-                chunks.append((held, n_query))
-            self._held[row] = held + n_query
-        self._flight.append(Measured(tuple(decode), tuple(chunks), sum(plan.samples), 0.0))
+                chunks.append((length, n_query))
+            self._lengths[row] = length + n_query
+        self._in_flight.append(Measured(tuple(decode), tuple(chunks), sum(plan.samples), 0.0))
         self.device.launch(plan)
 
     def collect(self) -> StepResult:
         result = self.device.collect()
-        step = self._flight.popleft()
+        step = self._in_flight.popleft()
         if result.error is None and result.device_s > 0:
             self.steps.append(replace(step, seconds=result.device_s))
         return result
@@ -76,95 +78,102 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a measured step holds: `rows` sequences that decode behind `context` tokens each, and a prompt of `prompt`
-    tokens that comes in beside them (0: none)."""
+    """The composition of a measured step."""
 
     rows: int
+    """Decoding sequences."""
     context: int
+    """Tokens in the cache of each decoding sequence."""
     prompt: int = 0
+    """Tokens of a prompt in the same step, 0 for none."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of cache that it needs."""
+        """KV cache tokens that the shape needs."""
         return self.rows * (self.context + MARGIN) + self.prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
-    """Sizes that shapes are made of."""
+class ShapeGrid:
+    """Sizes from which shapes are built."""
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
 
 
-FIT = Ladder(
+FIT_SHAPES = ShapeGrid(
     (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     (64, 512, 2048, 8192),
     (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
 )
-JUDGE = Ladder(
+VALIDATION_SHAPES = ShapeGrid(
     (1, 3, 12, 24, 48, 96, 192, 384), (200, 1100, 5000), (12, 48, 100, 200, 400, 700, 1500, 3000, 6000, 12000)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the engine and the patience allow. tokens: of all sequences of a shape together."""
+    """Limits on shapes."""
 
     rows: int
     max_len: int
     tokens: int
+    """Tokens of all sequences of a shape."""
 
 
-def shapes(ladder: Ladder, bounds: Bounds) -> list[Shape]:
-    """Decoding at all sizes, prompts at all lengths, and both together, within `bounds`."""
+def shapes(grid: ShapeGrid, bounds: Bounds) -> list[Shape]:
+    """Build shapes within `bounds`: decoding at all sizes, prompts of all lengths, and mixed steps."""
     longest = bounds.max_len - MARGIN
-    decode = [Shape(rows, context) for rows in ladder.rows for context in ladder.contexts]
-    prefill = [Shape(0, 0, prompt) for prompt in ladder.prompts]
+    decode = [Shape(rows, context) for rows in grid.rows for context in grid.contexts]
+    prefill = [Shape(0, 0, prompt) for prompt in grid.prompts]
     mixed = [
-        Shape(rows, ladder.contexts[index % len(ladder.contexts)], prompt)
-        for index, (rows, prompt) in enumerate(zip(ladder.rows[1:], ladder.prompts[1:], strict=False))
+        Shape(rows, grid.contexts[index % len(grid.contexts)], prompt)
+        for index, (rows, prompt) in enumerate(zip(grid.rows[1:], grid.prompts[1:], strict=False))
     ]
-    found = [one for one in [*decode, *prefill, *mixed] if max(one.context, one.prompt) <= longest]
-    return [one for one in found if one.rows + (one.prompt > 0) <= bounds.rows and one.tokens <= bounds.tokens]
+    selected = [shape for shape in [*decode, *prefill, *mixed] if max(shape.context, shape.prompt) <= longest]
+    return [
+        shape for shape in selected if shape.rows + (shape.prompt > 0) <= bounds.rows and shape.tokens <= bounds.tokens
+    ]
 
 
 def measure(
     local: LocalEngine, wanted: Sequence[Shape], repeats: int = 3, progress: Callable[[int, int], None] | None = None
 ) -> list[Measured]:
-    """Run each shape, its prompt `repeats` times after one to warm up; a step of each composition, with the median of its
-    seconds."""
+    """Run each shape and return one step per composition with the median of its device seconds.
+
+    Each shape's prompt runs `repeats` times after one warm-up.
+    """
     loop = local.engine.loop
-    plain = loop.runner
-    loop.runner = recorder = Recorder(plain)
-    found: dict[tuple[object, ...], Measured] = {}
+    runner = loop.runner
+    loop.runner = recorder = Recorder(runner)
+    steps: dict[tuple[object, ...], Measured] = {}
     try:
-        for shape in wanted[:1]:  # an engine's first steps are slow ones
+        for shape in wanted[:1]:  # warm-up: the first steps of an engine are slow
             _Run(local, shape, 1).steps(recorder)
         for number, shape in enumerate(wanted, 1):
-            for one in _medians(_Run(local, shape, repeats + 1).steps(recorder)):
-                found.setdefault((one.decode, one.chunks, one.logits), one)
+            for step in _medians(_Run(local, shape, repeats + 1).steps(recorder)):
+                steps.setdefault((step.decode, step.chunks, step.logits), step)
             if progress is not None:
                 progress(number, len(wanted))
     finally:
-        loop.runner = plain
-    return list(found.values())
+        loop.runner = runner
+    return list(steps.values())
 
 
 _numbers = count(1)
 
 
 class _Run:
-    """One shape on an engine: sequences that go on decoding while its prompt comes in, again and again."""
+    """One shape on an engine: sequences decode while the shape's prompt arrives repeatedly."""
 
     def __init__(self, local: LocalEngine, shape: Shape, arrivals: int) -> None:
         self._local, self._shape = local, shape
         self._arrivals = arrivals if shape.prompt else 0
-        self._name, self._chance = next(_numbers), random.Random(1)
+        self._name, self._rng = next(_numbers), random.Random(1)
 
     def steps(self, recorder: Recorder) -> list[Measured]:
-        """The steps that hold what the shape says."""
+        """Run the shape and return the steps that match it."""
         recorder.steps.clear()
         facts = self._local.engine.setup.facts
         prefill = -(-self._shape.prompt // max(1, facts["max_num_batched_tokens"] - self._shape.rows))
@@ -181,35 +190,35 @@ class _Run:
             started.add(delta.id)
             if (first and len(started) == self._shape.rows) or (delta.finish and "prompt" in delta.id):
                 self._arrive()
-        return [one for one in recorder.steps if _belongs(one, self._shape)]
+        return [step for step in recorder.steps if _matches(step, self._shape)]
 
     def _arrive(self) -> None:
-        """The prompt comes in, if it has not come often enough."""
+        """Submit the prompt if arrivals are left."""
         if self._arrivals:
             self._arrivals -= 1
             self._submit(f"{self._name}-prompt-{self._arrivals}", self._shape.prompt, 1)
 
     def _submit(self, name: str, length: int, outputs: int) -> None:
         vocab = self._local.engine.setup.vocab_size
-        tokens = [self._chance.randrange(vocab) for _ in range(length)]
+        tokens = [self._rng.randrange(vocab) for _ in range(length)]
         sampling = SamplingParams(temperature=1.0, max_tokens=outputs, ignore_eos=True, seed=1)
         self._local.submit(Submit(name, tokens, sampling, time.time(), cache=False))
 
 
-def _belongs(step: Measured, shape: Shape) -> bool:
-    """Whether a step is one that the shape is for: all its rows decode behind their contexts, and its prompt is there."""
+def _matches(step: Measured, shape: Shape) -> bool:
+    """Whether a step has the shape's rows, each with at least its context, and a prompt chunk if the shape has a prompt."""
     if len(step.decode) != shape.rows or bool(step.chunks) != bool(shape.prompt):
         return False
     return min(step.decode, default=shape.context) >= shape.context
 
 
 def _medians(steps: Iterable[Measured]) -> list[Measured]:
-    """One step for each composition (lengths of decoding rows aside), with the median of its seconds."""
+    """Return one step per composition, regardless of row lengths, with the median of its seconds."""
     groups: dict[tuple[object, ...], list[Measured]] = {}
-    for one in steps:
-        groups.setdefault((len(one.decode), one.chunks, one.logits), []).append(one)
-    found = []
+    for step in steps:
+        groups.setdefault((len(step.decode), step.chunks, step.logits), []).append(step)
+    medians = []
     for group in groups.values():
-        middle = sorted(group, key=lambda one: sum(one.decode))[len(group) // 2]
-        found.append(replace(middle, seconds=statistics.median(one.seconds for one in group)))
-    return found
+        middle = sorted(group, key=lambda step: sum(step.decode))[len(group) // 2]
+        medians.append(replace(middle, seconds=statistics.median(step.seconds for step in group)))
+    return medians

@@ -1,6 +1,6 @@
-"""HTTP/1.1 with server-sent events, read from the socket's bytes: a few microseconds per chunk.
+"""An HTTP/1.1 client connection for server-sent events that costs a few microseconds per chunk.
 
-An HTTP library costs several times as much per chunk, and a load generator that is busy measures itself.
+An HTTP library costs several times as much per chunk, and a busy load generator distorts its own measurements.
 """
 
 from __future__ import annotations
@@ -13,45 +13,50 @@ from typing import cast
 
 import msgspec
 
-from ridgeline.bench.events import Event, error_words, read_event, said
+from ridgeline.bench.events import Event, count_characters, error_message, read_event
 
 _MAX_HEAD = 1 << 16
 _KEPT_TEXT = 1 << 24
-"""Bytes kept of a body that is no stream of events."""
+"""Bytes kept of a body that is not an event stream."""
 
 
 class Reply:
-    """What came back for one request, filled by its connection. Times are those of `time.perf_counter`; nan: never.
+    """The reply to one request, filled by its connection. Times are of `time.perf_counter`, NaN if the event did not happen.
 
-    times, tokens, events, characters: one entry per arrival, which is all that one read of the socket held; the last three
-    count from the start. tokens: as the server counts them, 0 where it does not say. answered: when the first of the
-    answer came that is not a thought. told: events that brought something. said: characters. hidden: characters of
-    thoughts and calls of tools. id: the server's name of the answer. text: a body that is no stream of events. error: ""
-    while all is well.
+    An arrival is the data of one read of the socket that contains new output. The arrays have one entry per arrival.
     """
 
     __slots__ = (
-        "answered", "cached_tokens", "characters", "done", "ended", "error", "events", "finish", "hidden", "id", "news",
-        "output_tokens", "prompt_tokens", "said", "sent", "status", "text", "times", "tokens", "told",
+        "answered", "cached_tokens", "characters", "done", "ended", "error", "events", "finish", "hidden", "id", "has_output",
+        "output_tokens", "prompt_tokens", "character_count", "sent", "status", "text", "times", "tokens", "event_count",
     )  # fmt: skip
 
     def __init__(self, done: Callable[[], None]) -> None:
+        """done: called when the reply has ended. See `Connection.send`."""
         self.done = done
         self.sent = self.answered = self.ended = float("nan")
+        """answered: when the first text arrived that is not hidden reasoning."""
         self.status = 0
         self.error = self.finish = self.id = ""
+        """error: empty if the request succeeded. id: of the answer in the server."""
         self.text = b""
+        """A body that is not an event stream."""
         self.times = array("d")
         self.tokens = array("l")
+        """Cumulative tokens by the server's count; 0 if it does not count each chunk."""
         self.events = array("l")
+        """Cumulative events with output."""
         self.characters = array("l")
-        self.news = False
-        self.told = self.said = self.hidden = 0
+        """Cumulative characters."""
+        self.has_output = False
+        """The current read of the socket contains new output."""
+        self.event_count = self.character_count = self.hidden = 0
+        """event_count: events with output. hidden: characters of reasoning and tool calls."""
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one request at a time. idle: another request may follow."""
+    """An HTTP connection that serves one request at a time and is reused afterwards."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -62,15 +67,15 @@ class Connection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        self._raw = b""  # bytes not yet understood as HTTP
-        self._body = b""  # the body's bytes not yet understood as lines
-        self._text = bytearray()  # a body that is no stream of events
-        self._headed = self._chunked = self._events = self._ended = self._final = False
-        self._left: int | None = (
-            None  # bytes until the end of the body or of its chunk; None: until the connection's end
+        self._raw = b""  # bytes not yet parsed as HTTP
+        self._body = b""  # an incomplete line of the body
+        self._text = bytearray()  # a body that is not an event stream
+        self._headed = self._chunked = self._events = self._ended = self._closes = False
+        self._remaining: int | None = (
+            None  # bytes to the end of the body or of its chunk; None: the body ends with the connection
         )
 
-    # --- asyncio's side ---------------------------------------------------------------------------------------------
+    # --- called by asyncio ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
@@ -78,35 +83,35 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         if self._reply is not None:
-            if self._headed and not self._chunked and self._left is None and not self._events:
-                self._finish()  # a body that lasts as long as its connection
+            if self._headed and not self._chunked and self._remaining is None and not self._events:
+                self._finish()  # the body ends with the connection
             else:
                 self._fail(f"connection lost: {exc}" if exc else "the connection closed before the end of the answer")
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None:  # nobody asked for this
+        if reply is None:  # data without a request
             self.close()
             return
         now = self._clock()
-        reply.news = False
+        reply.has_output = False
         try:
             self._read(self._raw + data if self._raw else data, reply, now)
         except (ValueError, IndexError, msgspec.DecodeError) as error:
             self._fail(f"the answer cannot be read: {error}")
             return
-        if reply.news:
+        if reply.has_output:
             reply.times.append(now)
             reply.tokens.append(reply.output_tokens)
-            reply.events.append(reply.told)
-            reply.characters.append(reply.said)
+            reply.events.append(reply.event_count)
+            reply.characters.append(reply.character_count)
         if self._ended:
             self._finish()
 
-    # --- the load generator's side ----------------------------------------------------------------------------------
+    # --- called by the load generator -------------------------------------------------------------------------------
 
     def send(self, data: bytes, reply: Reply) -> None:
-        """Send a whole request; `reply.done` is called when its answer has ended, in whatever way."""
+        """Send a request. `reply.done` is called when the answer has ended or failed."""
         assert self._transport is not None and self._reply is None
         self._reset()
         self._reply = reply
@@ -114,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def abandon(self, error: str) -> None:
-        """End the request under way with an error; closing the connection cancels it at the server."""
+        """End the current request with an error. Closing the connection cancels it at the server."""
         if self._reply is not None:
             self._fail(error)
 
@@ -138,12 +143,12 @@ class Connection(asyncio.Protocol):
             self._raw = b""
         if self._chunked:
             self._read_chunks(data, reply, now)
-        elif self._left is None:
+        elif self._remaining is None:
             self._take(data, reply, now)
         else:
-            self._left -= len(data)
+            self._remaining -= len(data)
             self._take(data, reply, now)
-            self._ended = self._left <= 0
+            self._ended = self._remaining <= 0
 
     def _head(self, head: bytes, reply: Reply) -> None:
         first, *lines = head.split(b"\r\n")
@@ -154,33 +159,35 @@ class Connection(asyncio.Protocol):
             fields[name.strip().lower()] = value.strip().lower()
         self._headed = True
         self._chunked = fields.get(b"transfer-encoding", b"").endswith(b"chunked")
-        self._left = 0 if self._chunked else int(fields[b"content-length"]) if b"content-length" in fields else None
+        self._remaining = (
+            0 if self._chunked else int(fields[b"content-length"]) if b"content-length" in fields else None
+        )
         self._events = reply.status == 200 and fields.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._final = fields.get(b"connection") == b"close" or first.startswith(b"HTTP/1.0")
+        self._closes = fields.get(b"connection") == b"close" or first.startswith(b"HTTP/1.0")
 
     def _read_chunks(self, data: bytes, reply: Reply, now: float) -> None:
-        """Bodies in chunks (RFC 9112, section 7.1). `_left`: bytes of the current chunk, its line end included."""
-        at, size = 0, len(data)
-        left = self._left or 0
-        while at < size:
-            if not left:
-                end = data.find(b"\r\n", at)
+        """Read a chunked body (RFC 9112, section 7.1). `_remaining` counts bytes of the chunk, its line end included."""
+        offset, size = 0, len(data)
+        remaining = self._remaining or 0
+        while offset < size:
+            if not remaining:
+                end = data.find(b"\r\n", offset)
                 if end < 0:
                     break
-                length = int(data[at:end].split(b";")[0], 16)
-                if not length:  # the last one; trailers may follow, an empty line ends them
+                length = int(data[offset:end].split(b";")[0], 16)
+                if not length:  # the last chunk; trailers may follow, and an empty line ends them
                     self._ended = data.startswith(b"\r\n", end + 2) or b"\r\n\r\n" in data[end:]
                     break
-                at, left = end + 2, length + 2
-            taken = min(left, size - at)
-            left -= taken
-            # What is left of this chunk may be a part of its line end, which is no content.
-            content = data[at : max(at, at + taken - max(0, 2 - left))]
-            at += taken
+                offset, remaining = end + 2, length + 2
+            taken = min(remaining, size - offset)
+            remaining -= taken
+            # The last two bytes of the chunk are its line end, which is not content.
+            content = data[offset : max(offset, offset + taken - max(0, 2 - remaining))]
+            offset += taken
             if content:
                 self._take(content, reply, now)
-        self._left = left
-        self._raw = data[at:] if at < size and not self._ended else b""
+        self._remaining = remaining
+        self._raw = data[offset:] if offset < size and not self._ended else b""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -195,14 +202,14 @@ class Connection(asyncio.Protocol):
                 if payload == b"[DONE]":
                     reply.finish = reply.finish or "done"
                 elif payload:
-                    _note(reply, read_event(payload), now)
+                    _take_event(reply, read_event(payload), now)
 
     def _finish(self) -> None:
         reply = self._reply
         assert reply is not None
         if not self._events and not reply.error:
             reply.text = bytes(self._text)
-            reply.error = _plain_error(reply.status, reply.text)
+            reply.error = _error_of_body(reply.status, reply.text)
         if not reply.finish and not reply.error:
             reply.error = "the stream ended before the end of the answer"
         self._done(reply)
@@ -211,28 +218,28 @@ class Connection(asyncio.Protocol):
         reply = self._reply
         assert reply is not None
         reply.error = reply.error or error
-        self._final = True
+        self._closes = True
         self._done(reply)
 
     def _done(self, reply: Reply) -> None:
         self._reply = None
         reply.ended = self.idle_since = self._clock()
-        if self._final:
+        if self._closes:
             self.close()
         reply.done()
 
 
-def _note(reply: Reply, event: Event, now: float) -> None:
-    """Take one event. It is an arrival when it brings text, or a token that has none (half a character, say)."""
+def _take_event(reply: Reply, event: Event, now: float) -> None:
+    """Add an event to a reply. It has output if it contains text or a token without text (such as half a character)."""
     if event.error is not None:
-        reply.error = error_words(event.error)
+        reply.error = error_message(event.error)
         return
-    gained = 0
+    n_characters = 0
     for choice in event.choices:
-        answer, hidden = said(choice)
+        answer, hidden = count_characters(choice)
         if answer and reply.answered != reply.answered:
             reply.answered = now
-        gained += answer + hidden
+        n_characters += answer + hidden
         reply.hidden += hidden
         reply.finish = choice.finish_reason or reply.finish
     if event.id and not reply.id:
@@ -244,19 +251,19 @@ def _note(reply: Reply, event: Event, now: float) -> None:
         reply.output_tokens = usage.completion_tokens or reply.output_tokens
         if usage.prompt_tokens_details is not None:
             reply.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-    # Usage that comes alone is the last word on what was counted before, no news.
-    if gained or (event.choices and reply.output_tokens > before):
-        reply.news = True
-        reply.told += 1
-        reply.said += gained
+    # An event with usage only is the final count and has no output.
+    if n_characters or (event.choices and reply.output_tokens > before):
+        reply.has_output = True
+        reply.event_count += 1
+        reply.character_count += n_characters
 
 
-def _plain_error(status: int, text: bytes) -> str:
-    """Words of an answer that is no stream of events."""
+def _error_of_body(status: int, text: bytes) -> str:
+    """Return the error message of a body that is not an event stream."""
     try:
         event = read_event(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return f"HTTP {status}: {text[:200].decode(errors='replace')}"
     if event.error is not None:
-        return f"HTTP {status}: {error_words(event.error)}"
+        return f"HTTP {status}: {error_message(event.error)}"
     return f"HTTP {status} instead of a stream of events"

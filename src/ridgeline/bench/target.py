@@ -1,4 +1,4 @@
-"""The server under load: where it is, what it understands, and how a request to it reads as bytes."""
+"""The server under load: its address, the requests that it accepts, and the connections to it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ridgeline.bench.clock import settle
+from ridgeline.bench.clock import resolve_future
 from ridgeline.bench.stream import Connection, Reply
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.reach import reason
 
 IDLE_S = 2.0
-"""A connection idle for longer is not used again: servers close theirs after some seconds, and a request that meets the
-closing would count as an error of the server's."""
-_MOST_IDLE = 4096
+"""Connections that are idle for longer are not reused. Servers close idle connections after some seconds, and a request sent
+at that moment would count as a server error."""
+_MAX_IDLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's address. url: "http://host:port", with or without /v1 or a path before it."""
+    """A server's address."""
 
     url: str
+    """For example "http://host:port". A path is allowed, and a trailing /v1 is ignored."""
     api_key: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class Address:
         return urlsplit(self._full).port or (443 if self.secure else 80)
 
     def request(self, path: str, body: bytes | None, name: str = "") -> bytes:
-        """A whole request: POST with `body`, GET without. name: its x-request-id."""
+        """Encode an HTTP request: POST with a body, GET without. name: value of x-request-id."""
         base = urlsplit(self._full).path.rstrip("/").removesuffix("/v1")
         lines = [f"{'GET' if body is None else 'POST'} {base}{path} HTTP/1.1", f"host: {self.host}:{self.port}"]
         if self.api_key:
@@ -76,66 +77,69 @@ ROLES = ("user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server understands. chat: /v1/chat/completions instead of /v1/completions. ids: prompts as token ids.
-
-    fields: members of every body beyond prompt and length. usage: "each" chunk counts its tokens, only the "last", or "no".
-    context: longest prompt plus answer, None where it does not say.
-    """
+    """The form of requests that a server accepts."""
 
     model: str
     chat: bool = False
+    """Use /v1/chat/completions instead of /v1/completions."""
     ids: bool = True
+    """Send prompts as token ids."""
     usage: str = "each"
+    """Chunks with token counts: "each", only the "last", or "no"."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request body."""
     context: int | None = None
+    """Most tokens of prompt plus answer. None: the server does not report it."""
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, prompt: str | tuple[str, ...] | msgspec.Raw, output: int) -> bytes:
-        """The JSON of one request for `output` tokens. A tuple is a conversation, user and assistant in turn, which a
-        completion is asked to go on as one text."""
+        """Encode the JSON body of a request for `output` tokens.
+
+        A tuple is a conversation in which user and assistant alternate. For completions its turns are joined to one text.
+        """
         turns = prompt if isinstance(prompt, tuple) else (prompt,)
-        told: dict[str, Any] = {"model": self.model, "max_tokens": output, "stream": True, **self.fields}
+        body: dict[str, Any] = {"model": self.model, "max_tokens": output, "stream": True, **self.fields}
         if self.usage != "no":
-            told["stream_options"] = {"include_usage": True}
+            body["stream_options"] = {"include_usage": True}
             if self.usage == "each":
-                told["stream_options"]["continuous_usage_stats"] = True
+                body["stream_options"]["continuous_usage_stats"] = True
         if self.chat:
-            told["messages"] = [{"role": ROLES[at % 2], "content": turn} for at, turn in enumerate(turns)]
+            body["messages"] = [{"role": ROLES[index % 2], "content": turn} for index, turn in enumerate(turns)]
         else:
-            told["prompt"] = prompt if not isinstance(prompt, tuple) else "\n\n".join(prompt)
-        return msgspec.json.encode(told)
+            body["prompt"] = prompt if not isinstance(prompt, tuple) else "\n\n".join(prompt)
+        return msgspec.json.encode(body)
 
     def without(self, *names: str) -> Dialect:
-        """The same without these fields."""
+        """Return a copy without these fields."""
         return replace(self, fields={name: value for name, value in self.fields.items() if name not in names})
 
 
 class Client:
-    """Connections to one server. Requests are never repeated: what fails is a result."""
+    """Connections to one server. Requests are never retried, because a failure is a result."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._idle: deque[Connection] = deque(maxlen=_MOST_IDLE)
+        self._idle: deque[Connection] = deque(maxlen=_MAX_IDLE)
         self._ip = ""
         self._tls = ssl.create_default_context() if address.secure else None
 
     async def open(self) -> None:
-        """Look the host up, once. Raises ConfigError."""
+        """Resolve the host name once. Raises ConfigError if that fails."""
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+            addresses = await loop.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConfigError(
                 f"Cannot reach {self.address.url}: {reason(error)}. Check the address.", param="url"
             ) from None
-        self._ip = str(found[0][4][0])
+        self._ip = str(addresses[0][4][0])
 
     async def warm(self, count: int) -> None:
-        """Open connections ahead, so that a run that begins with many requests at once does not measure connecting."""
+        """Open connections in advance, so that a burst of first requests does not measure the time to connect."""
         opened = await asyncio.gather(*(self._new() for _ in range(count)), return_exceptions=True)
         now = asyncio.get_running_loop().time()
         for connection in opened:
@@ -144,10 +148,10 @@ class Client:
                 self._idle.append(connection)
 
     async def send(self, data: bytes) -> Reply:
-        """Send a request and return its reply when that has ended; a failure is `reply.error`."""
+        """Send a request and return its reply when it has ended. Failures are in `reply.error`."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        reply = Reply(partial(settle, ended))
+        reply = Reply(partial(resolve_future, ended))
         try:
             connection = await self._connect()
         except OSError as error:

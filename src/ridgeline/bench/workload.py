@@ -1,4 +1,4 @@
-"""What is asked: requests with their lengths and times, whatever trace or rule they come from."""
+"""Workloads: requests with lengths and arrival times, from a trace or generated."""
 
 from __future__ import annotations
 
@@ -13,115 +13,123 @@ from itertools import compress, pairwise
 from ridgeline.core.errors import ConfigError
 
 PREFIX_BLOCK = -1
-"""Id of the block that all prompts of a synthetic workload share."""
+"""Id of the block that all prompts of a generated workload share."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request to make. at_s: seconds after the start. input, output: tokens.
-
-    blocks: ids of the prompt's blocks of `block` tokens each, the last one cut to `input`: equal ids are equal tokens, and
-    what the ids do not cover is the request's own. text: the prompt itself, where a trace has it.
-    session: number of the conversation that the request is a turn of, -1 for none: it is not sent before the answer to the
-    turn before it has ended. history: what was said before `text`, user and assistant in turn.
-    """
+class RequestSpec:
+    """One request to send."""
 
     at_s: float
+    """Seconds after the start."""
     input: int
+    """Prompt tokens."""
     output: int
+    """Output tokens."""
     blocks: tuple[int, ...] = ()
+    """Ids of the prompt's first blocks. Equal ids stand for equal tokens. Tokens after the blocks are unique to the request."""
     block: int = 512
+    """Tokens of a block. The last block is cut to `input`."""
     text: str = ""
+    """The prompt, if the trace contains it."""
     session: int = -1
+    """Number of the request's conversation, -1 for none. A turn is sent after the previous answer has ended."""
     history: tuple[str, ...] = ()
+    """Messages before `text`; user and assistant alternate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their times. timed: the times mean something (a trace has them).
-
-    skipped: rows of its source that are no request (failures that a trace logged).
-    """
+    """Requests in the order of their times."""
 
     name: str
-    asks: tuple[Ask, ...]
+    requests: tuple[RequestSpec, ...]
     timed: bool = False
+    """The requests have arrival times."""
     skipped: int = 0
+    """Rows of the trace that are not requests, such as logged failures."""
 
     @property
     def span_s(self) -> float:
         """Seconds from the first request to the last."""
-        return self.asks[-1].at_s - self.asks[0].at_s if self.asks else 0.0
+        return self.requests[-1].at_s - self.requests[0].at_s if self.requests else 0.0
 
     @property
     def rate(self) -> float:
-        """Mean requests per second; infinite when all come at once."""
-        return (len(self.asks) - 1) / self.span_s if self.span_s > 0 else math.inf
+        """Mean requests per second. Infinite if all requests arrive at once."""
+        return (len(self.requests) - 1) / self.span_s if self.span_s > 0 else math.inf
 
     @property
     def fingerprint(self) -> str:
-        """Equal for workloads that ask the same, whenever they ask it: runs of both can be compared pair by pair."""
+        """A hash of the requests without their times. Runs with equal fingerprints can be compared in pairs."""
         digest = hashlib.sha256()
-        for ask in self.asks:
-            digest.update(repr((ask.input, ask.output, ask.blocks, ask.block, ask.text, ask.history)).encode())
+        for request in self.requests:
+            digest.update(
+                repr(
+                    (request.input, request.output, request.blocks, request.block, request.text, request.history)
+                ).encode()
+            )
         return digest.hexdigest()[:16]
 
     def within(self, context: int) -> Workload:
-        """Only what fits a context of so many tokens; a conversation ends before the turn that does not."""
-        return replace(self, asks=tuple(compress(self.asks, fits(self.asks, context))))
+        """Keep the requests that fit the context. A conversation ends before the first turn that does not fit."""
+        return replace(self, requests=tuple(compress(self.requests, fits(self.requests, context))))
 
     def first(self, count: int | None = None, seconds: float | None = None) -> Workload:
-        """The first `count` requests, and of those what comes within `seconds` of the first."""
-        asks = self.asks[:count]
-        if seconds is not None and asks:
-            asks = tuple(ask for ask in asks if ask.at_s - asks[0].at_s <= seconds)
-        return replace(self, asks=asks)
+        """Keep the first `count` requests, and of these the ones within `seconds` after the first."""
+        requests = self.requests[:count]
+        if seconds is not None and requests:
+            requests = tuple(request for request in requests if request.at_s - requests[0].at_s <= seconds)
+        return replace(self, requests=requests)
 
-    def paced(self, scale: float) -> Workload:
-        """With all times from the first one on multiplied by `scale` (0.5: twice as fast)."""
-        start = self.asks[0].at_s if self.asks else 0.0
-        return replace(self, asks=tuple(replace(ask, at_s=(ask.at_s - start) * scale) for ask in self.asks))
+    def time_scaled(self, scale: float) -> Workload:
+        """Multiply all times, relative to the first one, by `scale` (0.5: twice as fast)."""
+        start = self.requests[0].at_s if self.requests else 0.0
+        return replace(
+            self, requests=tuple(replace(request, at_s=(request.at_s - start) * scale) for request in self.requests)
+        )
 
     def at_rate(self, rate: float) -> Workload:
-        """With the trace's own burstiness, at a mean of `rate` requests per second."""
-        return self.paced(0.0 if math.isinf(rate) else self.rate / rate)
+        """Scale the times to a mean of `rate` requests per second. The burstiness stays."""
+        return self.time_scaled(0.0 if math.isinf(rate) else self.rate / rate)
 
     def at(self, times: Sequence[float]) -> Workload:
-        """With these times instead."""
-        asks = tuple(replace(ask, at_s=at) for ask, at in zip(self.asks, times, strict=True))
-        return replace(self, asks=asks, timed=True)
+        """Replace the times."""
+        requests = tuple(replace(request, at_s=at) for request, at in zip(self.requests, times, strict=True))
+        return replace(self, requests=requests, timed=True)
 
 
-def fits(asks: Iterable[Ask], context: float) -> list[bool]:
-    """Which requests fit a context; those behind one of their conversation that does not fit do not either."""
-    found: list[bool] = []
+def fits(requests: Iterable[RequestSpec], context: float) -> list[bool]:
+    """Return for each request whether it fits the context. Turns after one that does not fit do not fit either."""
+    fitting: list[bool] = []
     ended: set[int] = set()
-    for ask in asks:
-        found.append(ask.session not in ended and ask.input + ask.output <= context)
-        if not found[-1] and ask.session >= 0:
-            ended.add(ask.session)
-    return found
+    for request in requests:
+        fitting.append(request.session not in ended and request.input + request.output <= context)
+        if not fitting[-1] and request.session >= 0:
+            ended.add(request.session)
+    return fitting
 
 
-def chains(asks: Sequence[Ask]) -> list[list[int]]:
-    """Places in `asks` of what must be sent one after the other: the turns of each conversation, each other request alone."""
-    found: list[list[int]] = []
-    of: dict[int, list[int]] = {}
-    for place, ask in enumerate(asks):
-        if ask.session in of:
-            of[ask.session].append(place)
+def conversations(requests: Sequence[RequestSpec]) -> list[list[int]]:
+    """Group the indices of requests by conversation. A request without a conversation is a group of its own."""
+    turns: list[list[int]] = []
+    by_session: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request.session in by_session:
+            by_session[request.session].append(index)
             continue
-        found.append([place])
-        if ask.session >= 0:
-            of[ask.session] = found[-1]
-    return found
+        turns.append([index])
+        if request.session >= 0:
+            by_session[request.session] = turns[-1]
+    return turns
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Times of `count` requests at a mean of `rate` per second, the first at 0.
+    """Draw arrival times of `count` requests at a mean of `rate` per second. The first is 0.
 
-    burstiness: shape of the gamma distribution of the gaps, whose coefficient of variation is then 1 / sqrt(shape):
-    1 is a Poisson process, below 1 comes in bursts, infinite is a constant rate.
+    Args:
+        burstiness: Shape of the gamma distribution of gaps, whose coefficient of variation is 1 / sqrt(shape). 1 is a Poisson
+            process, less gives bursts, infinity a constant rate.
     """
     if rate <= 0:
         raise ConfigError(
@@ -143,24 +151,28 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def synthetic(count: int, lengths: tuple[str, str], prefix: int, seed: int) -> Workload:
-    """`count` requests with drawn lengths. lengths: (input, output), each "512" or "100-1000" (uniform).
+    """Generate `count` requests with random lengths.
 
-    prefix: tokens that all prompts begin with, part of the input length. Raises ConfigError for lengths that are none.
+    Args:
+        lengths: (input, output), each "512" or "100-1000" (uniform).
+        prefix: Length of a prefix that all prompts share, part of the input length.
+    Raises:
+        ConfigError: A length is invalid, or the prefix exceeds the input length.
     """
     source = random.Random(f"lengths {seed}")
-    low_high = [_range(name, text) for name, text in zip(("input_len", "output_len"), lengths, strict=True)]
+    low_high = [_parse_range(name, text) for name, text in zip(("input_len", "output_len"), lengths, strict=True)]
     if prefix > low_high[0][0]:
         raise ConfigError(
             f"--prefix-len is {prefix}, which exceeds --input-len {lengths[0]}: lower it.", param="prefix_len"
         )
-    asks = []
+    requests = []
     for _ in range(count):
-        asked, wanted = (source.randint(low, high) for low, high in low_high)
-        asks.append(Ask(0.0, asked, wanted, (PREFIX_BLOCK,) if prefix else (), prefix or 512))
-    return Workload(f"random {lengths[0]}/{lengths[1]}", tuple(asks))
+        n_input, n_output = (source.randint(low, high) for low, high in low_high)
+        requests.append(RequestSpec(0.0, n_input, n_output, (PREFIX_BLOCK,) if prefix else (), prefix or 512))
+    return Workload(f"random {lengths[0]}/{lengths[1]}", tuple(requests))
 
 
-def _range(name: str, text: str) -> tuple[int, int]:
+def _parse_range(name: str, text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
     try:
         low, high = int(first), int(last if dash else first)
@@ -174,43 +186,43 @@ def _range(name: str, text: str) -> tuple[int, int]:
 
 
 def describe(workload: Workload) -> dict[str, float]:
-    """Figures of a workload: lengths by quantile, rate, burstiness, and what an endless prefix cache would hit."""
-    asks = workload.asks
-    if not asks:
+    """Compute figures of a workload: quantiles of lengths, rate, burstiness and the hit rate of an unlimited prefix cache."""
+    requests = workload.requests
+    if not requests:
         return {"requests": 0}
-    found: dict[str, float] = {"requests": len(asks), "skipped": workload.skipped, "span_s": workload.span_s}
+    figures: dict[str, float] = {"requests": len(requests), "skipped": workload.skipped, "span_s": workload.span_s}
     if workload.timed:
-        gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(asks)]
+        gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(requests)]
         mean = statistics.fmean(gaps) if gaps else 0.0
-        found |= {"rate": workload.rate, "gap_cv": statistics.pstdev(gaps) / mean if mean else 0.0}
+        figures |= {"rate": workload.rate, "gap_cv": statistics.pstdev(gaps) / mean if mean else 0.0}
     for name in ("input", "output"):
-        lengths = sorted(getattr(ask, name) for ask in asks)
-        found[f"{name}_mean"] = statistics.fmean(lengths)
+        lengths = sorted(getattr(request, name) for request in requests)
+        figures[f"{name}_mean"] = statistics.fmean(lengths)
         for share in (50, 90, 99):
-            found[f"{name}_p{share}"] = lengths[min(len(lengths) - 1, len(lengths) * share // 100)]
-    if any(ask.session >= 0 for ask in asks):
-        found["conversations"] = len({ask.session for ask in asks if ask.session >= 0})
-    if any(ask.blocks for ask in asks):
-        found |= endless_cache(asks)
-    return found
+            figures[f"{name}_p{share}"] = lengths[min(len(lengths) - 1, len(lengths) * share // 100)]
+    if any(request.session >= 0 for request in requests):
+        figures["conversations"] = len({request.session for request in requests if request.session >= 0})
+    if any(request.blocks for request in requests):
+        figures |= endless_cache(requests)
+    return figures
 
 
-def endless_cache(asks: Iterable[Ask]) -> dict[str, float]:
-    """Hit rate of a prefix cache that forgets nothing, by blocks and by tokens: the most any router can reach.
+def endless_cache(requests: Iterable[RequestSpec]) -> dict[str, float]:
+    """Compute the hit rate of an unlimited prefix cache, by blocks and by tokens. It is an upper bound for any router.
 
-    An id stands for its whole prefix, as in Mooncake's traces, so a hit is the leading run of ids seen before.
+    A block id identifies its whole prefix, as in Mooncake's traces. So the hit of a request is its leading run of known ids.
     """
     seen: set[int] = set()
     hit_blocks = blocks = hit_tokens = tokens = 0
-    for ask in asks:
+    for request in requests:
         hits = 0
-        for block in ask.blocks:
+        for block in request.blocks:
             if block not in seen:
                 break
             hits += 1
-        seen.update(ask.blocks)
+        seen.update(request.blocks)
         hit_blocks += hits
-        blocks += len(ask.blocks)
-        hit_tokens += min(hits * ask.block, ask.input)
-        tokens += ask.input
+        blocks += len(request.blocks)
+        hit_tokens += min(hits * request.block, request.input)
+        tokens += request.input
     return {"endless_cache_blocks": hit_blocks / max(1, blocks), "endless_cache_tokens": hit_tokens / max(1, tokens)}

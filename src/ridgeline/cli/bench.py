@@ -22,16 +22,16 @@ from rich.table import Table
 
 from ridgeline.bench import show
 from ridgeline.bench.compare import compare, paired
-from ridgeline.bench.figures import brief, run_json, trouble
-from ridgeline.bench.folder import REPORT_FILE, save, summary, unnamed
+from ridgeline.bench.figures import invalid_reason, run_json, too_short_reason
+from ridgeline.bench.folder import REPORT_FILE, default_folder, save, summary
 from ridgeline.bench.mock import Speed, serve_mock
 from ridgeline.bench.options import CurveConfig, LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
-from ridgeline.bench.own import serving
 from ridgeline.bench.progress import RunProgress
 from ridgeline.bench.record import read_run
 from ridgeline.bench.report import Outcome
-from ridgeline.bench.search import Found, doubling, levelled, saturated, search, sweep
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.search import SearchResult, doubling, levelled, saturated, search, sweep
+from ridgeline.bench.server_process import serving
+from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.bench.traces import read_trace
 from ridgeline.bench.workload import describe
 from ridgeline.cli.flags import Given, Parser, add_options, check_places, parser_for
@@ -88,7 +88,9 @@ class MockConfig:
 # --- the actions --------------------------------------------------------------------------------------------------------
 
 
-async def run_once(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_once(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """Measure a server once."""
     async with Session(asked, rest.get("target"), progress) as session:
         found = await session.measure()
@@ -96,7 +98,9 @@ async def run_once(asked: Asked, progress: RunProgress, rest: Mapping[str, Any])
     return Outcome(f"Benchmark of {found.name}", [found], whys=whys), show.run_table(found)
 
 
-async def run_sweep(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_sweep(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """Raise the rate until the server is saturated."""
     (config,) = split_options(_mine(rest, SweepConfig), SweepConfig, origin="flag")
     told_rates = SweepConfig(**config).rates
@@ -116,7 +120,9 @@ async def run_sweep(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]
     return Outcome("Sweep over rates", runs, note=f"{ended.capitalize()}."), show.runs_table(runs)
 
 
-async def run_search(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_search(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """Find the highest rate that meets the SLO."""
     (values,) = split_options(_mine(rest, SearchConfig), SearchConfig, origin="flag")
     config = SearchConfig(**values)
@@ -135,7 +141,7 @@ async def run_search(asked: Asked, progress: RunProgress, rest: Mapping[str, Any
     )
 
 
-def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
+def _answer(found: SearchResult, asked: BenchConfig, config: SearchConfig) -> str:
     slo = Slo.parse(asked.result.slo)
     goal = f"{slo} was met" if slo.of_windows else f"{config.attain:.0%} of offered requests met {slo}"
     if found.best is None:
@@ -144,12 +150,14 @@ def _answer(found: Found, asked: Asked, config: SearchConfig) -> str:
     edge = "" if found.bounded else "; no higher rate was measured"
     if found.stopped:
         edge = f" (the search stopped: {found.stopped})"
-    doubt = f" Warning: {words}." if (words := brief(found.best)) else ""
+    doubt = f" Warning: {words}." if (words := too_short_reason(found.best)) else ""
     met = f"Up to {found.rate:.4g} requests/s, {goal}{edge}: {good:.4g} good requests/s"
     return f"{met}, {found.best.attainment:.1%} of offered.{doubt}"
 
 
-async def run_compare(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_compare(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """Two runs, or two servers one after the other."""
     runs = []
     for name in (rest["first"], rest["second"]):
@@ -165,7 +173,9 @@ async def run_compare(asked: Asked, progress: RunProgress, rest: Mapping[str, An
     return outcome, show.differences_table(changes, (runs[0].name, runs[1].name), pairs=paired(*runs))
 
 
-async def run_policies(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_policies(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """The same load on servers of our own that batch in different ways."""
     (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig, origin="flag")
     config = PoliciesConfig(**values)
@@ -186,7 +196,7 @@ async def run_policies(asked: Asked, progress: RunProgress, rest: Mapping[str, A
     return Outcome("Batching policies", runs, differences=compare(runs[0], runs[-1])), show.runs_table(runs)
 
 
-async def run_trace(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> int:
+async def run_trace(asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]) -> int:
     """Describe a trace."""
     if idle := [name for name in ("slo", "out", "label") if name in rest]:
         raise ConfigError(f"--{idle[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=idle[0])
@@ -201,7 +211,7 @@ async def run_trace(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]
     return 0
 
 
-async def run_mock(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> int:
+async def run_mock(asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]) -> int:
     """Serve at a known speed until interrupted."""
     (values,) = split_options(_mine(rest, MockConfig), MockConfig, origin="flag")
     config = MockConfig(**values)
@@ -219,7 +229,7 @@ async def run_mock(asked: Asked, progress: RunProgress, rest: Mapping[str, Any])
     return 0
 
 
-def _at(asked: Asked, rate: float) -> LoadConfig:
+def _at(asked: BenchConfig, rate: float) -> LoadConfig:
     return replace(asked.load, rate=rate)
 
 
@@ -235,7 +245,7 @@ def _numbers(name: str, text: str) -> list[float]:
 
 # --- the command line ---------------------------------------------------------------------------------------------------
 
-Action = Callable[[Asked, RunProgress, Mapping[str, Any]], Coroutine[Any, Any, tuple[Outcome, RenderableType]]]
+Action = Callable[[BenchConfig, RunProgress, Mapping[str, Any]], Coroutine[Any, Any, tuple[Outcome, RenderableType]]]
 _SERVER = ("target", "URL", "address of the server (default: http://127.0.0.1:8000)")
 _MODEL = ("target", "MODEL", "folder or hub name to serve (default: the shipped model)")
 ACTIONS: Mapping[str, tuple[str, tuple[type, ...], tuple[tuple[str, str, str], ...]]] = {
@@ -291,21 +301,21 @@ def run(given: Given) -> int:
     with RunProgress() as progress:
         if action in ("trace", "mock"):
             return uvloop.run((run_mock if action == "mock" else run_trace)(asked, progress, rest))
-        check_places({"out": asked.result.out or unnamed()}, "out", folder=True)
+        check_places({"out": asked.result.out or default_folder()}, "out", folder=True)
         # By name, because a model's formulas bring torch, and a load generator should be light.
         act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
         outcome, table = uvloop.run(act(asked, progress, rest))
     return _end(asked, outcome, table)
 
 
-def read_asked(rest: Mapping[str, Any]) -> Asked:
+def read_asked(rest: Mapping[str, Any]) -> BenchConfig:
     """The four configurations from what was given; what an action does not take was not given."""
     values = split_options({name: rest[name] for name in _names(CONFIGS) if name in rest}, *CONFIGS, origin="flag")
     target, workload, load, result = values
-    return Asked(TargetConfig(**target), WorkloadConfig(**workload), LoadConfig(**load), ResultConfig(**result))
+    return BenchConfig(TargetConfig(**target), WorkloadConfig(**workload), LoadConfig(**load), ResultConfig(**result))
 
 
-def _end(asked: Asked, outcome: Outcome, table: RenderableType) -> int:
+def _end(asked: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
     """Write, print, and say by the exit status whether the figures can be believed."""
     folder = save(outcome, asked.result.out)
     if asked.result.json:
@@ -313,7 +323,7 @@ def _end(asked: Asked, outcome: Outcome, table: RenderableType) -> int:
     else:
         Console().print(table, highlight=False)
     print(f"\nreport: {folder / REPORT_FILE}", file=sys.stderr)
-    invalid = [why for one in outcome.runs if (why := trouble(one))]
+    invalid = [why for one in outcome.runs if (why := invalid_reason(one))]
     if not any(one.completed for one in outcome.runs):
         invalid.append("no request was answered")
     for why in invalid:

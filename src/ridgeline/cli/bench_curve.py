@@ -13,7 +13,7 @@ from ridgeline.bench.efficiency import STEPS, Limits, point
 from ridgeline.bench.options import SHIPPED, CurveConfig
 from ridgeline.bench.progress import RunProgress
 from ridgeline.bench.report import Outcome
-from ridgeline.bench.session import Asked, Session
+from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -21,7 +21,9 @@ from ridgeline.core.resolve import split_options
 from ridgeline.hardware.probe import meant, probe
 
 
-async def run_curve(asked: Asked, progress: RunProgress, rest: Mapping[str, Any]) -> tuple[Outcome, RenderableType]:
+async def run_curve(
+    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+) -> tuple[Outcome, RenderableType]:
     """Throughput, latency and efficiency against concurrency, in closed loops."""
     names = CurveConfig.__dataclass_fields__
     (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig, origin="flag")

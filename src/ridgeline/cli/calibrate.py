@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.bench.steps import FIT, Bounds, measure, shapes
+from ridgeline.bench.steps import FIT_SHAPES, Bounds, measure, shapes
 from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import read
@@ -77,7 +77,7 @@ def run(given: Given) -> int:
     with Stages(console) as stages:
         local = LocalEngine.start(resolved.model, replace(resolved.engine, calibration=""), stages)
         try:
-            wanted = shapes(FIT, bounds(local, rest.get("most_tokens")))
+            wanted = shapes(FIT_SHAPES, bounds(local, rest.get("most_tokens")))
             steps = measure(local, wanted, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()

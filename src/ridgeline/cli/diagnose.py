@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.bench.figures import trouble
+from ridgeline.bench.figures import invalid_reason
 from ridgeline.bench.record import read_run
 from ridgeline.bench.target import Address
 from ridgeline.cli.flags import Given, Parser, parser_for
@@ -64,7 +64,7 @@ def _of_run(folder: Path) -> Observation:
             "such a run, or the address of a Ridgeline server.",
             param="url",
         )
-    return observe(state, trouble(run))
+    return observe(state, invalid_reason(run))
 
 
 def _ask(url: str, key: str) -> Any:

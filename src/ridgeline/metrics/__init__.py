@@ -1,4 +1,4 @@
-"""What an operator sees: counters, gauges and histograms of one engine, its live figures, and a ledger of requests."""
+"""Metrics of one engine: counters, gauges, histograms, live figures and the ledger of requests."""
 
 from ridgeline.metrics.exposition import CONTENT_TYPE
 from ridgeline.metrics.live import Ceilings, Live

@@ -1,5 +1,7 @@
-"""Names that dashboards of other engines ask for, and what of ours answers them. vLLM's present names are ours under another
-prefix; what it has dropped since, and SGLang's, are renamed one by one. Names and labels as both document them.
+"""Metric names of other engines, for their dashboards.
+
+Current vLLM names equal Ridgeline's names under another prefix. Names that vLLM has dropped and SGLang's names are mapped one by
+one. Names and labels follow the documentation of both.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """stems: our own names with vLLM's stems are shown under the prefix too. gauges, counters, histograms: their name -> ours;
-    a gauge may be one of metrics.catalogue's GAUGES or LIVE, or of DERIVED. labels: further labels of a name.
-    """
+    """The metric names of one engine."""
 
     prefix: str
     stems: bool = False
+    """Also export the metrics that have vLLM's names under this prefix."""
     gauges: Mapping[str, str] = field(default_factory=dict)
+    """The engine's name -> a name in catalogue.GAUGES, catalogue.LIVE or DERIVED."""
     counters: Mapping[str, str] = field(default_factory=dict)
+    """The engine's name -> a name in catalogue.COUNTERS."""
     histograms: Mapping[str, str] = field(default_factory=dict)
+    """The engine's name -> a name in catalogue.HISTOGRAMS."""
     labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The engine's name -> further labels."""
 
 
 DERIVED: Mapping[str, str] = {
@@ -28,7 +33,7 @@ DERIVED: Mapping[str, str] = {
     "swapped": "Requests swapped to host memory: always 0.",
     "mean_accepted_length": "Tokens per verified draft, the sampled token included.",
 }
-"""Gauges that only other engines' dashboards ask for."""
+"""Gauges that only aliases use, with their help texts."""
 
 ALIASES: Mapping[str, Alias] = {
     "vllm": Alias("vllm", stems=True),

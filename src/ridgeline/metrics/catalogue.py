@@ -1,5 +1,7 @@
-"""Every metric: its stem, its help and, for histograms, its edges. Stems and edges are vLLM's where vLLM has the metric,
-so that dashboards port by a change of prefix and mixed fleets can be summed.
+"""The catalogue of metrics: stem, help text and, for histograms, bucket edges.
+
+Where vLLM has the metric, stem and edges are vLLM's. So a dashboard needs only another prefix, and metrics of mixed fleets can be
+summed.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ CHOICES = (1, 2, 5, 10, 20)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One metric. label: the further label of a family, "" for none. ours: vLLM has no such metric.
-
-    edges: upper bounds of a histogram's buckets; empty for 1, 2, 5, 10, ... up to the model's context.
-    """
+    """One metric."""
 
     text: str
+    """Help text."""
     label: str = ""
+    """Name of a further label, or ""."""
     ours: bool = False
+    """vLLM has no such metric."""
     edges: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets. Empty: 1, 2, 5, 10, ... up to the model's context."""
 
 
 GAUGES: Mapping[str, Entry] = {
@@ -126,8 +129,8 @@ LIVE: Mapping[str, Entry] = {
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
     "mfu": Entry("FLOP/s while busy, as a share of the specified peak.", ours=True),
     "mbu": Entry("Bytes per second that had to move while busy, as a share of the specified bandwidth.", ours=True),
-    "mfu_measured": Entry("MFU relative to the measured peak of plain kernels on this machine.", ours=True),
-    "mbu_measured": Entry("MBU relative to the measured bandwidth of plain kernels on this machine.", ours=True),
+    "mfu_measured": Entry("MFU relative to the matrix product rate measured on this machine.", ours=True),
+    "mbu_measured": Entry("MBU relative to the read bandwidth measured on this machine.", ours=True),
     "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
     "host_seconds_per_step": Entry("Scheduler's seconds per step.", ours=True),
@@ -144,14 +147,14 @@ LIVE: Mapping[str, Entry] = {
     "cost_per_million_tokens": Entry("Dollars per million tokens, prompt and output, idle time included.", ours=True),
     "cost_per_million_output_tokens": Entry("Dollars per million output tokens, idle time included.", ours=True),
 }
-"""Gauges over the last minutes (metrics.live); one that cannot be known is not shown."""
+"""Gauges over the last minutes (metrics.live). A gauge without a known value is not exported."""
 
 
-def one_two_five(most: int) -> Iterator[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+def one_two_five(limit: int) -> Iterator[float]:
+    """Yield 1, 2, 5, 10, 20, 50, ... up to `limit`."""
     scale = 1
-    while scale <= most:
+    while scale <= limit:
         for digit in (1, 2, 5):
-            if digit * scale <= most:
+            if digit * scale <= limit:
                 yield digit * scale
         scale *= 10

@@ -1,4 +1,4 @@
-"""Prometheus' text format, version 0.0.4, as far as we need it: families of samples, one line each."""
+"""The Prometheus text format, version 0.0.4: metric families and their samples, one sample a line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def labelled(labels: Mapping[str, str]) -> str:
-    """Labels as they stand in braces."""
+    """Format labels as they stand between braces."""
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
 
 
 def head(name: str, kind: str, text: str) -> str:
-    """The lines before a family's samples. kind: "gauge", "counter" or "histogram"."""
-    told = text.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {name} {told}\n# TYPE {name} {kind}\n"
+    """Format the HELP and TYPE lines of a family. kind: "gauge", "counter" or "histogram"."""
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {escaped}\n# TYPE {name} {kind}\n"
 
 
 def gauge(name: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
-    """A family of gauges from (labels, value) pairs."""
+    """Format a gauge family from (labels, value) pairs."""
     return head(name, "gauge", text) + "".join(sample(name, labels, value) for labels, value in samples)
 
 
@@ -29,7 +29,7 @@ def sample(name: str, labels: str, value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A value as every reader of the format takes it."""
+    """Format a value, including infinities and NaN."""
     if math.isfinite(value):
         return repr(float(value))
     return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"

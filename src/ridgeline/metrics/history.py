@@ -1,4 +1,4 @@
-"""What the server keeps of the past: a day by minutes, an hour by readings; and the rules that say when the present is worse."""
+"""History of live figures (a day by minutes, an hour by readings) and the alert rules that compare the present with it."""
 
 from __future__ import annotations
 
@@ -11,91 +11,100 @@ KEPT_MINUTES = 24 * 60
 READING_S = 10.0
 """Seconds between two readings."""
 KEPT_READINGS = 360
-RECENT = 3
-"""Minutes that count as the present."""
-USUAL = 60
-"""Minutes before these that count as usual."""
-FEWEST_USUAL = 10
-FEWEST_REQUESTS = 20
-"""Requests in the present below which a percentile says nothing."""
-WORSE = 1.5
-"""Factor over the usual from which a percentile has regressed."""
-ATTAINED = 0.9
-"""Share of good requests, of those judged, below which the SLO counts as broken."""
+RECENT_MINUTES = 3
+"""Minutes that alert rules compare with the baseline."""
+BASELINE_MINUTES = 60
+"""Minutes before the recent ones. Their median is the usual value."""
+MIN_BASELINE_MINUTES = 10
+MIN_REQUESTS = 20
+"""Fewest recent requests for an alert."""
+REGRESSION_FACTOR = 1.5
+"""A percentile regresses above this factor times the usual value."""
+MIN_ATTAINMENT = 0.9
+"""Share of good requests among judged requests. Below it the SLO is missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minute:
-    """One minute. at: unix seconds of its end. requests: ended in it; judged: of these, those that goodput counts;
-    good: of these, within the SLO. prompt_tokens, output_tokens: computed in it. quantiles: by "ttft_p95" and the like,
-    in seconds, over the live span that ends with it; what was not seen is left out."""
+    """Counts and latency percentiles of one minute."""
 
     at: float
+    """Unix seconds of its end."""
     quantiles: dict[str, float]
+    """Seconds by "ttft_p95" and so on, over the live span that ends with this minute. Latencies without data are left out."""
     requests: int
+    """Requests that ended."""
     judged: int
+    """Of these, requests that goodput counts."""
     good: int
+    """Of these, requests within the SLO."""
     prompt_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the dashboard's charts show of one moment. at: unix seconds. latencies: seconds by name and percentile. figures,
-    point: as Live has them. now: requests and shares of the cache at this moment."""
+    """Values of the dashboard's charts at one moment."""
 
     at: float
+    """Unix seconds."""
     latencies: dict[str, dict[str, float]]
+    """Seconds by latency and percentile."""
     figures: dict[str, float]
+    """See Live.figures."""
     now: dict[str, float]
+    """See Live.now."""
     point: tuple[float, float] | None
+    """See Live.point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """rule: its name, as the metric has it. text: what is wrong, with numbers."""
+    """A violated alert rule."""
 
     rule: str
+    """Name of the rule, as in the metric's label."""
     text: str
+    """The violation with its numbers."""
 
 
 class History:
-    """The last day by minutes and the last hour by readings."""
+    """The last day as minutes and the last hour as readings."""
 
     def __init__(self) -> None:
         self.minutes: deque[Minute] = deque(maxlen=KEPT_MINUTES)
         self.readings: deque[Reading] = deque(maxlen=KEPT_READINGS)
 
     def readings_since(self, at: float) -> list[Reading]:
-        """Readings that are newer than `at` (unix seconds), the oldest first."""
+        """Return the readings newer than `at` (unix seconds), the oldest first."""
         return [reading for reading in self.readings if reading.at > at]
 
     def alerts(self) -> list[Alert]:
-        """What is worse now than it was: percentiles against their usual value, and the SLO against its share."""
-        held = list(self.minutes)
-        now, before = held[-RECENT:], held[-RECENT - USUAL : -RECENT]
-        if sum(minute.requests for minute in now) < FEWEST_REQUESTS:
+        """Return the violated rules: percentiles against their usual value, and the share of good requests."""
+        minutes = list(self.minutes)
+        recent, baseline = minutes[-RECENT_MINUTES:], minutes[-RECENT_MINUTES - BASELINE_MINUTES : -RECENT_MINUTES]
+        if sum(minute.requests for minute in recent) < MIN_REQUESTS:
             return []
-        return [*_regressions(now, before), *_missed(now)]
+        return [*_regressions(recent, baseline), *_attainment_alert(recent)]
 
 
-def _regressions(now: Sequence[Minute], before: Sequence[Minute]) -> Iterator[Alert]:
-    for what in ("ttft", "tpot", "e2e"):
+def _regressions(recent_minutes: Sequence[Minute], baseline_minutes: Sequence[Minute]) -> Iterator[Alert]:
+    for latency in ("ttft", "tpot", "e2e"):
         for share in ("p95", "p99"):
-            name = f"{what}_{share}"
-            recent, usual = _values(now, name), _values(before, name)
-            if not recent or len(usual) < FEWEST_USUAL:
+            name = f"{latency}_{share}"
+            recent_values, usual_values = _values(recent_minutes, name), _values(baseline_minutes, name)
+            if not recent_values or len(usual_values) < MIN_BASELINE_MINUTES:
                 continue
-            value, base = statistics.median(recent), statistics.median(usual)
-            if value > WORSE * base:
-                text = f"{share} of {what} is {value * 1e3:.4g} ms; the usual value is {base * 1e3:.4g} ms"
-                yield Alert(f"{name}_regression", f"{text} ({value / base:.1f} times).")
+            recent, usual = statistics.median(recent_values), statistics.median(usual_values)
+            if recent > REGRESSION_FACTOR * usual:
+                text = f"{share} of {latency} is {recent * 1e3:.4g} ms; the usual value is {usual * 1e3:.4g} ms"
+                yield Alert(f"{name}_regression", f"{text} ({recent / usual:.1f} times).")
 
 
-def _missed(now: Sequence[Minute]) -> Iterator[Alert]:
-    """Nothing without an SLO: then no request is judged."""
-    judged, good = sum(minute.judged for minute in now), sum(minute.good for minute in now)
-    if judged >= FEWEST_REQUESTS and good < ATTAINED * judged:
+def _attainment_alert(recent: Sequence[Minute]) -> Iterator[Alert]:
+    """Yield an alert if too few judged requests are good. Without an SLO no request is judged."""
+    judged, good = sum(minute.judged for minute in recent), sum(minute.good for minute in recent)
+    if judged >= MIN_REQUESTS and good < MIN_ATTAINMENT * judged:
         yield Alert("slo_attainment", f"{good} of the last {judged} requests met the SLO ({good / judged:.0%}).")
 
 

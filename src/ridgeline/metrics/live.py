@@ -1,6 +1,6 @@
-"""How the service does now: percentiles, goodput, distance to the hardware's limits, energy, money, the ledger.
+"""Live figures of the last minutes: percentiles, goodput, MFU and MBU, energy, cost, and the ledger of requests.
 
-Everything here is over the last minutes; what counts for ever is in `metrics.metrics`.
+Counters since the start are in `metrics.metrics`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
 from ridgeline.metrics.history import READING_S, History, Minute, Reading
 from ridgeline.metrics.records import DISCONNECTED, RequestRecord, StepRecord, Totals
-from ridgeline.metrics.rows import Rows
+from ridgeline.metrics.request_index import RequestIndex
 from ridgeline.metrics.why import Typical, blame, why
 from ridgeline.metrics.window import QUANTILES, Sums, Window
 
@@ -23,64 +23,64 @@ SPAN_S = 300.0
 """Seconds that the live figures cover."""
 KEPT_REQUESTS = 4096
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill", "outside")
-"""outside: what neither queue nor device explains; itl is counted by the step, the others by the request."""
+"""outside: time that neither queue nor device explains. itl is observed once per step, the others once per request."""
 CHARTED_LATENCIES = ("ttft", "tpot")
 CHARTED_FIGURES = ("prompt_tokens_per_second", "output_tokens_per_second", "prefix_hit_rate")
-"""What of the latencies and figures a reading keeps."""
+"""Latencies and figures that a reading keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device can do and what it costs; 0: not known.
-
-    flops, bytes: per second by its specification, at the precision the model computes in. measured_flops,
-    measured_bytes: what plain kernels reached on this machine. price: US dollars per hour. power: how joules are
-    known: "nvml", "rapl", "estimate" or "". calibration: what predicted step times were fitted to, "" for a guess.
-    """
+    """Peak rates and price of the device. 0: unknown."""
 
     device: str = ""
     flops: float = 0.0
+    """FLOP/s by the specification, at the model's compute precision."""
     bytes: float = 0.0
+    """Bytes per second by the specification."""
     measured_flops: float = 0.0
+    """FLOP/s of a matrix product measured on this machine."""
     measured_bytes: float = 0.0
+    """Read bandwidth measured on this machine, bytes per second."""
     price: float = 0.0
+    """US dollars per hour."""
     power: str = ""
+    """Source of joules: "nvml", "rapl", "estimate" or ""."""
     calibration: str = ""
+    """Calibration that predicted step times use, or "" for uncalibrated predictions."""
 
 
 class Live:
-    """Fed by Metrics; read by /metrics, the dashboard, /requests and diagnosis.
-
-    clock: seconds that only grow. wall: unix seconds.
-    """
+    """Live figures of one engine. Metrics writes to it; /metrics, the dashboard, /requests and the diagnosis read it."""
 
     def __init__(
         self, slo: Slo, clock: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time
     ) -> None:
+        """clock: monotonic seconds. wall: unix seconds."""
         self.slo = slo
         self.ceilings = Ceilings()
         self.history = History()
         self._clock, self._wall = clock, wall
         self._windows = {name: Window(SPAN_S) for name in LATENCIES}
-        self._error = Window(SPAN_S)
-        self._prompt_token = Window(SPAN_S)
-        """Seconds from admission to first token, per prompt token computed."""
+        self._prediction_error = Window(SPAN_S)
+        self._prompt_token_s = Window(SPAN_S)
+        """Seconds from admission to the first token, per computed prompt token."""
         self._sums = Sums(SPAN_S)
-        self._rows = Rows(KEPT_REQUESTS)
+        self._requests = RequestIndex(KEPT_REQUESTS)
         self._minute_ends: float | None = None
         self._reading_due = 0.0
-        self._minute: dict[str, int] = {}
+        self._minute_counts: dict[str, int] = {}
         self.late: list[LateWork] = []
-        """All that was compiled and captured while requests waited; each variant of a kernel at most once."""
+        """Kernels compiled and graphs captured while requests waited, each kernel variant at most once."""
         self._last: StepRecord | None = None
         self._steps: list[StepRecord] = []
         self._gaps: list[float | None] = []
         self._second_ends = 0.0
-        """Until then records only gather."""
+        """Until this time, records are only collected."""
         self._n_steps = 0
         self._device_s = self._mixed_s = self._host_s = self._row_s = 0.0
 
-    # --- news -------------------------------------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------------------------
 
     def on_step(self, step: StepRecord, gap_s: float | None) -> None:
         """A step's record. gap_s: seconds since the last step's tokens, None after a pause.
@@ -104,30 +104,30 @@ class Live:
 
     @property
     def totals(self) -> Totals:
-        """Everything that steps have added up to so far."""
+        """Sums over all steps so far."""
         return Totals(self._n_steps, self._device_s, self._mixed_s, self._host_s, self._row_s)
 
     def tick(self) -> None:
-        """Let time pass: called every second, so that minutes end and readings are taken while nothing runs, too."""
+        """Advance the clock. Called every second, so that minutes and readings are recorded while nothing runs."""
         self._advance(self._clock())
 
     def _advance(self, now: float) -> None:
-        """The clock says `now`: end the second, and the minute, if they are over."""
+        """Close the current second and minute if they are over at `now`."""
         if now >= self._second_ends:
-            self._settle()
+            self._flush()
             self._second_ends = math.floor(now) + 1.0
-            self._turn(now)
+            self._record_history(now)
 
-    def _settle(self) -> None:
-        """Add the records of the second that has passed, or of what there is of this one, to the windows."""
+    def _flush(self) -> None:
+        """Add the collected records to the windows."""
         if not self._steps:
             return
-        now = self._second_ends - 1.0  # all records came in the second that begins here
+        now = self._second_ends - 1.0  # all records belong to the second that begins here
         steps, gaps, self._steps, self._gaps = self._steps, self._gaps, [], []
         self._sums.add(now, amounts(steps))
         self._count("prompt_tokens", sum(step.prompt_tokens for step in steps))
         self._count("output_tokens", sum(step.output_tokens for step in steps))
-        self._error.extend(
+        self._prediction_error.extend(
             now,
             [
                 (abs(step.predicted_s - step.device_s) / step.device_s, 1)
@@ -141,55 +141,55 @@ class Live:
         )
 
     def on_request(self, record: RequestRecord) -> None:
-        """A request has ended, however. Goodput judges those that have an SLO; see core.slo for disconnects."""
+        """Add an ended request. Goodput judges requests that have an SLO; core.slo defines how disconnects count."""
         now = self._clock()
         self._advance(now)
-        self._rows.add(record)
+        self._requests.add(record)
         slo = self.slo_of(record)
-        fault = blame(record, slo)
-        judged = bool(slo) and bool(fault or record.cut != DISCONNECTED)
-        counted = {"requests": 1.0}
+        cause = blame(record, slo)
+        judged = bool(slo) and bool(cause or record.cut != DISCONNECTED)
+        events = {"requests": 1.0}
         if record.cut:
-            counted[f"cut_{record.cut}"] = 1.0
+            events[f"cut_{record.cut}"] = 1.0
         if judged:
-            counted |= {"judged": 1.0, "good": 0.0 if fault else 1.0}
-        if judged and fault:
-            counted[f"blame_{fault}"] = 1.0
+            events |= {"judged": 1.0, "good": 0.0 if cause else 1.0}
+        if judged and cause:
+            events[f"blame_{cause}"] = 1.0
         if self.slo.objectives and not record.cut:
-            kept = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
-            counted |= {f"within_{place}": 1.0 for place, met in enumerate(kept) if met}
-        self._sums.add(now, counted)
+            objectives_met = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
+            events |= {f"within_{index}": 1.0 for index, met in enumerate(objectives_met) if met}
+        self._sums.add(now, events)
         self._count("requests", 1)
         self._count("judged", int(judged))
-        self._count("good", int(judged and not fault))
+        self._count("good", int(judged and not cause))
         if record.cut:
             return
         spent = record.spent
-        seen = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
-        seen |= {"queue": spent.queue_s, "prefill": spent.prefill_s, "outside": record.elsewhere_s}
-        for name, value in seen.items():
+        latencies = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
+        latencies |= {"queue": spent.queue_s, "prefill": spent.prefill_s, "outside": record.elsewhere_s}
+        for name, value in latencies.items():
             if value is not None:
                 self._windows[name].add(now, value)
         if (computed := record.prompt_tokens - record.cached_tokens) > 0 and spent.prefill_s > 0:
-            self._prompt_token.add(now, spent.prefill_s / computed)
+            self._prompt_token_s.add(now, spent.prefill_s / computed)
 
     def slo_of(self, record: RequestRecord) -> Slo:
-        """The limits that a request is judged by: its own, then the server's."""
+        """Return the request's limits: its own ones, and the server's for the others."""
         return self.slo.under(record.declared)
 
     # --- the ledger -------------------------------------------------------------------------------------------------
 
-    def find(self, name: str) -> RequestRecord | None:
-        """The request of a body's id or of an x-request-id (the newest that had it), as long as it is kept."""
-        return self._rows.find(name)
+    def find(self, request_id: str) -> RequestRecord | None:
+        """Find a kept request by the id of its answer or by x-request-id (the newest one)."""
+        return self._requests.find(request_id)
 
     def rows(self, order: str = "recent", limit: int = 20) -> list[RequestRecord]:
-        """Ended requests: the latest, or the slowest of those of the last minutes, first."""
+        """Return ended requests: the latest first, or with order "slowest" the slowest of the last minutes first."""
         if order == "slowest":
             since = self._wall() - SPAN_S
-            late = (row for row in self._rows if row.arrived_at + row.e2e_s >= since)
-            return sorted(late, key=lambda row: -row.e2e_s)[:limit]
-        return self._rows.recent(limit)
+            recent = (record for record in self._requests if record.arrived_at + record.e2e_s >= since)
+            return sorted(recent, key=lambda record: -record.e2e_s)[:limit]
+        return self._requests.recent(limit)
 
     def why(self, record: RequestRecord) -> dict[str, Any]:
         now = self._clock()
@@ -197,7 +197,7 @@ class Live:
         return why(record, self.slo_of(record), Typical(queue, prefill, tpot)) | self.shares(record)
 
     def shares(self, record: RequestRecord) -> dict[str, float]:
-        """A request's part of energy and money, by its part of the device's time; what the device idles belongs to nobody."""
+        """Return a request's energy and cost by its share of device time. Idle time is charged to no request."""
         device_s = record.spent.device_s
         return {
             "joules": device_s * self.figures().get("watts", 0.0),
@@ -207,8 +207,8 @@ class Live:
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def quantiles(self) -> Iterator[tuple[str, float, float]]:
-        """(latency, share, seconds) for all that was seen."""
-        self._settle()
+        """Yield (latency, quantile, seconds) for every latency that has data."""
+        self._flush()
         now = self._clock()
         for name, window in self._windows.items():
             for share, value in zip(QUANTILES, window.quantiles(now), strict=True):
@@ -216,14 +216,14 @@ class Live:
                     yield name, share, value
 
     def latencies(self) -> dict[str, dict[str, float]]:
-        """The same by latency and percentile: {"ttft": {"p50": seconds, ...}, ...}."""
+        """Return the quantiles by latency and percentile: {"ttft": {"p50": seconds, ...}, ...}."""
         latencies: dict[str, dict[str, float]] = {}
         for name, share, seconds in self.quantiles():
             latencies.setdefault(name, {})[f"p{share * 100:g}"] = seconds
         return latencies
 
     def now(self) -> dict[str, float]:
-        """Requests and shares of the KV cache by the newest step; empty before the first one."""
+        """Return requests and KV cache shares of the newest step. Empty before the first step."""
         step = self._last
         if step is None:
             return {}
@@ -237,83 +237,83 @@ class Live:
         }
 
     def figures(self) -> dict[str, float]:
-        """The live figures by name; what cannot be known (no SLO, no price, no such hardware) is left out.
+        """Return the live figures by name. Unknown ones (no SLO, no price, unknown hardware) are left out.
 
-        mfu and mbu are shares of the specification while the device was busy, mfu_measured and mbu_measured of what
-        plain kernels reach; device_busy is the share of time it was busy at all.
+        mfu and mbu are relative to the specification, mfu_measured and mbu_measured to the rates measured on this machine. All
+        four count busy time only. device_busy is the share of time in which the device was busy.
         """
-        self._settle()
+        self._flush()
         now = self._clock()
-        sums, seconds, top = self._sums.totals(now), self._sums.seconds(now), self.ceilings
+        sums, seconds, peaks = self._sums.totals(now), self._sums.seconds(now), self.ceilings
         busy, tokens = sums.get("device_s", 0.0), sums.get("prompt_tokens", 0.0) + sums.get("output_tokens", 0.0)
-        found = {
+        figures = {
             "prompt_tokens_per_second": sums.get("prompt_tokens", 0.0) / seconds,
             "output_tokens_per_second": sums.get("output_tokens", 0.0) / seconds,
             "requests_per_second": sums.get("requests", 0.0) / seconds,
             "device_busy": min(1.0, busy / seconds),
         }
         if sums.get("prefix_queries"):
-            found["prefix_hit_rate"] = sums["prefix_hits"] / sums["prefix_queries"]
+            figures["prefix_hit_rate"] = sums["prefix_hits"] / sums["prefix_queries"]
         if judged := sums.get("judged"):
-            found["goodput_requests_per_second"] = sums["good"] / seconds
-            found["slo_attainment"] = sums["good"] / judged
+            figures["goodput_requests_per_second"] = sums["good"] / seconds
+            figures["slo_attainment"] = sums["good"] / judged
             if self.slo.of_windows:
-                found["slo_met"] = 0.0 if self.broken() else 1.0
+                figures["slo_met"] = 0.0 if self.broken() else 1.0
         if busy:
-            found["prompt_share"] = sums["mixed_s"] / busy
-            found["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
-            found["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
-            found["mean_running"] = sums["row_s"] / busy
+            figures["prompt_share"] = sums["mixed_s"] / busy
+            figures["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
+            figures["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
+            figures["mean_running"] = sums["row_s"] / busy
             if sums["decode_steps"]:
-                found["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
-                found["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
-                found["decode_step_predicted_seconds"] = sums["decode_predicted_s"] / sums["decode_steps"]
+                figures["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
+                figures["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
+                figures["decode_step_predicted_seconds"] = sums["decode_predicted_s"] / sums["decode_steps"]
             for name, rate, peak in (
-                ("mfu", sums["flops"], top.flops),
-                ("mbu", sums["bytes"], top.bytes),
-                ("mfu_measured", sums["flops"], top.measured_flops),
-                ("mbu_measured", sums["bytes"], top.measured_bytes),
+                ("mfu", sums["flops"], peaks.flops),
+                ("mbu", sums["bytes"], peaks.bytes),
+                ("mfu_measured", sums["flops"], peaks.measured_flops),
+                ("mbu_measured", sums["bytes"], peaks.measured_bytes),
             ):
                 if peak:
-                    found[name] = rate / busy / peak
-        if (error := self._error.quantiles(now, (0.5,))[0]) == error:
-            found["step_prediction_error"] = error
-        output, prompt = (one.quantiles(now, (0.5,))[0] for one in (self._windows["tpot"], self._prompt_token))
+                    figures[name] = rate / busy / peak
+        if (error := self._prediction_error.quantiles(now, (0.5,))[0]) == error:
+            figures["step_prediction_error"] = error
+        output, prompt = (window.quantiles(now, (0.5,))[0] for window in (self._windows["tpot"], self._prompt_token_s))
         if output / prompt > 0:
-            found["input_tokens_per_output_token"] = output / prompt
+            figures["input_tokens_per_output_token"] = output / prompt
         if sums.get("joules"):
-            found["watts"] = sums["joules"] / seconds
+            figures["watts"] = sums["joules"] / seconds
             if tokens:
-                found["joules_per_token"] = sums["joules"] / tokens
-        if top.price and tokens:
-            found["cost_per_million_tokens"] = top.price / 3600 * seconds / tokens * 1e6
+                figures["joules_per_token"] = sums["joules"] / tokens
+        if peaks.price and tokens:
+            figures["cost_per_million_tokens"] = peaks.price / 3600 * seconds / tokens * 1e6
             if sums.get("output_tokens"):
-                found["cost_per_million_output_tokens"] = top.price / 3600 * seconds / sums["output_tokens"] * 1e6
-        return found
+                figures["cost_per_million_output_tokens"] = peaks.price / 3600 * seconds / sums["output_tokens"] * 1e6
+        return figures
 
     def blamed(self) -> dict[str, int]:
-        """Requests of the last minutes by what made them miss the SLO; empty without one."""
-        return self._counted("blame_")
+        """Count the requests of the last minutes by the cause of their SLO miss. Empty without an SLO."""
+        return self._counts_of("blame_")
 
     def cut(self) -> dict[str, int]:
-        """Requests of the last minutes that were cut off, by `RequestRecord.cut`."""
-        return self._counted("cut_")
+        """Count the requests of the last minutes that were cut off, by `RequestRecord.cut`."""
+        return self._counts_of("cut_")
 
-    def _counted(self, prefix: str) -> dict[str, int]:
+    def _counts_of(self, prefix: str) -> dict[str, int]:
         sums = self._sums.totals(self._clock())
         return {name.removeprefix(prefix): int(count) for name, count in sums.items() if name.startswith(prefix)}
 
     def broken(self) -> tuple[str, ...]:
-        """What of the SLO's percentiles and its share the last minutes miss, in words."""
+        """Describe the percentiles and the share of the SLO that the last minutes miss."""
         sums = self._sums.totals(self._clock())
         if not self.slo or not (count := sums.get("judged", 0.0)):
             return ()
-        shares = [sums.get(f"within_{place}", 0.0) / count for place in range(len(self.slo.objectives))]
+        shares = [sums.get(f"within_{index}", 0.0) / count for index in range(len(self.slo.objectives))]
         return self.slo.broken(shares, sums["good"] / count)
 
     def point(self) -> tuple[float, float] | None:
-        """(FLOPs per byte, FLOPs per second) of the last minutes' steps: where the server stands in the roofline."""
-        self._settle()
+        """Return the server's point in the roofline, (FLOPs per byte, FLOP/s), over the last minutes' steps."""
+        self._flush()
         sums = self._sums.totals(self._clock())
         if not sums.get("bytes") or not sums.get("device_s"):
             return None
@@ -321,16 +321,16 @@ class Live:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step's record."""
+        """The record of the newest step."""
         return self._last
 
     # --- history ----------------------------------------------------------------------------------------------------
 
-    def _count(self, name: str, more: int) -> None:
-        self._minute[name] = self._minute.get(name, 0) + more
+    def _count(self, name: str, count: int) -> None:
+        self._minute_counts[name] = self._minute_counts.get(name, 0) + count
 
-    def _turn(self, now: float) -> None:
-        """Take the reading that is due, and close the minute that has passed."""
+    def _record_history(self, now: float) -> None:
+        """Record a reading and a minute if they are due."""
         if now >= self._reading_due:
             self._reading_due = now + READING_S
             self.history.readings.append(self._reading())
@@ -341,8 +341,8 @@ class Live:
         self._minute_ends = now + 60.0
         quantiles = {f"{name}_p{share * 100:g}": value for name, share, value in self.quantiles()}
         names = ("requests", "judged", "good", "prompt_tokens", "output_tokens")
-        counts = {name: self._minute.get(name, 0) for name in names}
-        self._minute = {}
+        counts = {name: self._minute_counts.get(name, 0) for name in names}
+        self._minute_counts = {}
         self.history.minutes.append(Minute(self._wall(), quantiles, **counts))
 
     def _reading(self) -> Reading:
@@ -357,26 +357,26 @@ class Live:
 
 
 def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Sums over records: what all count, then what only those of a step do, then the steps that computed no prompt."""
-    ran = [step for step in steps if step.steps]
-    plain = [step for step in ran if not step.prompt_tokens]
-    device_s, decode_s = sum(step.device_s for step in ran), sum(step.device_s for step in plain)
+    """Sum records: counts of all records, then of records of a run step, then of steps without prompt tokens (decode_*)."""
+    run_steps = [step for step in steps if step.steps]
+    decode_steps = [step for step in run_steps if not step.prompt_tokens]
+    device_s, decode_s = sum(step.device_s for step in run_steps), sum(step.device_s for step in decode_steps)
     return {
         "prompt_tokens": float(sum(step.prompt_tokens for step in steps)),
         "output_tokens": float(sum(step.output_tokens for step in steps)),
         "prefix_queries": float(sum(step.prefix_queries for step in steps)),
         "prefix_hits": float(sum(step.prefix_hits for step in steps)),
         "joules": sum(step.joules for step in steps),
-        "steps": float(sum(step.steps for step in ran)),
+        "steps": float(sum(step.steps for step in run_steps)),
         "device_s": device_s,
-        "host_s": sum(step.host_s for step in ran),
-        "idle_s": sum(step.idle_s for step in ran),
-        "flops": sum(step.flops for step in ran),
-        "bytes": sum(step.bytes for step in ran),
-        "row_s": sum(step.device_s * step.running for step in ran),
+        "host_s": sum(step.host_s for step in run_steps),
+        "idle_s": sum(step.idle_s for step in run_steps),
+        "flops": sum(step.flops for step in run_steps),
+        "bytes": sum(step.bytes for step in run_steps),
+        "row_s": sum(step.device_s * step.running for step in run_steps),
         "mixed_s": device_s - decode_s,
         "decode_s": decode_s,
-        "decode_steps": float(sum(step.steps for step in plain)),
-        "decode_bytes": sum(step.bytes for step in plain),
-        "decode_predicted_s": sum(step.predicted_s for step in plain),
+        "decode_steps": float(sum(step.steps for step in decode_steps)),
+        "decode_bytes": sum(step.bytes for step in decode_steps),
+        "decode_predicted_s": sum(step.predicted_s for step in decode_steps),
     }

@@ -1,4 +1,4 @@
-"""The metrics of one engine. Updated once per step and once per request, never per token; no global registry."""
+"""The metrics of one engine. Updated once per step and once per request, never per token. There is no global registry."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FAMILIES: Mapping[str, str] = {
     "alert": "1 for every alert rule that is violated now.",
     "step_prediction_info": "Basis of predicted step times: a calibration (date, steps, error), or uncalibrated.",
 }
-"""Gauges with a label of their own, over the last minutes."""
+"""Gauges over the last minutes that have a further label, with their help texts."""
 UNCALIBRATED = "uncalibrated"
-MOST_GATHERED = 1024
-"""Records that wait to be added up when nobody reads."""
+MAX_PENDING_RECORDS = 1024
+"""Number of pending records at which they are added to the series even if nothing reads the metrics."""
 SUMMED: Mapping[str, Callable[[StepRecord], float]] = {
     "prompt_tokens": attrgetter("prompt_tokens"),
     "generation_tokens": attrgetter("output_tokens"),
@@ -44,23 +44,23 @@ SUMMED: Mapping[str, Callable[[StepRecord], float]] = {
     "estimated_moved_bytes_per_gpu": attrgetter("bytes"),
     "energy_joules": attrgetter("joules"),
 }
-"""Counters that add up a field of every record."""
+"""Counters that sum a field over all records."""
 PARTS: Mapping[str, Callable[[StepRecord], float]] = {
     name: attrgetter(f"{name}_s") for name in ("plan", "commit", "reply")
 }
-"""Of the scheduler's seconds, by label."""
+"""Parts of the scheduler's seconds, by label."""
 
 
 class Histogram:
-    """Counts by bucket (`edges` are inclusive upper bounds), and the sum. An observation may weigh more than one."""
+    """A histogram: counts by bucket and the sum of observations. `edges` are inclusive upper bounds."""
 
-    __slots__ = ("_stems", "counts", "edges", "total")
+    __slots__ = ("_bucket_prefixes", "counts", "edges", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         self.edges = tuple(edges)
         self.counts = [0] * (len(self.edges) + 1)
-        self._stems: dict[str, list[str]] = {}
-        """By name: every bucket's line up to its value."""
+        self._bucket_prefixes: dict[str, list[str]] = {}
+        """Name -> each bucket's line up to its value."""
         self.total = 0.0
 
     def add(self, value: float, weight: int = 1) -> None:
@@ -70,34 +70,33 @@ class Histogram:
     def extend(self, values: Iterable[float]) -> None:
         """Add values of weight 1."""
         ordered = sorted(values)
-        below = 0
-        for place, edge in enumerate(self.edges):
-            upto = bisect_right(ordered, edge)
-            self.counts[place] += upto - below
-            below = upto
-        self.counts[-1] += len(ordered) - below
+        previous = 0
+        for index, edge in enumerate(self.edges):
+            cumulative = bisect_right(ordered, edge)
+            self.counts[index] += cumulative - previous
+            previous = cumulative
+        self.counts[-1] += len(ordered) - previous
         self.total += sum(ordered)
 
     def buckets(self) -> list[tuple[float, int]]:
-        """(upper bound, observations up to it), the last bound infinite."""
+        """Return (upper bound, observations up to it) for each bucket. The last bound is infinite."""
         return list(zip((*self.edges, math.inf), accumulate(self.counts), strict=True))
 
-    def written(self, name: str, labels: str) -> str:
-        """Its samples, under a name that always comes with the same labels."""
-        if name not in self._stems:
+    def render_samples(self, name: str, labels: str) -> str:
+        """Format all samples. A name must always come with the same labels, because its bucket lines are cached."""
+        if name not in self._bucket_prefixes:
             bounds = [number(edge) for edge, _ in self.buckets()]
-            self._stems[name] = [f'{name}_bucket{{{labels},le="{bound}"}} ' for bound in bounds]
-        lines = [f"{stem}{count}.0\n" for stem, count in zip(self._stems[name], accumulate(self.counts), strict=True)]
+            self._bucket_prefixes[name] = [f'{name}_bucket{{{labels},le="{bound}"}} ' for bound in bounds]
+        lines = [
+            f"{prefix}{count}.0\n"
+            for prefix, count in zip(self._bucket_prefixes[name], accumulate(self.counts), strict=True)
+        ]
         count = float(sum(self.counts))
         return "".join([*lines, sample(f"{name}_count", labels, count), sample(f"{name}_sum", labels, self.total)])
 
 
 class Metrics:
-    """All series of one engine, labelled engine and model_name.
-
-    alias: one of metrics.aliases.ALIASES, whose names are shown too, or "". slo: what live goodput is counted by. clock:
-    seconds that only grow.
-    """
+    """All time series of one engine, with the labels engine and model_name."""
 
     def __init__(
         self,
@@ -107,6 +106,14 @@ class Metrics:
         slo: Slo = NO_SLO,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Create all series with the value 0.
+
+        Args:
+            model_name: Value of the label model_name.
+            alias: Key of metrics.aliases.ALIASES whose names are exported too, or "".
+            slo: The server's SLO, for live goodput.
+            clock: Monotonic seconds.
+        """
         self.model_name = model_name
         self._labels = {"engine": "0", "model_name": model_name}
         self._alias = ALIASES[alias] if alias else None
@@ -124,68 +131,68 @@ class Metrics:
         self._cache: dict[str, str] = {}
         self._set_edges(DEFAULT_CONTEXT)
 
-    # --- news -------------------------------------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------------------------
 
     def on_ready(self, max_len: int, page_tokens: int, blocks: int) -> None:
-        """The engine serves: its context bounds the token histograms, its cache is described.
+        """Set the token histograms' range and the cache description when the engine is ready.
 
-        Another context than before forgets the observations; an engine that was restarted has the same one.
+        Another `max_len` than before clears the histograms. A restarted engine has the same one and keeps them.
         """
-        self._settle()
+        self._flush()
         if max_len != self._max_len:
             self._set_edges(max_len)
         self._cache = {"block_size": str(page_tokens), "num_gpu_blocks": str(blocks)}
 
     def on_step(self, step: StepRecord) -> None:
-        """Take one step's record. Records gather until somebody reads, so that a step pays for little more than its place."""
+        """Add a step's record. Records stay pending until the metrics are read, so that a step costs little."""
         now = self._clock()
         gap = None if self._last_step is None else now - self._last_step
         self._last_step = now if step.running else None
         self._steps.append(step)
         self._gaps.append(gap)
         self.live.on_step(step, gap)
-        if len(self._steps) >= MOST_GATHERED:
-            self._settle()
+        if len(self._steps) >= MAX_PENDING_RECORDS:
+            self._flush()
 
-    def _settle(self) -> None:
-        """Add up the records that have gathered."""
+    def _flush(self) -> None:
+        """Add the pending records to the series."""
         steps, gaps, self._steps, self._gaps = self._steps, self._gaps, [], []
         if not steps:
             return
-        self._show(steps[-1])
+        self._set_gauges(steps[-1])
         for name, read in SUMMED.items():
             self._count(name, sum(map(read, steps)))
-        ran = [step for step in steps if step.steps]
-        self._count("step_device_seconds", sum(step.device_s for step in ran))
-        for step in ran:
+        run_steps = [step for step in steps if step.steps]
+        self._count("step_device_seconds", sum(step.device_s for step in run_steps))
+        for step in run_steps:
             if step.drafts or step.saved_s:
-                self._drafted(step)
-        for late in (one for step in steps for one in step.late):
-            self._count(f"late_{late.kind}s", 1)
-            self._count("late_seconds", late.seconds, late.kind)
+                self._count_drafts(step)
+        for work in (work for step in steps for work in step.late):
+            self._count(f"late_{work.kind}s", 1)
+            self._count("late_seconds", work.seconds, work.kind)
         for part, seconds in PARTS.items():
-            self._count("scheduler_host_part_seconds", sum(map(seconds, ran)), part)
-        tokens, host, between = (
+            self._count("scheduler_host_part_seconds", sum(map(seconds, run_steps)), part)
+        step_tokens, host_s, gap_s = (
             self._histograms[name]
             for name in ("iteration_tokens_total", "scheduler_host_seconds", "inter_token_latency_seconds")
         )
-        tokens.extend([step.prompt_tokens + step.output_tokens for step in ran])
-        host.extend([step.host_s for step in ran])
+        step_tokens.extend([step.prompt_tokens + step.output_tokens for step in run_steps])
+        host_s.extend([step.host_s for step in run_steps])
         for gap, step in zip(gaps, steps, strict=True):
             if gap is not None and step.output_tokens:
-                between.add(gap, step.output_tokens)
+                gap_s.add(gap, step.output_tokens)
 
-    def _drafted(self, step: StepRecord) -> None:
-        """A counter only grows: what tries lost is taken off what drafts save next."""
-        for place, count in enumerate(step.accepted_at):
-            self._count("spec_decode_num_accepted_tokens_per_pos", count, str(place))
+    def _count_drafts(self, step: StepRecord) -> None:
+        """Count a step's drafts. A counter cannot fall, so lost seconds are subtracted from the next saved seconds."""
+        for position, count in enumerate(step.accepted_at):
+            self._count("spec_decode_num_accepted_tokens_per_pos", count, str(position))
         self._saved_s += step.saved_s
         if self._saved_s > 0:
             self._count("spec_decode_saved_seconds", self._saved_s)
             self._saved_s = 0.0
 
-    def _show(self, step: StepRecord) -> None:
-        """The gauges are those of the newest record."""
+    def _set_gauges(self, step: StepRecord) -> None:
+        """Set the gauges from the newest record."""
         gauges = self._gauges
         blocks = max(1, step.blocks_total)
         gauges["num_requests_running"] = step.running
@@ -196,13 +203,13 @@ class Metrics:
         gauges["kv_waste_between_perc"] = step.waste_between
 
     def on_request(self, record: RequestRecord) -> None:
-        """A request has ended; one that was cut off counts as aborted and in the ledger alone."""
+        """Add an ended request. One that was cut off counts only as aborted and in the ledger."""
         self.live.on_request(record)
         if record.cut:
             self.aborted(record.cut)
             return
         spent = record.spent
-        seen: dict[str, float | None] = {
+        observations: dict[str, float | None] = {
             "time_to_first_token_seconds": record.ttft_s,
             "time_to_first_visible_token_seconds": record.publish_s,
             "request_time_per_output_token_seconds": record.tpot_s,
@@ -216,7 +223,7 @@ class Metrics:
             "request_params_max_tokens": record.max_tokens,
             "request_params_n": len(record.finish_reasons),
         }
-        for name, value in seen.items():
+        for name, value in observations.items():
             if value is not None:
                 self._histograms[name].add(value)
         self._count("prompt_tokens_cached", record.cached_tokens)
@@ -224,18 +231,25 @@ class Metrics:
             self._count("request_success", 1, reason)
 
     def aborted(self, reason: str) -> None:
-        """A request ended before its answer did, or was refused: "cancelled", "error", "overloaded", ..."""
+        """Count a request that was refused or ended early. reason: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
 
     def engine_restarted(self) -> None:
-        """A lost engine is being replaced."""
+        """Count a restart of the engine."""
         self._count("engine_restarts", 1)
 
-    def shadowed(self, tokens: int, same: int, nats: float, mean: float) -> None:
-        """An answer was scored by the reference too. nats: its divergences summed; mean: per token, of the last answers."""
-        for name, more in (("answers", 1), ("tokens", tokens), ("same_tokens", same), ("kl_nats", nats)):
-            self._count(f"shadow_{name}", more)
-        self._gauges["shadow_kl"] = mean
+    def shadowed(self, tokens: int, same: int, nats: float, mean_kl: float) -> None:
+        """Add an answer that the reference model has scored.
+
+        Args:
+            tokens: Tokens of the answer.
+            same: Tokens for which both models have the same most probable token.
+            nats: KL divergence summed over the answer's tokens.
+            mean: KL divergence per token over the last answers.
+        """
+        for name, amount in (("answers", 1), ("tokens", tokens), ("same_tokens", same), ("kl_nats", nats)):
+            self._count(f"shadow_{name}", amount)
+        self._gauges["shadow_kl"] = mean_kl
 
     def shadow_failed(self) -> None:
         self._count("shadow_failures", 1)
@@ -243,8 +257,8 @@ class Metrics:
     # --- export -----------------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
-        """All series in the text format whose content type is CONTENT_TYPE, once per prefix."""
-        self._settle()
+        """Format all series as text of type CONTENT_TYPE, once per prefix."""
+        self._flush()
         base = labelled(self._labels)
         lines = [*self._families(PREFIX, base), *self._live_families(base)]
         if self._alias is not None:
@@ -253,58 +267,62 @@ class Metrics:
         return "".join(lines).encode()
 
     def _families(self, prefix: str, base: str) -> Iterator[str]:
-        """What counts for ever, family by family."""
-        for name, entry in _shown(GAUGES, prefix):
+        """Format gauges, counters and histograms under a prefix."""
+        for name, entry in _entries(GAUGES, prefix):
             yield gauge(f"{prefix}:{name}", entry.text, [(base, self._gauges[name])])
-        for name, entry in _shown(COUNTERS, prefix):
-            full = f"{prefix}:{name}_total"
-            yield head(full, "counter", entry.text)
-            for (other, label), count in self._counters.items():
-                if other == name:
-                    more = f",{labelled({entry.label: label})}" if entry.label else ""
-                    yield sample(full, base + more, count)
-        for name, entry in _shown(HISTOGRAMS, prefix):
+        for name, entry in _entries(COUNTERS, prefix):
+            full_name = f"{prefix}:{name}_total"
+            yield head(full_name, "counter", entry.text)
+            for (counter, label), count in self._counters.items():
+                if counter == name:
+                    label_text = f",{labelled({entry.label: label})}" if entry.label else ""
+                    yield sample(full_name, base + label_text, count)
+        for name, entry in _entries(HISTOGRAMS, prefix):
             yield head(f"{prefix}:{name}", "histogram", entry.text)
-            yield self._histograms[name].written(f"{prefix}:{name}", base)
+            yield self._histograms[name].render_samples(f"{prefix}:{name}", base)
         if self._cache:
             yield gauge(f"{prefix}:cache_config_info", "The KV cache.", [(f"{base},{labelled(self._cache)}", 1.0)])
 
     def _renamed(self, alias: Alias, base: str) -> Iterator[str]:
-        """What another engine calls otherwise; a gauge that cannot be known is not shown."""
-        known = self._gauges | self._derived() | self.live.figures()
+        """Format the series that an alias renames. Gauges without a known value are left out."""
+        values = self._gauges | self._derived() | self.live.figures()
         texts = {**DERIVED, **{name: entry.text for name, entry in (*GAUGES.items(), *LIVE.items())}}
 
-        def named(name: str) -> str:
+        def labels_of(name: str) -> str:
             return f"{base},{labelled(alias.labels[name])}" if name in alias.labels else base
 
         for name, ours in alias.gauges.items():
-            if ours in known:
-                yield gauge(f"{alias.prefix}:{name}", texts[ours], [(named(name), known[ours])])
+            if ours in values:
+                yield gauge(f"{alias.prefix}:{name}", texts[ours], [(labels_of(name), values[ours])])
         for name, ours in alias.counters.items():
-            full = f"{alias.prefix}:{name}_total"
-            yield head(full, "counter", COUNTERS[ours].text) + sample(full, named(name), self._counters[ours, ""])
+            full_name = f"{alias.prefix}:{name}_total"
+            yield head(full_name, "counter", COUNTERS[ours].text) + sample(
+                full_name, labels_of(name), self._counters[ours, ""]
+            )
         for name, ours in alias.histograms.items():
-            full = f"{alias.prefix}:{name}"
-            yield head(full, "histogram", HISTOGRAMS[ours].text) + self._histograms[ours].written(full, base)
+            full_name = f"{alias.prefix}:{name}"
+            yield head(full_name, "histogram", HISTOGRAMS[ours].text) + self._histograms[ours].render_samples(
+                full_name, base
+            )
 
     def _derived(self) -> dict[str, float]:
-        """See aliases.DERIVED."""
+        """Compute the gauges of aliases.DERIVED."""
         drafts = self._counters["spec_decode_num_drafts", ""]
         slots = float(self._cache.get("block_size", 0)) * float(self._cache.get("num_gpu_blocks", 0))
-        found = {
+        gauges = {
             "used_tokens": self._gauges["kv_cache_usage_perc"] * slots,
             "preempted": self._counters["num_preemptions", ""],
             "swapped": 0.0,
         }
         if drafts:
-            found["mean_accepted_length"] = 1 + self._counters["spec_decode_num_accepted_tokens", ""] / drafts
-        return found
+            gauges["mean_accepted_length"] = 1 + self._counters["spec_decode_num_accepted_tokens", ""] / drafts
+        return gauges
 
     def _live_families(self, base: str) -> Iterator[str]:
-        """The last minutes, under our own prefix: gauges, latencies by quantile, alerts that are raised."""
+        """Format the live series: gauges, latencies by quantile, missed requests by cause, alerts and the calibration."""
         live = self.live
 
-        def of(name: str, value: str) -> str:
+        def with_label(name: str, value: str) -> str:
             return f"{base},{labelled({name: value})}"
 
         figures = live.figures()
@@ -312,18 +330,20 @@ class Metrics:
             if name in figures:
                 yield gauge(f"{PREFIX}:{name}", entry.text, [(base, figures[name])])
         latencies = [
-            (f"{of('latency', what)},{labelled({'quantile': f'{share:g}'})}", seconds)
-            for what, share, seconds in live.quantiles()
+            (f"{with_label('latency', latency)},{labelled({'quantile': f'{share:g}'})}", seconds)
+            for latency, share, seconds in live.quantiles()
         ]
-        missed = [(of("blame", what), float(count)) for what, count in live.blamed().items()]
-        alerts = [(of("rule", raised.rule), 1.0) for raised in live.history.alerts()]
-        rests_on = [(of("calibration", live.ceilings.calibration or UNCALIBRATED), 1.0)] if self._cache else []
-        for name, samples in zip(FAMILIES, (latencies, missed, alerts, rests_on), strict=True):
+        blamed = [(with_label("blame", cause), float(count)) for cause, count in live.blamed().items()]
+        alerts = [(with_label("rule", alert.rule), 1.0) for alert in live.history.alerts()]
+        calibration = (
+            [(with_label("calibration", live.ceilings.calibration or UNCALIBRATED), 1.0)] if self._cache else []
+        )
+        for name, samples in zip(FAMILIES, (latencies, blamed, alerts, calibration), strict=True):
             yield gauge(f"{PREFIX}:{name}", FAMILIES[name], samples)
 
-    def _count(self, name: str, more: float, label: str = "") -> None:
+    def _count(self, name: str, amount: float, label: str = "") -> None:
         key = name, label
-        self._counters[key] = self._counters.get(key, 0.0) + more
+        self._counters[key] = self._counters.get(key, 0.0) + amount
 
     def _set_edges(self, max_len: int) -> None:
         self._max_len = max_len
@@ -331,6 +351,6 @@ class Metrics:
         self._histograms = {name: Histogram(entry.edges or tokens) for name, entry in HISTOGRAMS.items()}
 
 
-def _shown(catalogue: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, Entry]]:
-    """Entries of a catalogue that exist under a prefix."""
+def _entries(catalogue: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, Entry]]:
+    """Return the entries of a catalogue that exist under a prefix."""
     return ((name, entry) for name, entry in catalogue.items() if prefix == PREFIX or not entry.ours)

@@ -1,4 +1,4 @@
-"""What metrics are made from: one record per step, one per request, and what went on around the request."""
+"""Input of the metrics: one record per step, and one per request with the server's load around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.core.slo import NO_SLO, Slo
 
 
 class StepRecord(Protocol):
-    """One step's counts; wire.messages.StepStats is one. Times in seconds, counts in tokens, requests and blocks."""
+    """The record of one step (wire.messages.StepStats). Times in seconds, counts in tokens, requests and blocks."""
 
     running: int
     waiting: int
@@ -30,45 +30,44 @@ class StepRecord(Protocol):
     host_s: float
     device_s: float
     steps: int
-    """0: no step was run, only requests came or went."""
+    """1, or 0 if no step ran and only the number of requests changed."""
     failed: int
     plan_s: float
     commit_s: float
     reply_s: float
-    """Of the record before: the parts of host_s."""
+    """plan_s, commit_s and reply_s add up to host_s. reply_s is that of the previous record."""
     dropped: int
-    """Tokens drawn for choices that had ended."""
+    """Tokens sampled for choices that had already ended."""
     flops: float
-    """Operations of the step, by the model's formula."""
+    """Operations of the step by the model's formula."""
     bytes: float
-    """Bytes the step must move: the weights once as they are stored, keys and values read and written."""
+    """Bytes that the step must move: stored weights once, keys and values read and written."""
     predicted_s: float
-    """What the cost model expected of device_s."""
+    """device_s as predicted by the cost model."""
     idle_s: float
-    """Seconds the device waited for this step although there was work (the bubble)."""
+    """Seconds that the device waited for this step although there was work (the bubble)."""
     joules: float
-    """Energy the device took since the last record that had some; 0 in most records."""
+    """Energy since the last record with joules above 0. 0 in most records."""
     drafts: int
     accepted_at: list[int]
-    """Draft tokens accepted, by their place in the draft."""
+    """Accepted draft tokens by their position in the draft."""
     saved_s: float
-    """Seconds that drafts saved, by what steps without any take; below 0 while they are tried in vain."""
+    """Seconds saved compared with steps without drafts. Below 0 if drafts cost more than they saved."""
     late: list[LateWork]
-    """Kernels compiled and graphs captured since the record before, while requests waited."""
+    """Kernels compiled and graphs captured since the previous record, while requests waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Everything that steps have added up to so far; the difference of two is what went on between them.
-
-    mixed_s: device seconds of steps that computed prompt tokens. row_s: device seconds times running requests.
-    """
+    """Sums over all steps so far. The difference of two is the work between them."""
 
     steps: int = 0
     device_s: float = 0.0
     mixed_s: float = 0.0
+    """Device seconds of steps with prompt tokens."""
     host_s: float = 0.0
     row_s: float = 0.0
+    """Device seconds times running requests, summed over steps."""
 
     def since(self, before: Totals) -> Totals:
         return Totals(
@@ -82,33 +81,36 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a request found when it came. kv_used: share of the KV blocks that running requests held."""
+    """The server's load when a request arrived."""
 
     waiting: int = 0
     running: int = 0
     kv_used: float = 0.0
+    """Share of KV blocks held by running requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What the engine spent on a choice. Times in seconds.
-
-    queue_s: until it was admitted. prefill_s: from there to its first token. decode_s: from there to its last.
-    preempted: how often it gave up its blocks. device_s: its part of the device time of the steps it was in, by query
-    tokens. drafted, accepted: tokens.
-    """
+    """Engine time and work of one choice. Times in seconds."""
 
     queue_s: float = 0.0
+    """From arrival to admission."""
     prefill_s: float = 0.0
+    """From admission to the first token."""
     decode_s: float = 0.0
+    """From the first token to the last."""
     preempted: int = 0
+    """Number of preemptions."""
     device_s: float = 0.0
+    """Its share of the device time of its steps, by query tokens."""
     drafted: int = 0
+    """Draft tokens verified."""
     accepted: int = 0
+    """Draft tokens accepted."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Spent:
-        """From the border's plain numbers, in this order; what is not told is 0."""
+        """Build from `wire.messages.Delta.times`, which has the values in this order. Missing ones are 0."""
         return cls(*times)  # type: ignore[arg-type]  # counts come as whole numbers
 
 
@@ -118,42 +120,48 @@ DISCONNECTED = "cancelled"
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request with all its choices, as the ledger keeps it. Times in seconds.
-
-    id: of the answer's body. request_id: of the header x-request-id, the client's or ours.
-
-    prompt_tokens includes cached_tokens, output_tokens (of all choices) includes hidden_tokens. finish_reasons: one per
-    choice that ended by itself; cut: why the others did not, "" if all did; cut_reason: more of it in words, "" for none.
-    e2e_s, ttft_s, publish_s: from arrival, as the service sees them; publish_s: first character that is no hidden thought;
-    None: it never came. spent: of the choice that took longest, but device_s, drafted and accepted of all. max_tokens:
-    None for no limit of its own. decoding: what all requests together did on the device from this one's first token to
-    its last. late: what was compiled or captured while it was there.
-    declared: limits that its caller set for it. arrived_at: unix seconds.
-    """
+    """The ledger's record of one request with all its choices. Times in seconds."""
 
     id: str
+    """The id in the answer's body."""
     arrived_at: float
+    """Unix seconds."""
     prompt_tokens: int
+    """Includes cached_tokens."""
     cached_tokens: int
     output_tokens: int
+    """Of all choices. Includes hidden_tokens."""
     finish_reasons: tuple[str, ...]
+    """One for each choice that was completed."""
     e2e_s: float
+    """From arrival to the end, measured in the service."""
     ttft_s: float | None
+    """From arrival to the first token, measured in the service. None: no token came."""
     spent: Spent
+    """Of the slowest choice. device_s, drafted and accepted are sums over all choices."""
     max_tokens: int | None = None
+    """None: the request sets no limit."""
     hidden_tokens: int = 0
+    """Tokens of hidden reasoning."""
     publish_s: float | None = None
+    """From arrival to the first character that is not hidden reasoning. None: none came."""
     cut: str = ""
+    """Why choices were not completed, or "" if all were."""
     cut_reason: str = ""
+    """Details of `cut` in words, or ""."""
     request_id: str = ""
+    """Value of the header x-request-id, set by the client or by the service."""
     arrival: Arrival = Arrival()
     decoding: Totals = Totals()
+    """Work of all requests on the device between this request's first and last token."""
     late: tuple[LateWork, ...] = ()
+    """Kernels compiled and graphs captured while the request waited or ran."""
     declared: Slo = NO_SLO
+    """Limits that the client set for this request."""
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first, averaged over the choices; None when none has a second token."""
+        """Seconds per output token after the first, averaged over the choices. None without a second token."""
         if not self.finish_reasons:
             return None
         later = self.output_tokens / len(self.finish_reasons) - 1
@@ -161,5 +169,5 @@ class RequestRecord:
 
     @property
     def elsewhere_s(self) -> float:
-        """Seconds of e2e_s that neither queue nor device explains: text, HTTP, a client that reads slowly."""
+        """Part of e2e_s outside of the engine: text processing, HTTP, a client that reads slowly."""
         return max(0.0, self.e2e_s - self.spent.queue_s - self.spent.prefill_s - self.spent.decode_s)

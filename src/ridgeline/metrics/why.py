@@ -1,4 +1,4 @@
-"""Why a request took as long as it did: which limit it missed, which phase is to blame, and what went on meanwhile."""
+"""Explanation of a request's latency: the missed limit, the phase to blame, and the server's load meanwhile."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from ridgeline.core.slo import Slo
 from ridgeline.metrics.records import DISCONNECTED, RequestRecord
 
-CROWDED = 0.3
-"""Share of the device time between a request's tokens from which other requests' prompts are named as the cause."""
-FULL = 0.9
-"""Share of KV blocks in use from which the cache counts as full."""
-CUTS = {
+MIXED_SHARE = 0.3
+"""Share of decoding time in steps with other requests' prompts from which the explanation names them."""
+CACHE_FULL = 0.9
+"""Share of used KV blocks from which the explanation mentions the cache."""
+CUT_TEXTS = {
     DISCONNECTED: "Disconnected by the client",
     "refused": "Rejected",
     "drain": "Ended by the server's shutdown",
     "slow_reader": "Ended because the client read too slowly",
 }
-"""`RequestRecord.cut` in words; the others failed."""
+"""`RequestRecord.cut` in words. All other values are failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Medians of the last minutes, in seconds; NaN where nothing was seen."""
+    """Medians of the last minutes, in seconds. NaN without data."""
 
     queue_s: float
     prefill_s: float
@@ -31,9 +31,9 @@ class Typical:
 
 
 def verdict(record: RequestRecord, slo: Slo) -> str:
-    """ "good", the first missed limit with both numbers, or why the request was cut off (`RequestRecord.cut`).
+    """Return "good", the first missed limit with both numbers, or why the request was cut off (`RequestRecord.cut`).
 
-    A disconnect is no miss. It only hides what was missed before it: then the limit is named.
+    A disconnect is not a miss. If the request missed a limit before the client disconnected, the limit is returned.
     """
     if record.cut and record.cut != DISCONNECTED:
         return record.cut
@@ -41,13 +41,13 @@ def verdict(record: RequestRecord, slo: Slo) -> str:
 
 
 def _missed(record: RequestRecord, slo: Slo) -> str:
-    """The first limit that the request's times miss, "" for none. Who left before the first token has waited until then."""
+    """Return the first limit that the request misses, or "". If it was cut off before the first token, TTFT is its lifetime."""
     waited = record.e2e_s if record.cut and record.ttft_s is None else record.ttft_s
     return slo.verdict(waited, record.tpot_s, record.e2e_s)
 
 
 def blame(record: RequestRecord, slo: Slo) -> str:
-    """ "" for a request without a miss, else "error", "queue", "prefill", "decode" or "client"."""
+    """Return the cause of a miss: "error", "queue", "prefill", "decode" or "client". "" without a miss."""
     if record.cut and record.cut != DISCONNECTED:
         return "error"
     missed = _missed(record, slo).split(" ")[0]
@@ -70,8 +70,8 @@ def blame(record: RequestRecord, slo: Slo) -> str:
 
 
 def why(record: RequestRecord, slo: Slo, typical: Typical) -> dict[str, Any]:
-    """The answer of GET /requests/{id}/why: `summary` (one sentence), `reasons` (sentences, the costliest first) and the
-    numbers they rest on."""
+    """Build the response of GET /requests/{id}/why: `summary` (a sentence), `reasons` (sentences, the largest time first) and
+    `numbers`."""
     parts = sorted(_parts(record, typical), key=lambda part: -part[0])
     judgement = verdict(record, slo)
     return {
@@ -92,48 +92,50 @@ def why(record: RequestRecord, slo: Slo, typical: Typical) -> dict[str, Any]:
 
 
 def _summary(record: RequestRecord, slo: Slo, judgement: str) -> str:
-    took = f"{_s(record.e2e_s)} for {_tokens(record.prompt_tokens)} in and {record.output_tokens} out"
+    took = f"{_seconds(record.e2e_s)} for {_tokens(record.prompt_tokens)} in and {record.output_tokens} out"
     if judgement == "good":
         return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
     missed = _missed(record, slo)
-    words = [_cut(record)] if record.cut else []
-    return "; ".join([took, *words, *([f"missed {missed}"] if missed else [])]) + "."
+    clauses = [_cut_clause(record)] if record.cut else []
+    return "; ".join([took, *clauses, *([f"missed {missed}"] if missed else [])]) + "."
 
 
-def _cut(record: RequestRecord) -> str:
-    """How a request that was cut off ended, in lower case and without its time."""
-    words = CUTS.get(record.cut, "Failed")
+def _cut_clause(record: RequestRecord) -> str:
+    """Describe how a cut-off request ended, in lower case and without its time."""
+    words = CUT_TEXTS.get(record.cut, "Failed")
     reason = f" ({record.cut_reason})" if record.cut_reason else ""
     return words[0].lower() + words[1:] + reason
 
 
 def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
-    """(seconds, sentence) for each part of the request's life."""
+    """Return (seconds, sentence) for each part of the request's lifetime."""
     spent, arrival, computed = record.spent, record.arrival, record.prompt_tokens - record.cached_tokens
-    full = f", and the KV cache was {arrival.kv_used:.0%} full" if arrival.kv_used >= FULL else ""
+    cache_note = f", and the KV cache was {arrival.kv_used:.0%} full" if arrival.kv_used >= CACHE_FULL else ""
     queue = (
-        f"Waited {_s(spent.queue_s)} to be admitted{_beside(spent.queue_s, typical.queue_s)}: on arrival "
-        f"{_requests(arrival.waiting)} waited and {arrival.running} ran{full}."
+        f"Waited {_seconds(spent.queue_s)} to be admitted{_against_usual(spent.queue_s, typical.queue_s)}: on arrival "
+        f"{_requests(arrival.waiting)} waited and {arrival.running} ran{cache_note}."
     )
     prefill = (
-        f"First token {_s(spent.prefill_s)} after admission{_beside(spent.prefill_s, typical.prefill_s)}: "
+        f"First token {_seconds(spent.prefill_s)} after admission{_against_usual(spent.prefill_s, typical.prefill_s)}: "
         f"{computed} prompt {_noun(computed, 'token')} computed, {record.cached_tokens} taken from the prefix cache."
     )
     parts = [(spent.queue_s, queue), (spent.prefill_s, prefill), (spent.decode_s, _decode(record, typical))]
     if record.late:
-        lost = sum(one.seconds for one in record.late)
-        names = ", ".join(dict.fromkeys(f"{one.kind} of {one.name}" for one in record.late))
-        parts.append((lost, f"{_s(lost)} without a step, because of work that start-up should have done: {names}."))
+        lost = sum(work.seconds for work in record.late)
+        names = ", ".join(dict.fromkeys(f"{work.kind} of {work.name}" for work in record.late))
+        parts.append(
+            (lost, f"{_seconds(lost)} without a step, because of work that start-up should have done: {names}.")
+        )
     if record.cut:
-        return [(record.e2e_s, _ended(record)), *parts]
-    outside = f"{_s(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading."
+        return [(record.e2e_s, _cut_sentence(record)), *parts]
+    outside = f"{_seconds(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading."
     return [*parts, (record.elsewhere_s, outside)]
 
 
-def _ended(record: RequestRecord) -> str:
-    """How and when a request that was cut off ended. What a rejected one said before is of no use to anybody."""
+def _cut_sentence(record: RequestRecord) -> str:
+    """Describe how and when a cut-off request ended. A rejected one has no output to mention."""
     reason = f" ({record.cut_reason})" if record.cut_reason else ""
-    text = f"{CUTS.get(record.cut, 'Failed')} after {_s(record.e2e_s)}{reason}"
+    text = f"{CUT_TEXTS.get(record.cut, 'Failed')} after {_seconds(record.e2e_s)}{reason}"
     if record.cut == "refused":
         return f"{text}."
     return f"{text}, " + (
@@ -142,13 +144,17 @@ def _ended(record: RequestRecord) -> str:
 
 
 def _decode(record: RequestRecord, typical: Typical) -> str:
-    spent, around = record.spent, record.decoding
-    pace = "" if record.tpot_s is None else f", {_s(record.tpot_s)} per token{_beside(record.tpot_s, typical.tpot_s)}"
-    text = f"Decoding took {_s(spent.decode_s)}{pace}"
-    if around.device_s > 0:
-        text += f", {around.row_s / around.device_s:.1f} requests running on average"
-        if around.mixed_s / around.device_s >= CROWDED:
-            text += f", {around.mixed_s / around.device_s:.0%} of it in steps that also computed prompts"
+    spent, device = record.spent, record.decoding
+    pace = (
+        ""
+        if record.tpot_s is None
+        else f", {_seconds(record.tpot_s)} per token{_against_usual(record.tpot_s, typical.tpot_s)}"
+    )
+    text = f"Decoding took {_seconds(spent.decode_s)}{pace}"
+    if device.device_s > 0:
+        text += f", {device.row_s / device.device_s:.1f} requests running on average"
+        if device.mixed_s / device.device_s >= MIXED_SHARE:
+            text += f", {device.mixed_s / device.device_s:.0%} of it in steps that also computed prompts"
     if spent.preempted:
         times = _noun(spent.preempted, "time")
         text += f"; preempted {spent.preempted} {times} because KV blocks were missing, and computed again"
@@ -159,8 +165,8 @@ def _decode(record: RequestRecord, typical: Typical) -> str:
     return text + "."
 
 
-def _beside(value: float, usual: float) -> str:
-    return f" (usually {_s(usual)})" if usual == usual and value > 1.5 * usual else ""
+def _against_usual(value: float, usual: float) -> str:
+    return f" (usually {_seconds(usual)})" if usual == usual and value > 1.5 * usual else ""
 
 
 def _tokens(count: int) -> str:
@@ -175,5 +181,5 @@ def _noun(count: int, noun: str) -> str:
     return noun if count == 1 else f"{noun}s"
 
 
-def _s(seconds: float) -> str:
+def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.wire.client import EngineClient, Patience
+from ridgeline.wire.client import EngineClient, EngineTimeouts
 from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
 
@@ -64,7 +64,7 @@ def begin(model: ModelConfig, engine: EngineConfig) -> Begun:
 
 
 async def connect(
-    begun: Begun, on_step: Callable[[StepStats], None] | None = None, patience: Patience = Patience()
+    begun: Begun, on_step: Callable[[StepStats], None] | None = None, timeouts: EngineTimeouts = EngineTimeouts()
 ) -> EngineProcess:
     """Speak to an engine that was begun."""
     process, pipe = begun
@@ -73,7 +73,7 @@ async def connect(
     async def last_words() -> str:
         return _describe(await asyncio.to_thread(process.wait))
 
-    client = EngineClient(reader, writer, on_step=on_step, last_words=last_words, patience=patience)
+    client = EngineClient(reader, writer, on_step=on_step, last_words=last_words, timeouts=timeouts)
     return EngineProcess(process, client)
 
 
@@ -81,12 +81,12 @@ async def launch(
     model: ModelConfig,
     engine: EngineConfig,
     on_step: Callable[[StepStats], None] | None = None,
-    patience: Patience = Patience(),
+    timeouts: EngineTimeouts = EngineTimeouts(),
 ) -> EngineProcess:
     """Begin an engine and speak to it. Whoever cancels this leaves no process behind."""
     begun = begin(model, engine)
     try:
-        return await connect(begun, on_step, patience)
+        return await connect(begun, on_step, timeouts)
     except BaseException:
         begun.process.kill()
         begun.pipe.close()

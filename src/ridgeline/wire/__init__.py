@@ -1,1 +1,1 @@
-"""The one border between service and engine: messages, the service's client and the engine's inbox."""
+"""The protocol between service and engine process: messages, the service's client and the engine's inbox."""

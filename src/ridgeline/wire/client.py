@@ -1,7 +1,7 @@
-"""The service's end of the border: one EngineClient per engine, one Subscription per request.
+"""The service's end of the connection: one EngineClient per engine, one Subscription per request.
 
-Nothing is lost and nothing is guessed: a subscription gets every delta of its request in order, or one delta that says
-why it ended early. When the engine fails, all open requests hear of it at once.
+A subscription gets every delta of its request in order. A request that ends early gets a last delta with the reason. When the
+engine fails, all open requests end with an error at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ridgeline.wire.messages import (
 )
 
 MAX_UNREAD = 8192
-"""Tokens (a token's alternatives count as tokens) one request may hold that its client has not read yet."""
+"""Unread tokens that one request may hold. Each alternative (top log-probability) counts as a token."""
 
 FAILURES = 3
-"""Steps that failed one after the other, after which the engine is not trusted until one succeeds."""
+"""Consecutive failed steps after which the engine is unhealthy until a step succeeds."""
 
 STALL_S = 300.0
-"""Seconds that one turn of the engine's heart may take. A large step on a slow processor takes more than a minute."""
+"""Seconds that one iteration of the engine loop may take. A large step on a slow processor takes more than a minute."""
 
 _LAST_WORDS_S = 1.0
 _SHORTEST_WAIT_S = 0.1
@@ -48,39 +48,39 @@ _SHORTEST_WAIT_S = 0.1
 _START_UP: dict[str, type[RidgelineError]] = {
     kind.__name__: kind for kind in (ConfigError, UnsupportedModel, DoesNotFit)
 }
-"""Errors that Failed.kind may name: mistakes of whoever starts the engine, not failures of it."""
+"""Errors that Failed.kind may name: configuration errors, as opposed to failures of the engine."""
 
 
 class Subscription:
-    """The deltas of one or more requests, in order; over when all their choices have ended.
+    """The deltas of one or more requests, in order. It is over when all their choices have ended.
 
-    Closing it early cancels in the engine what still runs.
+    Closing it early cancels the choices that still run.
     """
 
     def __init__(self, client: EngineClient, requests: Sequence[Submit]) -> None:
         self._client = client
         self._running = {request.id: set(range(request.sampling.n)) for request in requests}
         self.choices = sum(map(len, self._running.values()))
-        """Choices that still run."""
+        """Number of choices that still run."""
         self._weight = 1 + max(request.sampling.logprobs or 0 for request in requests)
         self._limit = client.max_unread + 256 * self.choices
         self._arrived: list[Delta] = []
         self._unread = 0
         self._waiter: asyncio.Future[None] | None = None
         self.cut = ""
-        """Why this side ended it early: "slow_reader", "failed"."""
+        """Why the service ended it early: "slow_reader", "failed" or another reason given to `fail`; else ""."""
 
     @property
     def over(self) -> bool:
         """Every choice has ended and every delta has been taken."""
         return not self._running and not self._arrived
 
-    async def take(self, patience: float | None = None) -> list[Delta]:
-        """All deltas that have arrived, waiting for the first; empty after `patience` seconds of silence, or when over."""
+    async def take(self, timeout: float | None = None) -> list[Delta]:
+        """Wait for a delta and return all that have arrived. Empty after `timeout` seconds without one, or when over."""
         if not self._arrived and self._running:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = None if patience is None else loop.call_later(patience, self._wake)
+            timer = None if timeout is None else loop.call_later(timeout, self._wake)
             try:
                 await self._waiter
             finally:
@@ -92,19 +92,19 @@ class Subscription:
         return arrived
 
     def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
-        """The service ends a choice itself: `kept` output tokens count. Later deltas of that choice are dropped."""
+        """End a choice from the service's side: `kept` output tokens count, and later deltas of the choice are dropped."""
         if choice in self._running.get(request_id, ()):
             self._client.send(Finish(request_id, choice, reason, kept))
             self._end(request_id, choice)
 
     def close(self, reason: str = "cancelled") -> None:
-        """Cancel what still runs and drop what was not taken. Idempotent."""
+        """Cancel the choices that still run and drop the deltas that were not taken. Idempotent."""
         self._cancel(reason)
         self._arrived.clear()
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """A delta from the engine. What belongs to an ended choice is dropped."""
+        """Add a delta from the engine. Deltas of an ended choice are dropped."""
         if delta.choice not in self._running.get(delta.id, ()):
             return
         self._arrived.append(delta)
@@ -116,7 +116,7 @@ class Subscription:
         self._wake()
 
     def fail(self, message: str, reason: str = "failed") -> None:
-        """End every running choice with an error delta, after what has arrived, and cancel it in the engine."""
+        """Append an error delta for every running choice and cancel the choices in the engine."""
         for request_id, choices in self._running.items():
             self._arrived += [Delta(request_id, choice, finish="error", error=message) for choice in sorted(choices)]
         self.cut = reason
@@ -148,20 +148,17 @@ class Subscription:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """silence_s: seconds without a sign of life after which the engine counts as stuck. grace_s: seconds that such an engine has
-    to prove that it is not stuck, before it is given up."""
+class EngineTimeouts:
+    """After which silence an engine counts as stuck."""
 
     silence_s: float = 30.0
+    """Seconds without a message after which the engine counts as stuck."""
     grace_s: float = 1.0
+    """Seconds between the detection of a stuck engine and its failure. Messages read in this time can show progress."""
 
 
 class EngineClient:
-    """Speaks to one engine. Make it inside a running event loop; it reads until the stream ends or `close`.
-
-    on_step: called with the record of every step. last_words: asked, when the stream has ended, why it did.
-    clock: seconds that only grow.
-    """
+    """The connection to one engine. Create it inside a running event loop; it reads until the stream ends or `close`."""
 
     def __init__(
         self,
@@ -171,16 +168,23 @@ class EngineClient:
         on_step: Callable[[StepStats], None] | None = None,
         last_words: Callable[[], Awaitable[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        patience: Patience = Patience(),
+        timeouts: EngineTimeouts = EngineTimeouts(),
     ) -> None:
+        """Start to read.
+
+        Args:
+            on_step: Called with the record of every step.
+            last_words: Called when the stream has ended; returns the reason.
+            clock: Monotonic time in seconds.
+        """
         self._reader = reader
         self._writer = writer
         self._on_step = on_step
         self._last_words = last_words
         self.max_unread = MAX_UNREAD
-        self._clock, self._patience = clock, patience
+        self._clock, self._timeouts = clock, timeouts
         self.ready = asyncio.Event()
-        """Set when the engine serves, and also when it has failed: look at `failure`."""
+        """Set when the engine serves, and also when it has failed: check `failure`."""
         self.facts: dict[str, Any] = {}
         self.loading: Loading | None = None
         self.failure: str | None = None
@@ -188,9 +192,9 @@ class EngineClient:
         self.last_heard = self.last_progress = clock()
         self.last_step = -1
         self.failed_steps = 0
-        """Steps that failed since the last one that did not."""
+        """Failed steps since the last successful one."""
         self.open_choices = 0
-        """Choices that have been submitted and have not ended."""
+        """Submitted choices that have not ended."""
         self._turn = -1
         self._error: type[RidgelineError] = EngineFailed
         self._sequence: int | None = None
@@ -202,15 +206,22 @@ class EngineClient:
         self._task = asyncio.get_running_loop().create_task(self._read(), name="engine-client")
 
     async def wait_ready(self) -> dict[str, Any]:
-        """The engine's facts, as soon as it serves. Raises ConfigError for what it cannot serve, EngineFailed when it fails."""
+        """Wait until the engine serves and return its facts.
+
+        Raises:
+            ConfigError: The engine cannot serve this configuration. Also UnsupportedModel and DoesNotFit.
+            EngineFailed: The engine fails.
+        """
         await self.ready.wait()
         self._check()
         return self.facts
 
     def submit(self, *requests: Submit) -> Subscription:
-        """Start requests whose answers are read together.
+        """Start requests whose deltas arrive in one subscription.
 
-        Raises Unavailable when the engine is lost, ValueError for an id that is in use.
+        Raises:
+            Unavailable: The engine is lost.
+            ValueError: A request id is in use.
         """
         if self.failure is not None:
             raise Unavailable(f"The engine is lost: {self.failure.rstrip('.')}. Send the request again.")
@@ -227,7 +238,7 @@ class EngineClient:
         return subscription
 
     async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
-        """Give an order and wait for its answer. Raises EngineFailed when it ends, fails or stays silent too long."""
+        """Send an order and return the reply. Raises EngineFailed if the engine ends, fails or does not reply in time."""
         self._check()
         name = f"control-{next(self._numbers)}"
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -242,23 +253,27 @@ class EngineClient:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine cannot be trusted to answer now, or None: its heart beats, however long a step or a wait for a batch
-        takes."""
+        """Why the engine is unhealthy (failed, loading, stuck, failing steps), or None.
+
+        A step or a wait for a batch that is shorter than STALL_S is healthy.
+        """
         if self.failure is not None:
             return self.failure
         if not self.ready.is_set():
-            at = self.loading
-            return "the engine is loading" + (f": {at.stage} {at.done}/{at.total}" if at is not None else "")
-        if (stuck := self._stuck()) is not None:
-            return stuck
+            loading = self.loading
+            return "the engine is loading" + (
+                f": {loading.stage} {loading.done}/{loading.total}" if loading is not None else ""
+            )
+        if (reason := self._stuck()) is not None:
+            return reason
         if self.failed_steps >= FAILURES:
             return f"the last {self.failed_steps} steps of the engine failed; its log contains the reason"
         return None
 
     async def wait_lost(self) -> str:
-        """Wait until the engine that serves has ended, or is silent or stuck; returns why.
+        """Wait until the serving engine has ended, is silent or is stuck; return the reason.
 
-        A stuck engine is given up: all its requests end with the reason. Its process is the caller's to end.
+        All requests of a lost engine end with the reason. The caller ends the process.
         """
         await self.ready.wait()
         while self.failure is None:
@@ -266,34 +281,34 @@ class EngineClient:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._lost.wait(), self._wait_s())
                 continue
-            # This process itself may have been stopped for a while; what the engine sent meanwhile is read first.
-            await asyncio.sleep(self._patience.grace_s)
-            if (stuck := self._stuck()) is not None:
-                self._fail(stuck)
+            # The service process may have been paused. First read the messages that arrived meanwhile.
+            await asyncio.sleep(self._timeouts.grace_s)
+            if (reason := self._stuck()) is not None:
+                self._fail(reason)
         return self.failure
 
     def _stuck(self) -> str | None:
-        """Why an engine that serves is silent or does not get on, or None."""
+        """Why the serving engine is silent or makes no progress, or None."""
         now = self._clock()
-        if now - self.last_heard > self._patience.silence_s:
+        if now - self.last_heard > self._timeouts.silence_s:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
             return f"requests wait, and the engine has not finished a step for {now - self.last_progress:.0f} s"
         return None
 
     def _wait_s(self) -> float:
-        """Seconds until the engine counts as stuck at the earliest."""
+        """Seconds until the earliest time at which the engine can count as stuck."""
         now = self._clock()
         stalled = (self.last_progress if self._open else now) + STALL_S
-        return max(_SHORTEST_WAIT_S, min(self.last_heard + self._patience.silence_s, stalled) - now)
+        return max(_SHORTEST_WAIT_S, min(self.last_heard + self._timeouts.silence_s, stalled) - now)
 
     def end_all(self, message: str, reason: str) -> None:
-        """End every open request with an error that its reader sees."""
+        """End every open request with an error delta."""
         for subscription in set(self._open.values()):
             subscription.fail(message, reason)
 
     async def close(self) -> None:
-        """Stop reading and close the stream; the engine sees the end of it and stops."""
+        """Stop reading and close the stream. The engine stops at the end of the stream."""
         self._closing = True
         self._writer.close()
         self._task.cancel()
@@ -301,7 +316,7 @@ class EngineClient:
         self._fail("the service is stopping.")
 
     def send(self, message: Up) -> None:
-        """Put a message on the wire; the transport buffers what the engine has not read yet."""
+        """Send a message. The transport buffers bytes that the engine has not read yet."""
         if self.failure is None and not self._writer.is_closing():
             self._writer.write(encode(message))
 
@@ -317,12 +332,10 @@ class EngineClient:
         try:
             while (body := await read_body(self._reader)) is not None:
                 self._take(decoder.decode(body))
-                await asyncio.sleep(
-                    0
-                )  # whoever was woken reads before the next frame, also when frames come in a burst
-            self._writer.close()  # an engine that has said its last word waits for this
+                await asyncio.sleep(0)  # let woken readers run before the next frame, also in a burst of frames
+            self._writer.close()  # an engine that has ended its stream waits for this
             self._fail(await self._ask_why())
-        except Exception as error:  # whatever it is, nobody may go on waiting for answers that no one reads
+        except Exception as error:  # any error ends the open requests, because no later answer would be read
             self._fail(f"a message from the engine cannot be read: {error}")
             self._writer.close()
 

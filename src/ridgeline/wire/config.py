@@ -1,4 +1,4 @@
-"""The first frame down the pipe: what the engine process is to serve, as JSON so that a person can read it in a trace."""
+"""The first frame that the service sends: the engine's configuration, as JSON so that a person can read it in a trace."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ridgeline.wire.frames import LENGTH, body_length
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
-    """Everything the engine process needs to begin."""
+    """The configuration of an engine process."""
 
     model: ModelConfig
     engine: EngineConfig
 
 
 def encode_config(model: ModelConfig, engine: EngineConfig) -> bytes:
-    """The frame, length word included."""
+    """Encode the configuration as one frame, length word included."""
     body = msgspec.json.encode(EngineOrder(model, engine))
     return LENGTH.pack(len(body)) + body
 
 
 def receive_config(sock: socket.socket) -> EngineOrder:
-    """Read the frame from a blocking socket, and not a byte more. Raises ConfigError when it is none."""
+    """Read exactly one frame from a blocking socket. Raises ConfigError if it is not a configuration."""
     length = body_length(_exactly(sock, LENGTH.size))
     try:
         return msgspec.json.decode(_exactly(sock, length), type=EngineOrder)

@@ -11,14 +11,14 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.wire.messages import Down, Up
 
 MAX_FRAME = 1 << 30
-"""Bytes of the largest frame; a longer length word means that the two ends no longer agree where a frame begins."""
+"""Bytes of the largest frame. A longer length word means that the stream is corrupt."""
 
 LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Up | Down) -> bytes:
-    """One message as a frame, length word included."""
+    """Encode one message as a frame, length word included."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -32,7 +32,7 @@ def down_decoder() -> msgspec.msgpack.Decoder[Down]:
 
 
 def body_length(word: bytes | bytearray | memoryview) -> int:
-    """Length of the frame's body from its first four bytes. Raises EngineFailed when it cannot be one."""
+    """Read a body's length from the frame's first four bytes. Raises EngineFailed above MAX_FRAME."""
     (length,) = LENGTH.unpack_from(word)
     if length > MAX_FRAME:
         raise EngineFailed(f"a frame has {length} bytes, more than the limit of {MAX_FRAME}: the stream is corrupt")
@@ -40,7 +40,7 @@ def body_length(word: bytes | bytearray | memoryview) -> int:
 
 
 class FrameBuffer:
-    """Bytes as they arrive, frames as they complete: `feed` any split of the stream, `take` whole bodies."""
+    """Reassembles frames: `feed` adds received bytes, `take` returns the bodies of complete frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -49,23 +49,23 @@ class FrameBuffer:
         self._bytes += data
 
     def take(self) -> list[bytes]:
-        """Bodies of all complete frames, in order; the rest stays."""
+        """Remove and return the bodies of all complete frames, in order."""
         bodies: list[bytes] = []
         start = 0
-        held = self._bytes
-        while len(held) - start >= LENGTH.size:
-            end = start + LENGTH.size + body_length(memoryview(held)[start : start + LENGTH.size])
-            if end > len(held):
+        buffer = self._bytes
+        while len(buffer) - start >= LENGTH.size:
+            end = start + LENGTH.size + body_length(memoryview(buffer)[start : start + LENGTH.size])
+            if end > len(buffer):
                 break
-            bodies.append(bytes(memoryview(held)[start + LENGTH.size : end]))
+            bodies.append(bytes(memoryview(buffer)[start + LENGTH.size : end]))
             start = end
         if start:
-            del held[:start]
+            del buffer[:start]
         return bodies
 
 
 async def read_body(reader: asyncio.StreamReader) -> bytes | None:
-    """Body of the next frame, or None at the end of the stream (also in the middle of a frame)."""
+    """Read the body of the next frame. None at the end of the stream, also in the middle of a frame."""
     try:
         word = await reader.readexactly(LENGTH.size)
         return await reader.readexactly(body_length(word))

@@ -1,7 +1,8 @@
-"""What crosses the border. One msgspec frame per send, each `length (uint32, little endian) + msgpack`.
+"""Messages between service and engine. Each is one frame: `length (uint32, little endian) + msgpack`.
 
-Up (service to engine): Submit, Cancel, Finish, Control. Down (engine to service): Ready, Deltas, Reply, Failed.
-A request is named by the service's id; its choices are numbered 0 .. n-1.
+Up (service to engine): Submit, Cancel, Finish, Control.
+Down (engine to service): Loading, Ready, Beat, Deltas, Reply, Failed.
+The service assigns request ids. The choices of a request are numbered 0 .. n-1.
 """
 
 from __future__ import annotations
@@ -17,86 +18,75 @@ from ridgeline.core.sampling import SamplingParams
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """Start a request. `tokens`: prompt ids, at least one. `arrival`: time.time() seconds when the service got it.
-
-    priority: lower runs first. salt: prefixes are shared only among equal salts. cache: False neither reads nor writes
-    the prefix cache.
-    """
+    """Start a request."""
 
     id: str
     tokens: list[int]
+    """Prompt token ids, at least one."""
     sampling: SamplingParams
     arrival: float
+    """Unix seconds when the service received the request."""
     priority: int = 0
+    """Lower values run first."""
     salt: str = ""
+    """Requests share cached prefixes only if their salts are equal."""
     cache: bool = True
+    """False: the request neither reads nor writes the prefix cache."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """The client has gone: end all choices of the request. Unknown or ended ids are fine."""
+    """End all choices of a request, because its client has gone. Unknown and ended ids are ignored."""
 
     id: str
     reason: str = "cancelled"
 
 
 class Finish(msgspec.Struct, tag="finish", array_like=True):
-    """The service ended a choice itself (a stop string): `kept` output tokens count, later ones are dropped."""
+    """The service has ended a choice, because a stop string matched."""
 
     id: str
     choice: int
     reason: str
     kept: int
+    """Output tokens that count. Later ones are dropped."""
 
 
 class Control(msgspec.Struct, tag="control", array_like=True):
-    """An order with a Reply: "stats" (numbers of the engine, `free`, `used` and `total` pages among them), "reset_prefix_cache",
-    "drain" (admit nothing new), "stop"."""
+    """An order that the engine answers with a Reply."""
 
     id: str
     order: str
+    """One of "stats" (engine counters, including `free`, `used` and `total` pages), "reset_prefix_cache", "drain" (admit no new
+    request) and "stop"."""
 
 
 Up = Submit | Cancel | Finish | Control
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """News of one choice: tokens it gained and, when it ended, why.
-
-    finish: "" while it runs, else "stop", "length", "cancelled", "refused" (the caller's fault) or "error" (ours).
-    stop_id: the stop token that ended it (it is also the last of `tokens`), else -1. error: a sentence when it was
-    refused or failed. cached: prompt tokens taken from the prefix cache (sent with the first delta, else -1).
-    logprobs: one per token when asked for. prompt_logprobs: sent once, for prompt tokens 1.. (the first has none), when
-    asked for.
-    times: sent with the first tokens and with the finish: seconds (queued, prefill, decode), preemption count, and what
-    more metrics.records.Spent has, in its order.
-    """
+    """New tokens of one choice and, if it has ended, the reason."""
 
     id: str
     choice: int
     tokens: list[int] = []
     finish: str = ""
+    """Empty while the choice runs, else "stop", "length", "cancelled", "refused" (invalid request) or "error" (engine failure)."""
     stop_id: int = -1
+    """The stop token that ended the choice, which is also the last of `tokens`; else -1."""
     cached: int = -1
+    """Prompt tokens taken from the prefix cache, in the first delta; else -1."""
     error: str = ""
+    """A sentence if the choice was refused or failed."""
     logprobs: list[TokenLogprobs] | None = None
+    """One per token, if requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
+    """Sent once, if requested, for prompt tokens 1, 2, ...; the first token has none."""
     times: tuple[float, ...] | None = None
+    """The fields of metrics.records.Spent in order. Sent with the first tokens and with the finish."""
 
 
 class StepStats(msgspec.Struct, array_like=True):
-    """One step's record. Times in seconds, counts in tokens, requests and blocks.
-
-    host_s: the scheduler's own time: plan_s, commit_s and reply_s, which is that of the record before. device_s: the step
-    on the device. waste_inside: slots leased but not holding a token; waste_between: share of leasable bytes that group
-    padding loses. steps: 1, or 0 when only the number of requests has changed (then the times are those of the last step).
-    failed: steps that failed. dropped: tokens drawn for choices that had ended (behind a stop string, or after a cancel).
-    flops, bytes: what the step had to compute and move by the model's formula (weights once as they are stored, keys and
-    values read and written). predicted_s: what the cost model expected of device_s. idle_s: how long the device waited
-    for this step although there was work. joules: energy since the last record that had some, up to a reading a quarter of a
-    second before. drafts: how many were verified; accepted_at: of the accepted draft tokens, how many stood first in their
-    draft, second, and so on. saved_s: seconds that drafts saved. late: kernels compiled and graphs captured while requests
-    waited.
-    """
+    """The record of one step. Times in seconds, counts in tokens, requests and blocks."""
 
     step: int
     running: int
@@ -112,53 +102,72 @@ class StepStats(msgspec.Struct, array_like=True):
     blocks_cached: int
     blocks_total: int
     waste_inside: float
+    """Leased slots that hold no token, as a share of leased slots."""
     waste_between: float
+    """Share of the cache's bytes lost to padding of layer groups."""
     host_s: float
+    """Scheduler time: plan_s + commit_s + reply_s."""
     device_s: float
     steps: int = 1
+    """0 if only the number of requests has changed. Then the times are those of the last step."""
     failed: int = 0
     plan_s: float = 0.0
     commit_s: float = 0.0
     reply_s: float = 0.0
+    """Of the previous record."""
     dropped: int = 0
+    """Tokens sampled for choices that had already ended, by a stop string or a cancellation."""
     flops: float = 0.0
+    """Operations of the step by the model's formula."""
     bytes: float = 0.0
+    """Bytes that the step must move: stored weights once, keys and values read and written."""
     predicted_s: float = 0.0
+    """device_s as predicted by the cost model."""
     idle_s: float = 0.0
+    """Seconds that the device waited for this step although there was work."""
     joules: float = 0.0
+    """Energy since the last record with joules above 0. The meter is read every quarter of a second."""
     drafts: int = 0
+    """Verified drafts."""
     accepted_at: list[int] = []
+    """Accepted draft tokens by their position in the draft."""
     saved_s: float = 0.0
+    """Seconds saved by drafts."""
     late: list[LateWork] = []
+    """Kernels compiled and graphs captured while requests waited."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
-    """All news of one step. `sequence` counts frames, so that a gap is seen. Choices that gained one token and nothing else
-    stand in three parallel lists, request id, choice and token; `deltas` has the others."""
+    """All deltas of one step.
+
+    Choices that gained one token and nothing else are encoded in three parallel lists: ids, choices and tokens.
+    """
 
     sequence: int
+    """Number of the frame. A gap means that a frame was lost."""
     deltas: list[Delta]
+    """Deltas of all other choices."""
     stats: StepStats | None = None
     ids: list[str] = []
     choices: list[int] = []
     tokens: list[int] = []
 
     def each(self) -> Iterator[Delta]:
-        """One delta per choice."""
+        """Iterate over the deltas, one per choice."""
         for request, choice, token in zip(self.ids, self.choices, self.tokens, strict=True):
             yield Delta(request, choice, [token])
         yield from self.deltas
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine serves. `facts`: what it resolved (see engine.facts): max_len, page_tokens, blocks, spec summary,
-    stage times of the start-up in seconds."""
+    """The engine serves."""
 
     facts: dict[str, Any]
+    """The resolved configuration (see engine.facts): max_len, page_tokens, blocks, model summary, start-up times in seconds."""
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):
-    """Progress while starting: stage name, part done, of how many."""
+    """Progress of the start-up: `done` of `total` parts of a stage."""
 
     stage: str
     done: int
@@ -166,11 +175,12 @@ class Loading(msgspec.Struct, tag="loading", array_like=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """A sign of life, from a thread beside the heart. `turn`: how often the heart has turned and moved something, or rightly
-    waited (for a batch to open). `busy`: requests wait or run."""
+    """A heartbeat, sent from a thread beside the engine loop."""
 
     turn: int
+    """Iterations of the engine loop that made progress or waited for a batch to open."""
     busy: bool
+    """Requests wait or run."""
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
@@ -181,10 +191,12 @@ class Reply(msgspec.Struct, tag="reply", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine cannot start or go on; `message` says why and what helps. `kind`: error class name."""
+    """The engine cannot start or go on."""
 
     message: str
+    """The reason and the remedy."""
     kind: str = "EngineFailed"
+    """Name of the error class."""
 
 
 Down = Deltas | Ready | Loading | Beat | Reply | Failed

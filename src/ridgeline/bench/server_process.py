@@ -1,4 +1,4 @@
-"""Servers of our own, started for a measurement: in processes of their own, so that they do not share the client's."""
+"""A `ridgeline serve` process for a measurement. It is a process of its own, so that it does not slow down the client."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _KEPT_LINES = 20
 
 @asynccontextmanager
 async def serving(flags: Sequence[str]) -> AsyncIterator[str]:
-    """`ridgeline serve FLAGS` on a free port of this machine: its address once it answers; ends with the block.
+    """Run `ridgeline serve FLAGS` on a free port within the block and yield its address when it is ready.
 
-    Raises RidgelineError with the server's last words when it does not come up.
+    Raises:
+        RidgelineError: The server does not start. The message contains its last log lines.
     """
     command = [sys.executable, "-m", "ridgeline", "serve", *flags, "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
@@ -28,7 +29,7 @@ async def serving(flags: Sequence[str]) -> AsyncIterator[str]:
     try:
         async with asyncio.timeout(START_S):
             url = await _address(process, command)
-        # Whatever it says later must be read, or it waits for a reader.
+        # Later log lines must be read, otherwise the server blocks on a full pipe.
         reading = asyncio.ensure_future(_drain(process))
         yield url
     finally:
@@ -43,13 +44,13 @@ async def serving(flags: Sequence[str]) -> AsyncIterator[str]:
 
 async def _address(process: asyncio.subprocess.Process, command: Sequence[str]) -> str:
     assert process.stderr is not None
-    said: list[str] = []
+    lines: list[str] = []
     async for line in process.stderr:
-        said.append(line.decode(errors="replace").rstrip())
-        if found := _READY.search(line):
-            return found[1].decode()
-    words = "\n".join(said[-_KEPT_LINES:])
-    raise RidgelineError(f"`{' '.join(command[2:])}` did not start:\n{words}")
+        lines.append(line.decode(errors="replace").rstrip())
+        if match := _READY.search(line):
+            return match[1].decode()
+    last_lines = "\n".join(lines[-_KEPT_LINES:])
+    raise RidgelineError(f"`{' '.join(command[2:])}` did not start:\n{last_lines}")
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:
