@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli.client import Answer, ChatClient
-from ridgeline.cli.flags import Given
+from ridgeline.cli.flags import Arguments
 from ridgeline.cli.hosted import private
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
@@ -234,7 +234,7 @@ def test_mistakes_have_one_line_and_status_2(
     assert main(["generate", str(tiny), *DUMMY, "-p", "abc", "--temperature", "-1"]) == 2
     assert capsys.readouterr().err == "ridgeline: temperature is -1.0: give a number at least 0 and at most 100.\n"
 
-    def fails(given: Given) -> int:
+    def fails(given: Arguments) -> int:
         (tmp_path / "file").touch()
         (tmp_path / "file" / "x").mkdir()
         return 0

@@ -1,4 +1,4 @@
-"""A GPU's context, made while this process imports torch."""
+"""Creates the CUDA context in a thread while the process imports torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from threading import Thread
 
 
 def open_context() -> Thread:
-    """Begin to make the context of the first GPU that this process may use, the one that torch takes if nobody names another.
-    It takes the driver a good part of a second, in which it asks nothing of Python. It stays until the process ends. Where
-    there is no driver, or no GPU that works, nothing happens: torch will say so. -> the thread that does it."""
+    """Start a thread that creates the primary context of the first visible GPU, which is the default device of torch.
+
+    The driver takes several hundred milliseconds and does not hold the GIL. The context stays until the process ends. Without a
+    driver or a working GPU, the thread does nothing, and torch reports the error later.
+    """
     thread = Thread(target=_open, name="context", daemon=True)
     thread.start()
     return thread
@@ -21,6 +23,6 @@ def _open() -> None:
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    # Each says 0 if it went well (CUDA driver API, cuda.h).
+    # Each call returns 0 on success (CUDA driver API, cuda.h).
     if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
