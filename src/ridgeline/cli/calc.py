@@ -177,7 +177,7 @@ def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     chip = yearly_kwh(figures.watts)
     lines = [
         Line("watts", "power", figures.watts, f"{figures.watts:,.0f} W, peaks of {low:,.0f} to {high:,.0f} W"),
-        Line("chip_kwh_year", "one year, chip alone", chip, f"{chip:,.0f} kWh"),
+        Line("chip_kwh_year", "one year, device only", chip, f"{chip:,.0f} kWh"),
         Line("site_kwh_year", f"with cooling (PUE {figures.pue:g})", figures.site_kwh_year, f"{figures.site_kwh_year:,.0f} kWh"),
         Line("carbon_kg_year", f"CO2 at {figures.carbon_g_kwh:g} g/kWh", figures.carbon_kg_year,
              f"{figures.carbon_kg_year:,.0f} kg"),
@@ -185,7 +185,7 @@ def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     if figures.tokens_s:
         joules, kwh = figures.joules_per_token, figures.kwh_million_tokens
         lines += [
-            Line("joules_per_token", "one output token, chip alone", joules, f"{joules:.3g} J"),
+            Line("joules_per_token", "one output token, device only", joules, f"{joules:.3g} J"),
             Line("kwh_million_tokens", "1M output tokens, with cooling", kwh, f"{kwh:.3g} kWh"),
             _usd(
                 "usd_million_tokens",
@@ -335,7 +335,7 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
         energy,
     ),
     "breakeven": (
-        "from which utilization buying is cheaper than renting",
+        "utilization above which buying is cheaper than renting",
         {"usd_hour": (finite_number, "price of one rented hour, in dollars"), **_LIFE, **_ON},
         breakeven,
     ),

@@ -220,7 +220,7 @@ CURES: tuple[Cure, ...] = (
     Cure("8-bit weights leave room for KV", ("KV capacity",), _fp8_cache, "a restart", "small, as above",
          "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
     Cure("more requests at once", ("queue",), _more_rows, "a restart", "none",
-         "ridgeline serve MODEL --max-num-seqs N (twice the present value)", "tokens of each request come a little slower"),
+         "ridgeline serve MODEL --max-num-seqs N (twice the present value)", "each request decodes a little slower"),
     Cure("prefix cache", ("prefill compute", "queue", "KV capacity"), _prefix, "a restart", "none",
          "ridgeline serve MODEL --enable-prefix-caching true", "helps only if prompts share prefixes"),
     Cure("smaller prompt chunks", ("prefill compute",), _smaller_chunks, "a restart", "none",
@@ -238,7 +238,7 @@ CURES: tuple[Cure, ...] = (
     Cure("faster memory", ("decode bandwidth",), _faster_memory, "other hardware", "none",
          "ridgeline roofline MODEL --on b200 (and others)", "compare cost with `ridgeline calc cost`"),
     Cure("a closer or faster client", ("client",), _client, "outside of the server", "none",
-         "ridgeline bench run --url URL (says when the client is the limit)", "none"),
+         "ridgeline bench run --url URL (reports when the client is the limit)", "none"),
 )  # fmt: skip
 
 
