@@ -18,7 +18,7 @@ import argparse
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +36,10 @@ from measuring import interval
 from shapes import case_of, free, load
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine.execute import EagerSteps
-from ridgeline.engine.graphs import GraphSteps
-from ridgeline.engine.rehearsal import warm_up
+from ridgeline.engine.executor import Executor
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.runner import Runner
+from ridgeline.engine.warm_up import warm_up
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import CudaCapture
 from ridgeline.ops.triton import cublas, cuda
@@ -49,10 +49,12 @@ WANTED = 0.02
 """The gain on some row from which on a kernel stays."""
 TOLERANCE = {"": 0.03, "fp8": 0.1, "int8": 0.05, "int4": 0.05}
 """Relative difference of logits, by the format of the weights: eight layers, each rounding to bfloat16 (fp8: inputs to 8 bits)."""
-SIZING = ("decode:448x256", "prefill:8192")
+SIZING = "decode:448x256,prefill:8192"
 """Steps for which every runner has room, as in benchmarks/shapes.py: mixed graphs are padded to as many rows."""
 ENGINE_TURNS = 4
 """Turns of a row that takes a whole engine seconds, at most."""
+EngineTable = Mapping[tuple[str, str], Sequence[gpu.Row[gpu.Bench]]]
+"""(model folder, quantization) -> its rows, as benchmarks/gpu.py has them."""
 MEMORY = 0.8
 """Share of the card's memory for an engine: graphs of two sides need room beside its cache."""
 
@@ -130,32 +132,32 @@ class Sides:
 
     def __init__(self, runner: Runner, variant: Variant) -> None:
         self._runner, self._variant = runner, variant
-        self._before = runner.steps
-        self._steps = {True: runner.steps}
+        self._before = runner.executor
+        self._steps = {True: runner.executor}
         with variant.off():
             self._steps[False] = self._new_steps()
         self.launches = {on: Launches() for on in (True, False)}
 
-    def _new_steps(self) -> EagerSteps:
+    def _new_steps(self) -> Executor:
         runner = self._runner
-        if not isinstance(runner.steps, GraphSteps):
-            return runner.steps
+        if not isinstance(runner.executor, GraphExecutor):
+            return runner.executor
         with torch.inference_mode():
-            steps = GraphSteps(runner._step, runner._sizes, CudaCapture())
+            steps = GraphExecutor(runner._step, runner._sizes, CudaCapture())
             warm_up(runner._step, steps, runner._sizes, lambda stage, done, total: None)
         return steps
 
     @contextmanager
     def side(self, on: bool, graphs: bool = True) -> Iterator[None]:
         """Run the steps of the block on one side. graphs: replay CUDA graphs as the engine does; False: launch from Python."""
-        self._runner.steps = self._steps[on] if graphs else EagerSteps(self._runner._step)
-        self._runner.steps.forget()
+        self._runner.executor = self._steps[on] if graphs else Executor(self._runner._step)
+        self._runner.executor.forget()
         try:
             with nullcontext() if on else self._variant.off():
                 yield
         finally:
-            self._runner.steps = self._before
-            self._runner.steps.forget()
+            self._runner.executor = self._before
+            self._runner.executor.forget()
 
     def settle(self) -> None:
         """Drop the steps in flight behind a failed step."""
@@ -328,10 +330,10 @@ def step_rows(source: str, pairs: Sequence[tuple[Variant, Asked]], args: Any, re
     free(device)
 
 
-def engine_rows(source: str, pairs: Sequence[tuple[Variant, Asked]], report: Report) -> None:
+def engine_rows(source: str, pairs: Sequence[tuple[Variant, Asked]], engines: EngineTable, report: Report) -> None:
     """Rows of benchmarks/gpu.py, on an engine with all layers."""
     name, _, quantization = source.removeprefix(ENGINE).partition(":")
-    table = {row.name: row for row in gpu.TABLE[name, quantization]}
+    table = {row.name: row for row in engines[name, quantization]}
     config = EngineConfig(max_num_seqs=512, enable_prefix_caching=False, gpu_memory_utilization=MEMORY)
     bench = Bench(str(HERE / "models" / name), 1, config, quantization)
     print(f"{source}: {bench.facts['ops']}, start {bench.facts['startup_s']}", flush=True)
@@ -373,7 +375,7 @@ def sources_of(variants: Sequence[Variant]) -> list[str]:
     return list(dict.fromkeys(asked.source for variant in variants for asked in variant.rows))
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None, variants: Sequence[Variant] = VARIANTS) -> argparse.Namespace:
     """The arguments. SystemExit names what no table has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", default="", help="comma-separated models and engines, in order; empty: all")
@@ -381,18 +383,19 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=6, help="readings of each side")
     parser.add_argument("--repeats", type=int, default=5, help="steps of a reading")
     parser.add_argument("--layers", type=int, default=8, help="of each model of benchmarks/shapes.py, at most")
+    parser.add_argument("--sizing", default=SIZING, help="comma-separated steps for which every runner has room")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after so long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
     args = parser.parse_args(words)
     beginnings = tuple(args.variants.split(",")) if args.variants else ("",)
-    args.table = [variant for variant in VARIANTS if variant.name.startswith(beginnings)]
+    args.table = [variant for variant in variants if variant.name.startswith(beginnings)]
     known = sources_of(args.table)
-    args.sources, args.sizing = args.sources.split(",") if args.sources else known, SIZING
+    args.sources, args.sizing = args.sources.split(",") if args.sources else known, args.sizing.split(",")
     for beginning in beginnings:
-        if not any(variant.name.startswith(beginning) for variant in VARIANTS):
-            names = ", ".join(variant.name for variant in VARIANTS)
+        if not any(variant.name.startswith(beginning) for variant in variants):
+            names = ", ".join(variant.name for variant in variants)
             raise SystemExit(f"--variants: no variant begins with {beginning!r}; there are {names}")
     if unknown := [source for source in args.sources if source not in known]:
         raise SystemExit(f"--sources: {unknown[0]!r} has no row of these variants; there are {', '.join(known)}")
@@ -401,8 +404,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Measure, print and write all rows that are asked for, into `rows` too."""
+def run(args: argparse.Namespace, rows: list[dict[str, Any]], engines: EngineTable = gpu.TABLE) -> None:
+    """Measure, print and write all rows that are asked for, into `rows` too. engines: rows of each engine."""
     started = time.perf_counter()
     about = provenance(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", args.commit)
     report = Report(about, args.out, started + args.seconds, args.turns, rows)
@@ -412,15 +415,15 @@ def run(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             if report.late:
                 print(f"{source}: no time left", flush=True)
             elif source.startswith(ENGINE):
-                engine_rows(source, pairs, report)
+                engine_rows(source, pairs, engines, report)
             else:
                 with torch.inference_mode():
                     step_rows(source, pairs, args, report)
             print(f"{time.perf_counter() - started:.0f} s", flush=True)
 
 
-def main() -> None:
-    args = parse()
+def main(words: Sequence[str] | None = None, variants: Sequence[Variant] = VARIANTS) -> None:
+    args = parse(words, variants)
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

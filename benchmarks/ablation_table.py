@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from ridgeline.ops.reference import qkv_write
 from ridgeline.ops.triton.integer_shapes import IntStreamTile
-from ridgeline.ops.triton.registry import Registry, Shape
+from ridgeline.ops.triton.registry import AttentionShape, Registry, Shape
 
 PACKAGE = "ridgeline.ops.triton"
 SCALED = "cublasLt of 8 bits"
@@ -21,16 +21,17 @@ SCALED = "cublasLt of 8 bits"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """path: "module:name" or "module:Class.name" below PACKAGE. replace(original) stands there while the kernel is off."""
+    """path: "module:name" or "module:Class.name" below `package`. replace(original) stands there while the kernel is off."""
 
     path: str
     replace: Callable[[Any], Any]
+    package: str = PACKAGE
 
     def place(self) -> tuple[Any, str]:
         """The object that holds the name, and the name. AttributeError if there is none."""
         module, _, names = self.path.partition(":")
         *owners, name = names.split(".")
-        target: Any = import_module(f"{PACKAGE}.{module}")
+        target: Any = import_module(f"{self.package}.{module}")
         for owner in owners:
             target = getattr(target, owner)
         getattr(target, name)
@@ -87,23 +88,27 @@ def _value(value: object) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _never(original: Any) -> property:
-    """A property of attention._Call."""
-    return property(lambda self: False)
-
-
 def _without(*kernels: str) -> Callable[[Any], Any]:
     """A registry without these kernels: the next entries serve."""
     return lambda registry: registry.without(*kernels)
 
 
-def _norms_apart(registry: Registry) -> Registry:
-    """The registry without products that norm their input."""
+def _serving(serves: Callable[[Callable[[Any], Any], Any], Any]) -> Callable[[Any], Any]:
+    """A registry whose entries serve as serves(its own predicate, shape) says."""
+    return lambda registry: Registry(
+        *(replace(entry, serves=partial(serves, entry.serves)) for entry in registry.entries)
+    )
 
-    def serves(own: Callable[[Shape], Any], shape: Shape) -> Any:
-        return None if shape.norm else own(shape)
 
-    return Registry(*(replace(entry, serves=partial(serves, entry.serves)) for entry in registry.entries))
+def _norms_apart(own: Callable[[Shape], Any], shape: Shape) -> Any:
+    """No product norms its input."""
+    return None if shape.norm else own(shape)
+
+
+def _late(own: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
+    """Programs that share a processor ask for keys behind the wait."""
+    config = own(shape)
+    return config if config is None or config.registers is None else config._replace(ahead=0, registers=None)
 
 
 def _streamed_further(original: Mapping[bool, Mapping[int, Any]]) -> dict[bool, dict[int, Any]]:
@@ -125,7 +130,8 @@ def _rows(asked: Mapping[str, Mapping[str, float]]) -> tuple[Asked, ...]:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-# The first variants are those that the redesign asks for by name. Predictions: docs/log.md, entry of 2026-11-24.
+# The first variants are those that the redesign asks for by name. Predictions:
+# docs/log/2026-11-24-kernel-ablation-gains.md.
 VARIANTS = (
     Variant(
         "gated",
@@ -184,7 +190,7 @@ VARIANTS = (
     Variant(
         "hopper",
         ("attend_chunks",),
-        (Switch("hopper:takes", _returns(False)),),
+        (Switch("attention:CHUNK", _without("hopper")),),
         _rows(
             {
                 ENGINE + LLAMA: {"8b-bf16-prefill-tok-s": 9.0},
@@ -275,7 +281,7 @@ VARIANTS = (
     Variant(
         "gemv with the norm inside",
         ("gemv.resident_kernel",),
-        (Switch("kernels:PLAIN", _norms_apart),),
+        (Switch("kernels:PLAIN", _serving(_norms_apart)),),
         _rows({ENGINE + QWEN: {"0.6b-bf16-single128-tpot-ms": 10.0}, QWEN: {"decode:1x256": 7.0}}),
         shared=True,
     ),
@@ -300,7 +306,7 @@ VARIANTS = (
     Variant(
         "walk: wide",
         (),
-        (Switch("attention:_Call.wide", _never),),
+        (Switch("attention:SPLIT", _without("wide")),),
         _rows(
             {
                 LLAMA: {"decode:8x256": 1.0, "decode:16x256": 2.0, "decode:8x4096": -1.5},
@@ -323,13 +329,13 @@ VARIANTS = (
     Variant(
         "walk: lone",
         (),
-        (Switch("attention:_Call.lone", _never),),
+        (Switch("attention:SPLIT", _without("lone")),),
         _rows({QWEN: {"decode:1x4096": 1.0}, LLAMA: {"decode:2x4096": 0.5}}),
     ),
     Variant(
         "walk: snug",
         (),
-        (Switch("attention:_Call.snug", _never),),
+        (Switch("attention:SPLIT", _without("snug")),),
         _rows(
             {
                 LLAMA: {"decode:64x256": 1.0, "decode:64x4096": 1.0},
@@ -341,7 +347,7 @@ VARIANTS = (
     Variant(
         "walk: early",
         (),
-        (Switch("attention:_Call.early", _never),),
+        (Switch("attention:SPLIT", _serving(_late)),),
         _rows(
             {
                 LLAMA: {"decode:32x256": 0.5, "decode:64x256": 0.5},
@@ -355,7 +361,7 @@ VARIANTS = (
     Variant(
         "walk: a kernel that combines",
         ("walk.combine_kernel",),
-        (Switch("attention:_Call.sparse", _never),),
+        (Switch("attention:SPLIT", _without("wide", "lone", "combined")),),
         _rows(
             {
                 LLAMA: {"decode:2x4096": 2.0, "decode:8x4096": 3.0},

@@ -36,7 +36,7 @@ from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import StepInputs
 from ridgeline.speculation import build
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.device import Behind, DeviceDrafter, NoDrafter, Views
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter, Views
 from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from ridgeline.speculation.options import Wanted
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -86,7 +86,7 @@ class Controlled(DeviceDrafter):
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         self._inner.see(state, rows, place, logits)
 
-    def draft(self, behind: Behind, count: int, views: Views) -> None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
         self._inner.draft(behind, count, views)
         script, rows = self._script, behind.rows
         if rows.is_cuda:
@@ -141,12 +141,12 @@ class Engine:
         )
         scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
-    def decode(self, batch: int, prompt: int, repeats: int) -> Decoded:
+    def decode(self, batch: int, prompt: int, repeats: int, output: int = OUTPUT) -> Decoded:
         """Medians of `repeats` runs, after one that is not looked at."""
         found = []
         for _ in range(repeats + 1):
             _STEPS.clear()
-            timed(self.local, [(prompt, OUTPUT)] * batch, self.vocab)
+            timed(self.local, [(prompt, output)] * batch, self.vocab)
             found.append(Decoded.of(_STEPS, batch))
         tok_s, to_end, gained = (statistics.median(part) for part in zip(*map(astuple, found[1:]), strict=True))
         return Decoded(tok_s, to_end, gained)

@@ -84,7 +84,7 @@ def table(*added: float) -> Callable[[float], float]:
 
 def cpu(verify: float = 1.0, draft: float = 1.0, question: float = 0.25) -> Device:
     """Two cores, in steps of 225 to 360 µs: two nodes and their draft take 1.65, five 2.0, seven 2.3; a call of the n-gram drafter
-    60 to 138 µs (docs/log.md and docs/speculation.md, 2026-11-23)."""
+    60 to 138 µs (docs/log/2026-11-23-recorded-steps-changing-batches.md, docs/speculation.md)."""
     times = table(0.0, 0.3, 0.38, 0.46, 0.58, 0.72, 0.86, 1.0, 1.08)
     return Device(
         lambda nodes: verify * times(nodes),

@@ -19,7 +19,7 @@ from common import provenance, write_rows
 
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.triton import hopper, tuning
+from ridgeline.ops.triton import attention, tuning
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.ops.triton.tuning import Tile
 
@@ -189,19 +189,20 @@ def variants(decode: bool, sweep: bool) -> Iterator[str]:
     yield f"{_named(shipped[0])} (shipped)" if decode else "shipped"
     if not sweep:
         return
-    takes = hopper.takes
+    split, chunk = attention.SPLIT, attention.CHUNK
     try:
         if decode:
             for tile, programs in SPLIT_SWEEP:
                 tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = tile, programs
+                attention.SPLIT = split.without()
                 yield f"{_named(tile)} p{programs}"
         else:
-            hopper.takes = lambda *_: False
             for tile in CHUNK_SWEEP:
                 tuning.CHUNK_TILES[DIM] = tile
+                attention.CHUNK = chunk.without("hopper")
                 yield _named(tile)
     finally:
-        hopper.takes = takes
+        attention.SPLIT, attention.CHUNK = split, chunk
         tuning.SPLIT_TILES[DIM], tuning.CHUNK_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = shipped
 
 

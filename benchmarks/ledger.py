@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from common import cpu_name, provenance, write_rows
 from pieces import ALONE, NAIVE, RUNS, Pieces, Shares, place
-from stopwatch import Reading, Stopwatch
+from stopwatch import Energy, Reading, Stopwatch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import StepWork, step_work
@@ -393,7 +393,7 @@ def _energy(device: torch.device) -> Callable[[], float]:
     return counter
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with a config.json")
     parser.add_argument("--steps", required=True, help="comma-separated steps, see above")
@@ -405,7 +405,7 @@ def main() -> None:
     )
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of memory says that it starts and stops
     device = torch.device(arguments.device)
     cases = [parse(one) for one in arguments.steps.split(",")]
@@ -413,7 +413,7 @@ def main() -> None:
         raise SystemExit(
             "--steps: a step that verifies has several draws a row, which the lines do not know: use timeline.py"
         )
-    watch = Stopwatch(device, arguments.repeats, _energy(device) if arguments.joules else None)
+    watch = Stopwatch(device, arguments.repeats, Energy(_energy(device)) if arguments.joules else None)
     with torch.inference_mode():
         model = load(arguments, device)
         spec = model.spec

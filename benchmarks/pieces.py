@@ -161,9 +161,9 @@ class Pieces:
     def _sampling(self) -> Call:
         rows, device = len(self._shares), self._decoder.embedding.device
         logits = torch.randn(rows, self._spec.vocab_size, device=device)
-        heat, where = torch.ones(rows, device=device), torch.full((rows,), 7, dtype=torch.int32, device=device)
+        temperature, where = torch.ones(rows, device=device), torch.full((rows,), 7, dtype=torch.int32, device=device)
         key = torch.arange(2 * rows, dtype=torch.int32, device=device).view(rows, 2)
-        return lambda: self._ops.sampler.sample(logits, heat, key, where, Purpose.TOKEN)
+        return lambda: self._ops.sampler.sample(logits, temperature, key, where, Purpose.TOKEN)
 
     # --- once per layer, as the step runs it --------------------------------------------------------------------------
 

@@ -102,9 +102,11 @@ def case_of(name: str) -> Case:
 
 
 def load(name: str, layers: int, device: torch.device) -> LoadedModel:
-    """A model "NAME" or "NAME:FORMAT" of so many layers at most, with random weights."""
+    """A model "NAME" or "NAME:FORMAT" of so many layers at most, with random weights. NAME: of MODELS, or a folder with a
+    config.json."""
     base, _, quantization = name.partition(":")
-    facts = MODELS[base] | {"num_hidden_layers": min(layers, int(str(MODELS[base]["num_hidden_layers"])))}
+    facts = MODELS[base] if base in MODELS else json.loads((Path(base) / "config.json").read_text())
+    facts = facts | {"num_hidden_layers": min(layers, int(str(facts["num_hidden_layers"])))}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(facts))
         config = ModelConfig(folder, load_format="dummy", quantization=quantization)
@@ -192,9 +194,11 @@ def measure(name: str, model: LoadedModel, args: argparse.Namespace, about: dict
         write_rows(args.out, list(rows.values()))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated, each NAME or NAME:FORMAT")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="comma-separated, each NAME or NAME:FORMAT, or FOLDER"
+    )
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--layers", type=int, default=8, help="of each model, at most")
     parser.add_argument("--repeats", type=int, default=10)
@@ -203,7 +207,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     started, device, names = time.perf_counter(), torch.device(args.device), args.models.split(",")
     about = provenance(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", args.commit)
     with torch.inference_mode():

@@ -15,9 +15,16 @@ BATCHED = 16
 """Least calls that are timed together on a GPU, so that one launch is not what is measured."""
 LEAST_ROUNDS, LONG_S = 3, 0.5
 """Rounds are timed until they have taken this long together, but at least so many."""
-SETTLING_S, COUNTED_S = 0.4, 3.0
-"""Rounds run for this long before energy is counted, so that clocks are those of this work, and then for so long: the counter moves
-some ten times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """Joules that the board has taken so far, and seconds of a measurement. Rounds run for settling_s before energy is counted,
+    so that clocks are those of this work, and then for counted_s: the counter moves some ten times a second."""
+
+    joules: Callable[[], float]
+    settling_s: float = 0.4
+    counted_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,10 @@ class Reading:
 
 
 class Stopwatch:
-    """Times calls on one device: the median of up to `repeats` rounds, after those that warm up. energy: joules that the board has
-    taken so far, if they are to be counted too."""
+    """Times calls on one device: the median of up to `repeats` rounds, after those that warm up. energy: how joules are
+    counted, if they are to be counted too."""
 
-    def __init__(self, device: torch.device, repeats: int, energy: Callable[[], float] | None = None) -> None:
+    def __init__(self, device: torch.device, repeats: int, energy: Energy | None = None) -> None:
         self._cuda, self._repeats, self._energy = device.type == "cuda", repeats, energy
 
     def read(self, make: Callable[[], Sequence[Call]]) -> Reading:
@@ -58,11 +65,11 @@ class Stopwatch:
         again, turns = self._again(calls)
         self._spend(again, 1)
         one_s = self._spend(again, 1)
-        self._spend(again, int(SETTLING_S / one_s))
-        number = 1 + int(COUNTED_S / one_s)
-        before = self._energy()
+        self._spend(again, int(self._energy.settling_s / one_s))
+        number = 1 + int(self._energy.counted_s / one_s)
+        before = self._energy.joules()
         self._spend(again, number)
-        return (self._energy() - before) / (number * turns)
+        return (self._energy.joules() - before) / (number * turns)
 
     def _again(self, calls: Sequence[Call]) -> tuple[Callable[[], object], int]:
         """(what runs some rounds of all calls, how many)."""

@@ -45,7 +45,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 _GUEST = ("core", "speculation.guest", "speculation.state", "speculation.host")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix",
-    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.flight",
+    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
     "speculation.guest", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.policy": _PLANNING,
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
-    "engine.flight": _PLANNING,
+    "engine.in_flight": _PLANNING,
     "speculation.guest": _GUEST,
     "speculation.state": _GUEST,
     "speculation.host": _GUEST,
@@ -67,7 +67,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
-    "engine.flight", "engine.loop", "engine.virtual", "speculation.guest", "speculation.speculator", "speculation.options",
+    "engine.in_flight", "engine.loop", "engine.virtual", "speculation.guest", "speculation.speculator", "speculation.options",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""

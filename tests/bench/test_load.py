@@ -90,12 +90,12 @@ def test_closed_loop_ends_by_time() -> None:
 
 
 def test_a_client_that_is_late_says_so() -> None:
-    class Late(LoopClock):
+    class LateCompiles(LoopClock):
         async def until(self, when: float) -> None:
             await asyncio.sleep(max(0.0, when + 0.02 - self.now()))
 
     async def work() -> Sent:
-        return await send_all(Plan(asks([0.0, 1.0, 2.0])), FakeServer(), cast(Writer, FakeWriter()), Late())
+        return await send_all(Plan(asks([0.0, 1.0, 2.0])), FakeServer(), cast(Writer, FakeWriter()), LateCompiles())
 
     sent = run(work())
     assert [row.lag_s for row in sent.rows] == pytest.approx([0.02, 0.02, 0.02], abs=1e-9)

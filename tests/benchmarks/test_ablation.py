@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import ablation
-import ablation_table
 import gpu
 import pytest
 import shapes
@@ -15,12 +14,13 @@ import torch
 from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
 
 from ridgeline.core.spec import NUMBER_FORMATS
-from ridgeline.ops.triton import kernels
+from ridgeline.ops.triton import attention, kernels
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import Shape
-from tests.benchmarks.test_shapes import SMALL
+from ridgeline.ops.triton.registry import AttentionShape, Shape
+from tests.benchmarks.test_shapes import SMALL, small
 
 TINY, BF16 = "qwen3-4b", torch.bfloat16
+SHORT = ["--device", "cpu", "--layers", "2", "--sizing", "prefill:24"]
 
 
 def held(switch: Switch) -> Any:
@@ -115,6 +115,26 @@ def test_integer_products_without_the_ring(hopper: None) -> None:
         assert chosen() == ["vector", "ring", "ring", "ring", "ring"]
 
 
+def test_the_next_best_form_of_attention_is_taken() -> None:
+    """Rows of a 9B of Gemma (8 KV heads of 256) and of an 8B (8 of 128) that decode on 132 processors."""
+    of, device = {variant.name: variant for variant in VARIANTS}, torch.device("cuda")
+
+    def split(rows: int, dim: int, long: bool = False) -> tuple[str, Any]:
+        given = AttentionShape(rows, 1, long, 16, 8, dim, 64, BF16, BF16, device, 132)
+        found = attention.SPLIT.kernel_for(given)
+        assert found is not None
+        return found
+
+    assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["wide", "lone", "snug"]
+    assert split(64, 128)[1].ahead and split(64, 128)[1].registers
+    with of["walk: wide"].off(), of["walk: lone"].off(), of["walk: snug"].off():
+        assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["combined", "combined", "whole"]
+    with of["walk: a kernel that combines"].off():
+        assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["whole", "whole", "snug"]
+    with of["walk: early"].off():
+        assert not split(64, 128)[1].ahead and split(64, 128)[1].registers is None and split(8, 256)[1].ahead
+
+
 def test_launches_are_counted_by_kernel_and_form() -> None:
     launches, x = ablation.Launches(), torch.randn(3, 64)
     rms_norm(x, torch.ones(64), 1e-6, False)
@@ -131,9 +151,8 @@ def test_launches_are_counted_by_kernel_and_form() -> None:
 def test_a_kernel_is_off_if_it_is_launched_no_more() -> None:
     def launches(**kernels: int) -> ablation.Launches:
         counted = ablation.Launches()
-        for name, count in kernels.items():
-            for _ in range(count):
-                counted._note(name)
+        counted.kernels.update(kernels)
+        counted.forms.update((name,) for name in kernels)
         return counted
 
     alone, shared, form = (
@@ -157,14 +176,13 @@ def test_a_gain_is_positive_where_the_kernel_is_faster() -> None:
 
 def variant_of(change: Any, source: str, row: str) -> Variant:
     """A variant that changes what a decoder's forward pass says, which works on a CPU too."""
-    return Variant("tiny", (), (Switch("decoder:Decoder.forward", change),), (Asked(source, row, 1.0),))
+    switch = Switch("decoder:Decoder.forward", change, package="ridgeline.models")
+    return Variant("tiny", (), (switch,), (Asked(source, row, 1.0),))
 
 
-def test_steps_are_read_in_turns_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_read_in_turns_and_compared(tmp_path: Path) -> None:
     """Through the whole script on a CPU: a switch that changes nothing, and one that changes the logits."""
-    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
-    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
-    monkeypatch.setattr(ablation, "SIZING", ("prefill:24",))
+    source = str(small(tmp_path / "tiny", TINY))
     sides: list[str] = []
 
     def change(sign: int, name: str) -> Any:
@@ -179,12 +197,10 @@ def test_steps_are_read_in_turns_and_compared(tmp_path: Path, monkeypatch: pytes
 
     out = tmp_path / "new" / "ablation.json"
     for sign, row in ((1, "decode:3x20"), (-1, "prefill:24")):
-        monkeypatch.setattr(ablation, "VARIANTS", (variant_of(change(sign, row), TINY, row),))
-        words = ["--device", "cpu", "--layers", "2", "--turns", "3", "--repeats", "2", "--out", str(out)]
-        monkeypatch.setattr("sys.argv", ["ablation.py", *words])
-        ablation.main()
+        words = [*SHORT, "--turns", "3", "--repeats", "2", "--out", str(out)]
+        ablation.main(words, [variant_of(change(sign, row), source, row)])
     same, negative = json.loads(out.read_text())
-    assert [row["row"] for row in (same, negative)] == [f"tiny: {TINY}-decode:3x20", f"tiny: {TINY}-prefill:24"]
+    assert [row["row"] for row in (same, negative)] == [f"tiny: {source}-decode:3x20", f"tiny: {source}-prefill:24"]
     assert same["agree"] and same["logits_differ"] == 0 and same["same_tokens"] == 1 and same["predicted"] == 0.01
     assert not negative["agree"] and negative["logits_differ"] == pytest.approx(2)
     assert same["gain_low"] <= same["gain"] <= same["gain_high"] and same["turns"] == 3 and same["unit"] == "us"
@@ -194,20 +210,17 @@ def test_steps_are_read_in_turns_and_compared(tmp_path: Path, monkeypatch: pytes
     assert sides.count("decode:3x20") == 4 * 5 + 1
 
 
-def test_rows_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shapes.MODELS[TINY] | SMALL | {"num_hidden_layers": 2}))
     row = gpu.Row("tiny-tpot-ms", "ms", None, None, None, lambda bench: bench.seconds([(8, 4)]) * 1e3)
-    monkeypatch.setitem(gpu.TABLE, (str(tmp_path), ""), [row])
-    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
-    monkeypatch.setattr(gpu, "LEAST_S", 1e-9)
     runs: list[int] = []
 
     def replace(original: Any) -> Any:
         return lambda *given: runs.append(1) or original(*given)
 
-    monkeypatch.setattr(ablation, "VARIANTS", (variant_of(replace, f"{ENGINE}{tmp_path}", "tiny-tpot-ms"),))
+    variant = variant_of(replace, f"{ENGINE}{tmp_path}", "tiny-tpot-ms")
     rows: list[dict[str, Any]] = []
-    ablation.run(ablation.parse(["--turns", "2"]), rows)
+    ablation.run(ablation.parse(["--turns", "2"], [variant]), rows, {(str(tmp_path), ""): [row]})
     assert [row["of"] for row in rows] == ["tiny-tpot-ms"] and rows[0]["unit"] == "ms" and rows[0]["agree"] is None
     assert len(runs) >= 3  # a warm-up run and two turns; recorded CPU steps repeat without Python
     (line,) = ablation.summary(rows)
@@ -219,34 +232,30 @@ def test_rows_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "NOT SWITCHED OFF" in capsys.readouterr().out
 
 
-def test_a_row_that_fails_is_written_and_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
-    monkeypatch.setattr(ablation_table, "PACKAGE", "ridgeline.models")
-    monkeypatch.setattr(ablation, "SIZING", ("prefill:24",))
+def test_a_row_that_fails_is_written_and_the_next_is_measured(tmp_path: Path) -> None:
+    source = str(small(tmp_path / "tiny", TINY))
 
     def fail(*given: Any) -> None:
         raise RuntimeError("no such kernel image")
 
     variants = (
-        variant_of(lambda original: fail, TINY, "decode:2x20"),
-        variant_of(lambda same: same, TINY, "prefill:24"),
+        variant_of(lambda original: fail, source, "decode:2x20"),
+        variant_of(lambda same: same, source, "prefill:24"),
     )
-    monkeypatch.setattr(ablation, "VARIANTS", variants)
     out = tmp_path / "ablation.json"
-    words = ["--device", "cpu", "--layers", "2", "--turns", "1", "--repeats", "1", "--out", str(out)]
+    words = [*SHORT, "--turns", "1", "--repeats", "1", "--out", str(out)]
     rows: list[dict[str, Any]] = []
-    ablation.run(ablation.parse(words), rows)
+    ablation.run(ablation.parse(words, variants), rows)
     failed, good = rows
     assert failed["error"] == "RuntimeError: no such kernel image" and "with" not in failed
     assert ablation.remarks(failed) == "FAILED: RuntimeError: no such kernel image"
     assert good["agree"] and [row["of"] for row in json.loads(out.read_text())] == [failed["of"], good["of"]]
 
 
-def test_no_row_is_begun_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.MODELS, TINY, shapes.MODELS[TINY] | SMALL)
-    monkeypatch.setattr(ablation, "VARIANTS", (variant_of(lambda original: original, TINY, "decode:3x20"),))
+def test_no_row_is_begun_too_late() -> None:
+    variant = variant_of(lambda original: original, TINY, "decode:3x20")
     rows: list[dict[str, Any]] = []
-    ablation.run(ablation.parse(["--device", "cpu", "--seconds", "0"]), rows)
+    ablation.run(ablation.parse(["--device", "cpu", "--seconds", "0"], [variant]), rows)
     assert not rows
 
 

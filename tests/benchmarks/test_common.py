@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import common
-import pytest
+
+import ridgeline
 
 
-def test_a_commit_can_be_given_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.argv", ["/somewhere/gpu.py", "--rows", "a", "--commit", "abc", "--repeats", "3"])
-    said = common.provenance("card", "abc")
-    assert said["commit"] == "abc"
-    assert said["command"] == "python benchmarks/gpu.py --rows a --repeats 3"
-    monkeypatch.setenv("BENCHMARK_COMMIT", "def")
-    assert common.provenance("card")["commit"] == "def"
-    monkeypatch.delenv("BENCHMARK_COMMIT")
-    monkeypatch.setattr(common, "HERE", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert common.provenance("card")["commit"] == "unknown"
+def test_a_commit_can_be_given_where_there_is_no_git(tmp_path: Path) -> None:
+    program = tmp_path / "gpu.py"
+    program.write_text(
+        "import json, os, common\n"
+        "rows = [common.provenance('card', commit) for commit in ('abc', '')]\n"
+        "del os.environ['BENCHMARK_COMMIT']\n"
+        "print(json.dumps([*rows, common.provenance('card')]))\n"
+    )
+    path = os.pathsep.join(map(str, (common.HERE, Path(ridgeline.__file__).parents[1])))
+    environ = {**os.environ, "PYTHONPATH": path, "PATH": str(tmp_path), "BENCHMARK_COMMIT": "def"}
+    words = [sys.executable, str(program), "--rows", "a", "--commit", "abc", "--repeats", "3"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, env=environ)
+    rows = json.loads(ended.stdout)
+    assert [row["commit"] for row in rows] == ["abc", "def", "unknown"]
+    assert rows[0]["command"] == "python benchmarks/gpu.py --rows a --repeats 3"
 
 
 def test_rows_of_the_same_name_are_replaced(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import ledger
 import pieces
 import pytest
-import stopwatch
 import torch
 from ledger import Case, Ceilings, Whole, covered, lines, parse, text
-from stopwatch import Stopwatch
+from stopwatch import Energy, Stopwatch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import step_work
@@ -43,9 +42,7 @@ def load(folder: Path, config: dict[str, object], quantization: str = "") -> Loa
 
 @pytest.mark.parametrize(("config", "quantization"), [(LLAMA, ""), (LLAMA, "fp8"), (GEMMA, "")])
 @torch.inference_mode()
-def test_every_call_of_a_step_is_in_the_ledger(
-    tmp_path: Path, config: dict[str, object], quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_of_a_step_is_in_the_ledger(tmp_path: Path, config: dict[str, object], quantization: str) -> None:
     model = load(tmp_path, config, quantization)
     whole = Whole(model, CASES, repeats=2)
     for case in CASES:
@@ -127,26 +124,23 @@ def test_peak_memory_counts_what_was_freed_again() -> None:
     assert Stopwatch(torch.device("cpu"), 1).peak_bytes(call) == 4 * (100_000 + 1000)
 
 
-def test_joules_are_those_of_one_round_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joules_are_those_of_one_round_of_all_calls() -> None:
     """Two calls a round, of which each takes half a joule: what ran before clocks had settled is not counted."""
-    monkeypatch.setattr(stopwatch, "SETTLING_S", 0.01)
-    monkeypatch.setattr(stopwatch, "COUNTED_S", 0.02)
     taken = [100.0]
 
     def call() -> None:
         taken[0] += 0.5
 
-    watch = Stopwatch(torch.device("cpu"), 1, lambda: taken[0])
+    watch = Stopwatch(torch.device("cpu"), 1, Energy(lambda: taken[0], settling_s=0.01, counted_s=0.02))
     assert watch.joules([call, call]) == pytest.approx(1.0)
     assert Stopwatch(torch.device("cpu"), 1).joules([call]) is None
 
 
-def test_who_counts_no_joules_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_counts_no_joules_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     given = ["--model", str(tmp_path), "--steps", "decode:1x20", "--device", "cpu", "--repeats", "1"]
-    monkeypatch.setattr("sys.argv", ["ledger.py", *given, "--joules"])
     with pytest.raises(SystemExit, match="--joules"):
-        ledger.main()
+        ledger.main([*given, "--joules"])
 
 
 @torch.inference_mode()

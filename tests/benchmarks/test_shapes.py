@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,18 @@ def test_every_model_is_one_that_we_serve(name: str) -> None:
     assert 3.5 * one < four < 4.1 * one
 
 
-def test_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("qwen3-4b", "gemma-2-2b"):
-        monkeypatch.setitem(shapes.MODELS, name, shapes.MODELS[name] | SMALL)
+def small(folder: Path, name: str) -> Path:
+    """A folder with the config.json of a model of this family that is quick on a CPU."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shapes.MODELS[name] | SMALL))
+    return folder
+
+
+def test_rows_are_written(tmp_path: Path) -> None:
+    names = [str(small(tmp_path / "qwen", "qwen3-4b")), f"{small(tmp_path / 'gemma', 'gemma-2-2b')}:fp8"]
     steps, out = "decode:3x20,prefill:24,chunks:2x16", tmp_path / "shapes.json"
-    words = ["--device", "cpu", "--models", "qwen3-4b,gemma-2-2b:fp8", "--steps", steps, "--layers", "2"]
-    monkeypatch.setattr(sys, "argv", ["shapes.py", *words, "--repeats", "2", "--out", str(out)])
-    shapes.main()
+    words = ["--device", "cpu", "--models", ",".join(names), "--steps", steps, "--layers", "2"]
+    shapes.main([*words, "--repeats", "2", "--out", str(out)])
     rows = json.loads(out.read_text())
-    assert [row["row"] for row in rows] == [
-        f"{name}-{step}" for name in ("qwen3-4b", "gemma-2-2b:fp8") for step in steps.split(",")
-    ]
+    assert [row["row"] for row in rows] == [f"{name}-{step}" for name in names for step in steps.split(",")]
     assert all(row["floor_us"] < row["us"] and row["layers"] == 2 for row in rows)

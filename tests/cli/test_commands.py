@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli.client import Answer, ChatClient
-from ridgeline.cli.flags import Arguments
 from ridgeline.cli.hosted import private
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
@@ -30,10 +28,10 @@ DUMMY = ("--load-format", "dummy", "--device", "cpu")
 
 
 @contextmanager
-def server(*words: str) -> Iterator[tuple[str, list[str]]]:
+def server(*words: str, **environ: str) -> Iterator[tuple[str, list[str]]]:
     """`ridgeline serve ... --port 0` as a process: its address, and the lines it printed until it was ready."""
     command = [sys.executable, "-m", "ridgeline", "serve", *words, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
     assert process.stderr is not None
     lines = []
     try:
@@ -50,11 +48,15 @@ def server(*words: str) -> Iterator[tuple[str, list[str]]]:
         assert process.wait(30) == 0
 
 
-def test_what_the_engine_cannot_serve_is_a_mistake_of_the_users(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(*words: str, typed: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command as a process. typed: its standard input; environ: variables beside those of this process."""
+    command, env = [sys.executable, "-m", "ridgeline", *words], {**os.environ, **environ}
+    return subprocess.run(command, input=typed, capture_output=True, text=True, check=False, timeout=120, env=env)
+
+
+def test_what_the_engine_cannot_serve_is_a_mistake_of_the_users(tiny: Path) -> None:
     """The engine's process finds out; the command says what to do and ends with 2."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    command = [sys.executable, "-m", "ridgeline", "serve", str(tiny), *DUMMY[:-2], "--device", "cuda", "--port", "0"]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    ended = run("serve", str(tiny), *DUMMY[:-2], "--device", "cuda", "--port", "0", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 2
     assert "ridgeline: --device is cuda, but torch finds no GPU: use --device cpu." in ended.stderr
 
@@ -73,9 +75,8 @@ def test_a_full_disk_and_a_terminal_of_few_letters() -> None:
     assert ended.returncode == 0 and " ?s" in ended.stdout and not ended.stderr
 
 
-def test_serve_answers_and_says_how_it_is_configured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIDGELINE_MAX_NUM_SEQS", "3")
-    with server(str(tiny), *DUMMY, "--served-model-name", "tiny") as (url, lines):
+def test_serve_answers_and_says_how_it_is_configured(tiny: Path) -> None:
+    with server(str(tiny), *DUMMY, "--served-model-name", "tiny", RIDGELINE_MAX_NUM_SEQS="3") as (url, lines):
         said = "\n".join(re.sub(r" +", " ", line).strip() for line in lines)
         assert "max_num_seqs 3 environment" in said
         assert "load_format dummy flag" in said
@@ -99,14 +100,11 @@ def test_what_cannot_be_listened_on_names_its_option(tiny: Path, capsys: pytest.
             assert capsys.readouterr().err.endswith(f"choose another {words[0]}.\n")
 
 
-def test_a_taken_port_is_told_before_a_model_is_looked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("begin", "resolve_model"):
-        monkeypatch.setattr(f"ridgeline.cli.serve.{name}", lambda *_: pytest.fail("this comes after the port"))
+def test_a_taken_port_is_told_before_a_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message would name the model, which does not exist."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "no/such-model", "--port", port]) == 2
+        assert main(["serve", "no/such/model", "--port", port]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"ridgeline: cannot listen on 127.0.0.1:{port} (") and said.endswith("another --port.\n")
 
@@ -128,11 +126,12 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
     ],
 )
 def test_a_bad_option_is_told_before_anything_loads(
-    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("begin", "bind", "resolve_model"):
-        monkeypatch.setattr(f"ridgeline.cli.serve.{name}", lambda *_: pytest.fail("this comes after the options"))
-    assert main(["serve", f"{flag}={value}" if flag.startswith("--") else f"{flag}{value}"]) == 2
+    """The message would name the port, which is taken, or the model, which does not exist."""
+    option = f"{flag}={value}" if flag.startswith("--") else f"{flag}{value}"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "no/such/model", "--port", str(taken.getsockname()[1]), option]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"ridgeline: {message}") and said.count("\n") == 1
 
@@ -155,11 +154,8 @@ def test_a_server_for_this_machine_alone_speaks_plain_http() -> None:
     assert (address.url(80), address.tls) == ("http://127.0.0.1:80", None)
 
 
-def test_files_of_tls_are_read_before_anything_loads(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ridgeline.cli.serve.begin", lambda *_: pytest.fail("the engine was started"))
-    assert main(["serve", str(tiny), *DUMMY, "--ssl-certfile", "/nowhere/cert.pem"]) == 2
+def test_files_of_tls_are_read_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "no/such/model", *DUMMY, "--ssl-certfile", "/nowhere/cert.pem"]) == 2
     assert "ssl_certfile: /nowhere/cert.pem cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
@@ -170,19 +166,18 @@ def test_the_printed_curl_line_is_a_request_that_works(tiny: Path) -> None:
         assert json.loads(done.stdout)["usage"]["prompt_tokens"] > 0
 
 
-def test_chat(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAgain\n/clear\nAfresh\n/exit\nnever\n"))
-    assert main(["chat", str(tiny), *DUMMY, "--max-tokens", "4"]) == 0
-    said = capsys.readouterr()
-    assert said.err.count("TTFT") == 3 and "tokens/s" in said.err
-    asked = [int(count) for count in re.findall(r"(\d+) tokens in \(", said.err)]
+def test_chat(tiny: Path) -> None:
+    typed = "Hello\n\nAgain\n/clear\nAfresh\n/exit\nnever\n"
+    ended = run("chat", str(tiny), *DUMMY, "--max-tokens", "4", typed=typed)
+    assert ended.returncode == 0 and ended.stderr.count("TTFT") == 3 and "tokens/s" in ended.stderr
+    asked = [int(count) for count in re.findall(r"(\d+) tokens in \(", ended.stderr)]
     assert asked[1] > asked[0] and asked[2] < asked[1]  # the second has the first before it, the third nothing
 
 
-def test_chat_without_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
-    assert "Cannot reach http://127.0.0.1:1: connection refused." in capsys.readouterr().err
+def test_chat_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = run("chat", "--url", "http://127.0.0.1:1", typed="Hello\n")
+    assert ended.returncode == 1
+    assert "Cannot reach http://127.0.0.1:1: connection refused." in ended.stderr
     for words, message in (
         (("--url", "http://x:port"), "not the address of a server"),
         (
@@ -228,20 +223,13 @@ def test_generate_says_which_prompts_cannot_run(tiny: Path, capsys: pytest.Captu
     assert bad["finish_reason"] == "refused" and "3000 tokens" in bad["error"] and bad["error"] in said.err
 
 
-def test_mistakes_have_one_line_and_status_2(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_have_one_line_and_status_2(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny), *DUMMY, "-p", "abc", "--temperature", "-1"]) == 2
     assert capsys.readouterr().err == "ridgeline: temperature is -1.0: give a number at least 0 and at most 100.\n"
 
-    def fails(given: Arguments) -> int:
-        (tmp_path / "file").touch()
-        (tmp_path / "file" / "x").mkdir()
-        return 0
-
-    monkeypatch.setattr("ridgeline.cli.collect_env.run", fails)
-    assert main(["collect-env"]) == 2
-    assert capsys.readouterr().err == f"ridgeline: {tmp_path / 'file' / 'x'}: Not a directory.\n"
+    long = tmp_path / ("x" * 300)
+    assert main(["roofline", "--on", "h200", "--svg", str(long)]) == 2
+    assert capsys.readouterr().err == f"ridgeline: {long}: File name too long.\n"
 
 
 def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,21 +242,18 @@ def test_fit(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(tiny), "--on", "abacus"]) == 2
 
 
-def test_fit_names_no_command_that_cannot_work(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ridgeline.hardware.probe.nvidia_gpus", lambda: ())
-    assert main(["fit", str(tiny), "--device", "cuda"]) == 2
-    said = capsys.readouterr()
-    assert "this machine has no GPU" in said.err and "fits" not in said.out
+def test_fit_names_no_command_that_cannot_work(tiny: Path) -> None:
+    ended = run("fit", str(tiny), "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 2
+    assert "this machine has no GPU" in ended.stderr and "fits" not in ended.stdout
     assert main(["fit", str(tiny), "--device", "cuda", "--on", "H100"]) == 0
 
 
-def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIDGELINE_API_KEY", "secret")
-    assert main(["collect-env"]) == 0
-    said = capsys.readouterr().out
-    assert "torch" in said and "memory" in said and "secret" not in said
+def test_collect_env() -> None:
+    ended = run("collect-env", RIDGELINE_API_KEY="secret")
+    assert ended.returncode == 0
+    assert "torch" in ended.stdout and "memory" in ended.stdout and "secret" not in ended.stdout
+    assert re.search(r"RIDGELINE_API_KEY +\*\*\*", ended.stdout)
 
 
 def test_speed_counts_tokens_after_the_first() -> None:

@@ -204,9 +204,9 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path: Path)
 
 @pytest.mark.parametrize("command", ["calibrate", "ladder", "compare", "roofline", "bench run"])
 def test_no_command_works_for_a_result_that_has_no_place(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ridgeline.engine.local.LocalEngine.start", lambda *given, **named: pytest.fail("it began"))
+    """The message would name the model, which does not exist, or the server, which nobody reaches."""
     file = tmp_path / "file"
     file.touch()
     words = {"compare": ["a", "b"], "roofline": ["--on", "h200"], "bench run": ["http://127.0.0.1:1"]}.get(command, [])

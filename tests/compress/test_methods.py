@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.compress import awq, smooth
-from ridgeline.compress.gptq import Order, gptq, inverse_factor
+from ridgeline.compress.gptq import BLOCK, Order, gptq, inverse_factor
 from ridgeline.compress.grid import Codes, Grid, ranges, refuse_odd, round_to_nearest, snap
 from ridgeline.compress.prune import Pattern, by_magnitude, sparsegpt, wanda
 from ridgeline.compress.statistics import Statistics, output_error
@@ -131,10 +131,11 @@ def test_gptq_is_the_sequence_of_least_squares(
     torch.testing.assert_close(found.codes.float(), by_least_squares(weight, seen.moment, grid, 0.01))
 
 
-def test_gptq_in_blocks_is_gptq_in_one(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, seen: Statistics) -> None:
-    whole = gptq(weight, seen.moment, Grid(3, 8))
-    monkeypatch.setattr("ridgeline.compress.gptq.BLOCK", 8)
-    assert torch.equal(gptq(weight, seen.moment, Grid(3, 8)).codes, whole.codes)
+def test_gptq_of_more_inputs_than_a_block_has() -> None:
+    chance, width = torch.Generator().manual_seed(6), BLOCK + 30
+    weight, tokens = torch.randn(3, width, generator=chance), torch.randn(4 * width, width, generator=chance)
+    moment, grid = tokens.T @ tokens / len(tokens), Grid(3, 0)
+    torch.testing.assert_close(gptq(weight, moment, grid).codes.float(), by_least_squares(weight, moment, grid, 0.01))
 
 
 @pytest.mark.parametrize("order", ["as stored", "static", "groups"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import ridgeline
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import ENVIRONMENT, option_fields, option_types, resolve, split_options
@@ -227,12 +231,18 @@ def test_a_name_that_comes_twice(tmp_path: Path, name: str, text: str) -> None:
         resolve({}, file=tmp_path / name)
 
 
-def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("port: 1")
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match="pyyaml"):
-        resolve({}, file=file)
+def test_yaml_without_pyyaml(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("port: 1")
+    program = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from pathlib import Path; from ridgeline.core.resolve import resolve\n"
+        "resolve({}, file=Path('a.yaml'))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(ridgeline.__file__).parents[1])}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ)
+    assert ended.returncode == 1
+    assert re.search(r"ConfigError: .*pyyaml", ended.stderr)
 
 
 def test_secrets_are_not_shown() -> None:

@@ -9,7 +9,7 @@ import pytest
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.resolve import resolve
-from ridgeline.core.sizing import GIB, Beside, MemoryPlan, hardware_defaults, size
+from ridgeline.core.sizing import GIB, DrafterMemory, MemoryPlan, hardware_defaults, size
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
 
@@ -82,7 +82,7 @@ def test_user_values_win() -> None:
 
 def test_what_others_hold_is_not_ours() -> None:
     alone = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
-    beside = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", beside=Beside(bytes=60 * GIB))
+    beside = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", beside=DrafterMemory(bytes=60 * GIB))
     assert beside.total_bytes <= 81 * GIB < alone.total_bytes
 
 

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.decoding import logprobs
 from ridgeline.decoding.logprobs import Ranked, rank, score, to_records
-from ridgeline.decoding.masks import TOO_EARLY, add_bias, apply_mask, hold_back, pack_allowed, read_mask
-from ridgeline.decoding.penalties import Said, apply_penalties
+from ridgeline.decoding.masks import (
+    EARLY_STOP_BIAS,
+    add_bias,
+    apply_mask,
+    pack_allowed,
+    read_mask,
+    suppress_stop_tokens,
+)
+from ridgeline.decoding.penalties import TokenHistory, apply_penalties
 
 VOCAB = 70
 
@@ -26,7 +32,9 @@ def test_penalties() -> None:
     tokens = ints([4, 4, 9, 5, 5, 5, 60, 60], [1, 2, 3, 3, 0, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7])
     known, prompt = [6, 4, 8], [3, 4, 0]
     presence, frequency, repetition = [0.5, 1.0, 0.0], [0.25, -1.0, 0.0], [1.5, 0.5, 1.0]
-    said = Said(tokens, ints(*known), ints(*prompt), *(torch.tensor(one) for one in (presence, frequency, repetition)))
+    said = TokenHistory(
+        tokens, ints(*known), ints(*prompt), *(torch.tensor(one) for one in (presence, frequency, repetition))
+    )
     given = logits()
     got = apply_penalties(given.clone(), said)
     for row in range(3):
@@ -66,8 +74,8 @@ def test_bias_adds_up() -> None:
 
 def test_ends_are_held_back_where_too_early() -> None:
     stops = ints([0, 5, -1, -1], [5, -1, -1, -1], [-1, -1, -1, -1])
-    got = hold_back(logits(), stops, torch.tensor([True, False, True]))
-    assert (got < TOO_EARLY / 2).nonzero().tolist() == [[0, 0], [0, 5]]
+    got = suppress_stop_tokens(logits(), stops, torch.tensor([True, False, True]))
+    assert (got < EARLY_STOP_BIAS / 2).nonzero().tolist() == [[0, 0], [0, 5]]
     assert torch.equal(got[1:], logits()[1:])
 
 
@@ -85,7 +93,7 @@ def test_logprobs() -> None:
     assert records[0].top_logprobs == pytest.approx(expected[0].topk(5).values.tolist(), abs=1e-5)
 
 
-def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_pieces_are_the_same() -> None:
     hidden, token = logits(10), ints(*range(10))
     seen: list[int] = []
 
@@ -94,8 +102,7 @@ def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return part
 
     whole = score(logits_of, hidden, token, 3, VOCAB)
-    monkeypatch.setattr(logprobs, "SCORE_BYTES", 4 * VOCAB * 4)
-    pieces = score(logits_of, hidden, token, 3, VOCAB)
+    pieces = score(logits_of, hidden, token, 3, VOCAB, most_bytes=4 * VOCAB * 4)
     assert seen == [10, 4, 4, 2]
     for name in Ranked._fields:
         assert torch.equal(getattr(whole, name), getattr(pieces, name))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ridgeline.core.plan import StepResult, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout, kv_layout
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -88,8 +89,23 @@ class Engine:
     model: LoadedModel | None = None
 
 
+class Recorded:
+    """A runner that keeps the results that were collected."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.results: list[StepResult] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def collect(self) -> StepResult:
+        self.results.append(self._runner.collect())
+        return self.results[-1]
+
+
 class DeviceBench:
-    """Scheduler, loop and a real runner. Collects what each choice was told."""
+    """Scheduler, loop and a real runner. Collects what each choice was told, and in `results` what each step gave."""
 
     def __init__(self, family: str = "llama-gqa", **facts: object) -> None:
         how = Engine(family, **facts)  # type: ignore[arg-type]
@@ -100,7 +116,9 @@ class DeviceBench:
         self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.speculation)
         sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, drafts=how.drafts)
         self.runner = make_runner(self.model, sizes, how.drafter)
-        self.loop = Loop(self.scheduler, self.runner, steps_in_flight=how.depth, clock=lambda: 0.0)
+        recorded: Any = Recorded(self.runner)
+        self.results: list[StepResult] = recorded.results
+        self.loop = Loop(self.scheduler, recorded, steps_in_flight=how.depth, clock=lambda: 0.0)
         self.how = how
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
@@ -116,8 +134,8 @@ class DeviceBench:
         with torch.inference_mode():
             step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
             sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, True, how.drafts, host_drafts)
-            self.runner.steps = GraphSteps(step, sizes, capture)
-            self.runner.steps.capture(lambda stage, done, total: None)
+            self.runner.executor = GraphExecutor(step, sizes, capture)
+            self.runner.executor.capture(lambda stage, done, total: None)
 
     def submit(
         self,

@@ -6,15 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeline.engine import graphs
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.ngram import NGram
-from ridgeline.speculation.speculator import Speculator
-from tests.engine.runners import PROMPT, DeviceBench, alone
-from tests.engine.test_drafters import drafters, speculating
+from ridgeline.speculation.recycling import Recycling
+from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from tests.engine.runners import PROMPT, DeviceBench, alone, pair
+from tests.engine.test_drafters import Scripted, drafters, speculating
 
 ROWS, TOKENS = 6, 32
 
@@ -81,10 +83,9 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     read every token."""
     monkeypatch.setattr(graphs, "UNREAD_TOKENS", tokens)
     drafter, shape = drafters("llama-gqa")["itself"]
-    asked = iter([3, 0, 0, 0, 0, 3, 0, 0, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
+    controller = Scripted((0, 1, 3), [3, 0, 0, 0, 0, 3, 0, 0, 1, 1, 0, 3, 3] * 9)
     bench = DeviceBench(
-        speculation=Speculator(None, shape, Controller((0, 1, 3))),
+        speculation=Speculator(None, shape, controller),
         drafter=drafter,
         drafts=(0, 1, 3),
         step_tokens=TOKENS,
@@ -103,31 +104,31 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     assert "read" in recorder.replayed
 
 
-def test_a_drafter_learns_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+class Seeing(Recycling):
+    """Counts the steps whose logits it was shown."""
+
+    seen = 0
+
+    def see(self, *given: Any) -> None:
+        self.seen += 1
+        super().see(*given)
+
+
+def test_a_drafter_learns_from_graphs() -> None:
     """They hold what shows it the logits."""
-    seen: list[int] = []
-    bench = speculating("llama-gqa", "recycling", step_tokens=TOKENS)
-    drafter = bench.how.drafter
-    see = type(drafter).see
-    monkeypatch.setattr(type(drafter), "see", lambda *given: (seen.append(1), see(*given))[1])
+    drafter = Seeing(pair("llama-gqa")[1].spec.vocab_size, torch.device("cpu"))
+    speculation = Speculator(None, DeviceTraits(9, drafter.parents[:9]), Controller((0, 9), fixed=True))
+    bench = DeviceBench(speculation=speculation, drafter=drafter, drafts=(0, 9), step_tokens=TOKENS)
     with_graphs(bench)
-    seen.clear()
+    drafter.seen = 0
     bench.submit("a", PROMPT * 2, max_tokens=20)
     bench.run()
-    assert seen
+    assert drafter.seen
 
 
-def test_steps_of_a_draft_model_are_captured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_draft_model_are_captured_on_a_cpu() -> None:
     """While it has read everything. fresh: the first two of a shape."""
     bench = speculating("llama-gqa", "itself", step_tokens=TOKENS)
-    collect, fresh = bench.runner.collect, list[bool]()
-
-    def noted() -> Any:
-        result = collect()
-        fresh.append(result.fresh)
-        return result
-
-    monkeypatch.setattr(bench.runner, "collect", noted)
     bench.submit("a", PROMPT * 2, max_tokens=30)
     bench.run()
-    assert 2 <= sum(fresh) < len(fresh)
+    assert 2 <= sum(result.fresh for result in bench.results) < len(bench.results)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import cycle, repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ import torch
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.core.draft import NOTHING, Draft
 from ridgeline.core.events import StepCounts
-from ridgeline.engine.request import Request
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.device import Behind, DeviceDrafter
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.draft_model import DraftModel
+from ridgeline.speculation.guest import RequestView
 from ridgeline.speculation.heads import MedusaHeads, tree
 from ridgeline.speculation.medusa import Medusa
 from ridgeline.speculation.recurrent import UNMEASURED, Recurrent, load_recurrent
@@ -65,6 +66,54 @@ def speculating(family: str, name: str, nodes: tuple[int, ...] | None = None, **
     return DeviceBench(family, speculation=speculation, drafter=drafter, drafts=sizes, **facts)
 
 
+class Scripted(Controller):
+    """A controller that asks for given numbers of nodes, and notes of how many it learns."""
+
+    def __init__(self, sizes: Sequence[int], asked: Iterable[int] | None = None) -> None:
+        super().__init__(tuple(sizes), fixed=asked is None)
+        self._asked = None if asked is None else iter(asked)
+        self.learned: list[int] = []
+
+    def choose(self, rows: int, most: int) -> int:
+        return super().choose(rows, most) if self._asked is None else next(self._asked)
+
+    def observe(self, nodes: int, kept: list[int]) -> None:
+        self.learned.append(nodes)
+        super().observe(nodes, kept)
+
+
+class Judged(DeviceDrafter):
+    """The recurrent draft, whose draft of each step is worth verifying to the given number of nodes."""
+
+    def __init__(self, inner: DeviceDrafter, worth: Iterable[int]) -> None:
+        self._inner, self._worth = inner, iter(worth)
+        self.layers, self.attended, self.parents = inner.layers, inner.attended, inner.parents
+
+    def draft(self, behind: DraftRows, count: int, views: Views) -> torch.Tensor:
+        self._inner.draft(behind, count, views)
+        return torch.full((len(behind.rows),), next(self._worth), dtype=torch.int32)
+
+
+class Noted(StepCounts):
+    """seen: numbers of nodes that were verified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        self.seen.add(drafted)
+        super().verified(drafted, accepted)
+
+
+class Partly(Speculator):
+    """Drops drafts of two nodes, as if a host drafter had more to say and that came to nothing."""
+
+    def propose(self, request: RequestView, nodes: int) -> Draft:
+        found = super().propose(request, nodes)
+        return NOTHING if len(found.tokens) == 2 else found
+
+
 @pytest.mark.parametrize(
     ("family", "depth"),
     [
@@ -105,12 +154,10 @@ def test_a_draft_that_is_the_target_is_always_right(family: str, depth: int) -> 
     assert counts.accepted >= counts.drafted - 2 * 3 > 0
 
 
-def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_reads_what_was_said_while_it_was_off() -> None:
     """Sizes change from step to step, so drafting pauses and goes on."""
     drafter, shape = drafters("llama-gqa")["itself"]
-    controller = Controller((0, 1, 3))
-    asked = iter([3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
-    monkeypatch.setattr(Controller, "choose", lambda self, rows, most: next(asked))
+    controller = Scripted((0, 1, 3), [3, 0, 0, 0, 3, 1, 1, 0, 3, 3] * 9)
     bench = DeviceBench(speculation=Speculator(None, shape, controller), drafter=drafter, depth=1)
     bench.submit("one", max_tokens=60)
     bench.run()
@@ -118,56 +165,30 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(monkeypatch: pytest.
     assert bench.scheduler.counts.accepted >= bench.scheduler.counts.drafted - 3 > 0
 
 
+def judged(worth: Iterable[int], speculator: type[Speculator] = Speculator) -> tuple[DeviceBench, Scripted]:
+    """A bench whose recurrent draft has four nodes in every step, and its controller."""
+    drafter, shape = drafters("llama-gqa")["recurrent"]
+    controller = Scripted((0, shape.max_nodes))
+    speculation = speculator(None, shape, controller)
+    return DeviceBench(speculation=speculation, drafter=Judged(drafter, worth), drafts=controller.sizes), controller
+
+
 @pytest.mark.parametrize("worth", [0, 2])
-def test_no_more_is_verified_than_is_worth_it(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_verified_than_is_worth_it(worth: int) -> None:
     """Of four nodes that are drafted in every step; the controller learns that the others are never kept."""
-    bench, seen, learned = speculating("llama-gqa", "recurrent"), set[int](), list[int]()
-    draft, verified, learn = Recurrent.draft, StepCounts.verified, Controller.observe
-
-    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
-        draft(self, behind, *facts)
-        return torch.full((len(behind.rows),), worth, dtype=torch.int32)
-
-    def counted(self: StepCounts, nodes: int, accepted: int) -> None:
-        seen.add(nodes)
-        verified(self, nodes, accepted)
-
-    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
-        learned.append(nodes)
-        learn(self, nodes, kept)
-
-    monkeypatch.setattr(Recurrent, "draft", drafted)
-    monkeypatch.setattr(StepCounts, "verified", counted)
-    monkeypatch.setattr(Controller, "observe", learns)
+    bench, controller = judged(repeat(worth))
+    bench.scheduler.counts = counts = Noted()
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
-    assert seen == ({worth} if worth else set()), "fewer only where an answer ends"
-    assert set(learned) == {4}, "those that were cut among them"
+    assert counts.seen == ({worth} if worth else set()), "fewer only where an answer ends"
+    assert set(controller.learned) == {4}, "those that were cut among them"
 
 
-def test_a_cut_is_forgotten_with_the_draft_it_was_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_is_forgotten_with_the_draft_it_was_made_to() -> None:
     """A draft that is cut and never verified, as a host drafter has more to say, leaves the next one whole."""
-    bench, learned = speculating("llama-gqa", "recurrent"), list[int]()
-    draft, propose, learn = Recurrent.draft, Speculator.propose, Controller.observe
-    steps = iter(range(1000))
-
-    def drafted(self: Recurrent, behind: Behind, *facts: Any) -> torch.Tensor:
-        draft(self, behind, *facts)
-        return torch.full((len(behind.rows),), (2, 4, 3)[next(steps) % 3], dtype=torch.int32)
-
-    def proposes(self: Speculator, request: Request, most: int) -> Draft:
-        found = propose(self, request, most)
-        return NOTHING if len(found.tokens) == 2 else found
-
-    def learns(self: Controller, nodes: int, kept: list[int]) -> None:
-        learned.append(nodes)
-        learn(self, nodes, kept)
-
-    monkeypatch.setattr(Recurrent, "draft", drafted)
-    monkeypatch.setattr(Speculator, "propose", proposes)
-    monkeypatch.setattr(Controller, "observe", learns)
+    bench, controller = judged(cycle((2, 4, 3)), Partly)
     bench.submit("one", PROMPT)
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
-    assert len(learned) > 5 and set(learned) == {4}
+    assert len(controller.learned) > 5 and set(controller.learned) == {4}

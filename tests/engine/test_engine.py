@@ -8,12 +8,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ridgeline.core.events import LateWork, StepCounts, Update
-from ridgeline.engine.account import Account, Accounted
+from ridgeline.engine.account import Accounted
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
@@ -33,7 +34,7 @@ def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
     assert all(not delta.finish for delta in news[:-1])
 
 
-def test_a_record_has_each_figure_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_has_each_figure_in_its_place() -> None:
     """They are told apart by their order alone."""
     engine = make(depth=0)
     for number in range(5):
@@ -46,9 +47,9 @@ def test_a_record_has_each_figure_in_its_place(monkeypatch: pytest.MonkeyPatch) 
     counts = StepCounts(**{name: next(figures) for name in names})  # type: ignore[arg-type]
     scheduler.counts = counts
     account = Accounted(*(float(next(figures)) for _ in range(4)))
-    monkeypatch.setattr(Account, "step", lambda *_: account)
     late = [LateWork("compile", "kernel", 1.0)]
-    monkeypatch.setattr(engine.setup.late, "take", lambda: late)
+    parts: Any = {"account": SimpleNamespace(step=lambda *_: account), "late": SimpleNamespace(take=lambda: late)}
+    engine.setup = dataclasses.replace(engine.setup, **parts)
     loop.plan_s, loop.commit_s, engine.reply_s, loop.device_s, loop.idle_s = (float(next(figures)) for _ in range(5))
     engine._waste_inside, engine._waste_between = 0.25, 0.5
     record = engine._stats(1)
@@ -176,10 +177,10 @@ def test_who_waits_for_a_batch_is_counted_before_it_opens() -> None:
     engine.handle(submit("a", [1, 2], max_tokens=2))
     frame = engine.turn()
     assert frame is not None and frame.stats is not None and (frame.stats.waiting, frame.stats.steps) == (1, 0)
-    assert engine.turn() is None and 9 < engine.loop.rest() < 10
+    assert engine.turn() is None and 9 < engine.loop.wait_seconds() < 10
 
 
-def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_engine_sleeps_until_a_batch_opens() -> None:
     engine = make(batching="dynamic:2,2500")
     clock = engine.loop._clock
     slept: list[float] = []
@@ -188,21 +189,19 @@ def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyP
         slept.append(seconds)
         clock.now += seconds  # type: ignore[attr-defined]
 
-    monkeypatch.setattr("ridgeline.engine.local.time.sleep", sleep)
-    news = list(LocalEngine(engine).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
+    news = list(LocalEngine(engine, sleep=sleep).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
     assert news[-1].finish == "length"
     assert len(slept) <= 2 and 2.4 < sum(slept) < 2.5
-    assert engine.loop.rest() == math.inf
+    assert engine.loop.wait_seconds() == math.inf
 
 
-def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_does_not_stop_the_pulse() -> None:
     """Beats go out while the loop is held up in one step, and tell that it does not turn."""
-    monkeypatch.setattr("ridgeline.engine.process.BEAT_S", 0.005)
     ours, theirs = socket.socketpair()
     engine = make()
     launch, go = engine.loop.runner.launch, threading.Event()
     engine.loop.runner.launch = lambda plan: (go.wait(20), launch(plan))[1]  # type: ignore[method-assign]
-    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs)), daemon=True)
+    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs), 0.005), daemon=True)
     thread.start()
     ours.settimeout(20)
     ours.sendall(encode(submit("a", [1, 2, 3], max_tokens=1, ignore_eos=True)))

@@ -56,7 +56,9 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does() -> None:
     engine.handle(submit("free", [1, 2], max_tokens=30, ignore_eos=True))
     news = [delta for _ in range(20) if (frame := engine.turn()) for delta in frame.each()]
     assert {delta.id for delta in news} == {"free"} and not engine.idle
-    assert 0 < engine.rest() < 0.1 or engine.loop.rest() == 0, "the loop may not sleep until a message comes"
+    assert 0 < engine.wait_seconds() < 0.1 or engine.loop.wait_seconds() == 0, (
+        "the loop may not sleep until a message comes"
+    )
     grammars.finish(grammar)
     news = [delta for _ in range(30) if (frame := engine.turn()) for delta in frame.each()]
     bound = [delta for delta in news if delta.id == "bound"]
@@ -66,9 +68,9 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does() -> None:
 def test_an_engine_with_nothing_but_a_grammar_to_wait_for_looks_again_soon() -> None:
     engine = make()
     engine.setup = dataclasses.replace(engine.setup, grammars=Grammars(at_once=False))
-    assert engine.rest() == math.inf
+    assert engine.wait_seconds() == math.inf
     engine.handle(submit("a", [1], max_tokens=2, grammar=Grammar("regex", "x")))
-    assert engine.turn() is None and 0 < engine.rest() < 0.1 and not engine.idle
+    assert engine.turn() is None and 0 < engine.wait_seconds() < 0.1 and not engine.idle
 
 
 def test_a_cancel_reaches_a_request_that_waits_for_its_grammar() -> None:
@@ -115,7 +117,7 @@ def test_a_slow_mask_holds_up_its_own_request_only() -> None:
     engine.handle(submit("free", [1, 2], max_tokens=8, ignore_eos=True))
     news = [delta for _ in range(20) if (frame := engine.turn()) for delta in frame.each()]
     assert sum(len(delta.tokens) for delta in news if delta.id == "free") == 8
-    assert len(state.seen) == 1 and engine.turn() is None and 0 < engine.rest() < 0.1
+    assert len(state.seen) == 1 and engine.turn() is None and 0 < engine.wait_seconds() < 0.1
     state.ready = True
     news = [delta for _ in range(20) if (frame := engine.turn()) for delta in frame.each()]
     assert news[-1].finish == "stop" and len(state.seen) == 3 and engine.idle

@@ -137,7 +137,7 @@ def test_a_heart_that_turns_without_moving_anything_shows_no_progress() -> None:
 
         def plan(self, now: float) -> None: ...
 
-        def rest(self, now: float) -> float:
+        def wait_seconds(self, now: float) -> float:
             return self.due
 
         def take_updates(self) -> list[object]:

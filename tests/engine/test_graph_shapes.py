@@ -9,29 +9,31 @@ import torch
 
 from ridgeline.engine import graph_shapes
 from ridgeline.engine.graph_shapes import buckets, draft_shapes, mixed_shapes
-from ridgeline.engine.graphs import GraphSteps
-from ridgeline.engine.shape import StepShape
+from ridgeline.engine.graphs import GraphExecutor
+from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
-from tests.engine.runners import make_step, pair
+from tests.engine.runners import MAX_LEN, PAGE, make_runner, make_step, pair
 from tests.engine.test_runner_plans import sizes
 
 
-def test_no_graph_is_captured_twice_where_all_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step(pair("llama-gqa")[1])
+def test_no_graph_is_captured_twice_where_all_contexts_are_short() -> None:
+    model = pair("llama-gqa")[1]
+    room = make_step(model).longest - MAX_LEN  # for drafts, behind the longest context
 
     def captured(longest: int) -> int:
         totals: list[int] = []
-        monkeypatch.setattr(step, "longest", longest)
+        step = make_step(model, make_runner(model, Sizes(6, 64, longest - room, 200)))
+        assert step.longest == longest
         with torch.inference_mode():
-            GraphSteps(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
+            GraphExecutor(step, sizes(6, 16), Uncaptured).capture(lambda stage, done, total: totals.append(total))
         return totals[-1]
 
-    assert captured(SHORT + 1) == captured(SHORT) + 2, "one and two rows have another for longer ones"
+    assert captured(SHORT + PAGE) == captured(SHORT) + 2, "one and two rows have another for longer ones"
 
 
 def test_which_steps_have_a_graph() -> None:
-    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
+    graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
 
     def padded(tokens: int, rows: int, width: int = 1) -> StepShape | None:
         return graphs.padded(StepShape(rows, rows, tokens, tokens, width), plain=True)
@@ -44,24 +46,27 @@ def test_which_steps_have_a_graph() -> None:
     assert padded(20, 4, width=3) is None
 
 
-def test_which_mixed_steps_of_many_rows_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_mixed_steps_of_many_rows_have_a_graph() -> None:
     spec = pair("llama-gqa")[1].spec
 
-    def shapes(tokens: int, quantization: str = "") -> list[StepShape]:
-        of = replace(spec, quantization=quantization)
+    def shapes(tokens: int, quantization: str = "", most: int = 10_000) -> list[StepShape]:
+        """most: query tokens whose feed-forward products are as much work as a graph may have."""
+        wide = tuple(replace(layer, d_ff=graph_shapes.CROWDED_WORK // (most * 1024)) for layer in spec.layers)
+        of = replace(spec, d_model=1024, layers=wide, quantization=quantization)
         return [shape for shape in mixed_shapes(sizes(64, tokens), of) if shape.tokens > 128]
 
     assert shapes(255) == [StepShape.mixed(33, 192)], "few tokens"
     found = [(shape.tokens, shape.rows) for shape in shapes(400)]
     assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
-    monkeypatch.setattr(graph_shapes, "CROWDED_WORK", 300 * spec.d_model * spec.layers[0].d_ff)
-    assert [shape.tokens for shape in shapes(400) if shape.rows == 65] == [256], "the device takes longer than Python"
-    found_of = [[shape.tokens for shape in shapes(400, name) if shape.rows == 65] for name in ("int8", "fp8")]
+    assert [shape.tokens for shape in shapes(400, most=300) if shape.rows == 65] == [256], (
+        "the device takes longer than Python"
+    )
+    found_of = [[shape.tokens for shape in shapes(400, name, most=300) if shape.rows == 65] for name in ("int8", "fp8")]
     assert found_of == [[256], [256, 384, 400]], "with inputs of 8 bits it takes half the time"
 
 
 def test_which_steps_with_drafts_have_a_graph() -> None:
-    graphs = GraphSteps(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
+    graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
 
     def padded(tokens: int, rows: int, width: int, tree: bool = False, plain: bool = True) -> StepShape | None:
         return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), plain)

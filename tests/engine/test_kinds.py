@@ -1,4 +1,4 @@
-"""Rehearsing one layer of each kind calls the same operations, with tensors of the same form, as rehearsing all."""
+"""Warm-up through one layer of each kind calls the same operations, with tensors of the same form, as through all layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ridgeline.core.config import ModelConfig
-from ridgeline.engine.rehearsal import rehearse
+from ridgeline.engine.warm_up import warm_up_forward
 from ridgeline.models.build import build
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView
@@ -59,13 +59,13 @@ def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
         )
         model = build(Path(name), model=ModelConfig(max_model_len=192), ops=ops, device=torch.device("cpu"))
     step = make_step(model)
-    few = step.of_each_kind()
+    few = step.one_layer_of_each_kind()
     assert len(few.decoder.layers) < len(step.decoder.layers)
     seen = []
     with torch.inference_mode():
         for one in (step, few):
             noted.clear()
-            rehearse(one, [1, 20, 7])
+            warm_up_forward(one, [1, 20, 7])
             seen.append(set(noted))
     assert seen[0] == seen[1] and seen[0]
     assert len(step.decoder.layers) == len(model.spec.layers)

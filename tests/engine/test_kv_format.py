@@ -67,7 +67,7 @@ def normed(folder: Path, ops: Ops) -> LoadedModel:
     parts = Build(spec, ops, PlainFormat(ops.matmul.plain, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU)
     made = Decoder(parts, spec.max_len)
     load_checkpoint(made, folder)
-    made.settle()
+    made.finish_loading()
     return replace(model, spec=spec, decoder=made, ops=ops)
 
 

@@ -160,7 +160,7 @@ def test_nobody_spins_while_all_wait() -> None:
     bench.host.keep(PROMPT)
     bench.submit("loads", PROMPT, max_tokens=5)
     bench.turn()
-    assert (bench.late.empty, bench.scheduler.rest(0.0)) == (1, 0.0005)
+    assert (bench.late.empty, bench.scheduler.wait_seconds(0.0)) == (1, 0.0005)
     now = bench.clock.now
     asking = bench.scheduler.plan(now)
     assert asking is not None and not asking.rows

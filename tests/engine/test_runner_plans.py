@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ from ridgeline.engine import graph_shapes
 from ridgeline.engine.batch import Batch, unpack
 from ridgeline.engine.catch_up import reading, unread_steps
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.execute import EagerSteps
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine.executor import Executor
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import rehearse_all
 from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import Sizes, StepShape
+from ridgeline.engine.warm_up import warm_up_kernels
+from ridgeline.models.build import LoadedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import SHORT
+from ridgeline.speculation.device import NoDrafter
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, make_runner, make_step, pair, run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,6 +64,33 @@ def plan(step: int, *shares: tuple[int, int, int, bool], **more: object) -> Step
 
 def sizes(rows: int, tokens: int, drafts: tuple[int, ...] = (), host_drafts: int = 0) -> Sizes:
     return Sizes(rows, tokens, 100, 20, drafts=drafts, host_drafts=host_drafts)
+
+
+class Watched:
+    """A decoder that notes how many hidden states its head multiplies, and whose forward pass fails while it is `broken`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.multiplied: list[int] = []
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        if self.broken:
+            raise torch.OutOfMemoryError("no memory left")
+        return self._decoder.forward(*given)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.multiplied.append(len(hidden))
+        return self._decoder.logits(hidden)
+
+
+def watched_model() -> tuple[LoadedModel, Watched]:
+    model = pair("llama-gqa")[1]
+    decoder: Any = Watched(model.decoder)
+    return replace(model, decoder=decoder), decoder
 
 
 @pytest.fixture
@@ -150,24 +180,18 @@ def test_drafts_by_hand(runner: Runner) -> None:
     assert list(run_plan(runner, plan(3, (1, 1, 1, True))).tokens) == expected[4:5]
 
 
-def test_beside_a_prompt_the_head_multiplies_what_a_row_has(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_prompt_the_head_multiplies_what_a_row_has() -> None:
     """Not as many hidden states of each row as the longest draft has nodes."""
     expected = alone(max_tokens=6)
-    multiplied: list[int] = []
-    logits = Decoder.logits
-
-    def noted(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        multiplied.append(len(hidden))
-        return logits(self, hidden)
-
-    monkeypatch.setattr(Decoder, "logits", noted)
+    model, decoder = watched_model()
+    runner = make_runner(model)
     start(runner)
     shares = (3, 1, 4, False), (2, 1, len(PROMPT), True), (1, 1, 4, True)
     made = plan(2, *shares, joins=[join(2), join(3)], pages=[*pages(2, 10), *pages(3, 20)])
     made.n_draft[2], made.drafts = 3, array("i", [expected[1], expected[2], 0])
     result = run_plan(runner, made)
     assert list(result.counts) == [0, 1, 3] and list(result.tokens) == [expected[0], *expected[1:4]]
-    assert multiplied == [1, 1 + 4]
+    assert decoder.multiplied == [1, 1 + 4]
     assert list(run_plan(runner, plan(3, (3, 1, 7, True))).tokens) == expected[:1]
 
 
@@ -243,15 +267,13 @@ def test_a_refused_plan_still_moves_pages(runner: Runner) -> None:
     assert list(run_plan(runner, plan(2, (1, 1, len(PROMPT), True))).tokens) == alone(max_tokens=1)
 
 
-def test_a_failing_model_fails_its_step_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_model_fails_its_step_alone() -> None:
+    model, decoder = watched_model()
+    runner = make_runner(model)
     start(runner)
-
-    def explode(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no memory left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "forward", explode)
-        broken = run_plan(runner, plan(2, (1, 1, 1, True)))
+    decoder.broken = True
+    broken = run_plan(runner, plan(2, (1, 1, 1, True)))
+    decoder.broken = False
     assert broken.error is not None and "no memory left" in broken.error
     assert start(runner, row=2, first=40) == alone(max_tokens=1)
 
@@ -271,17 +293,12 @@ def test_a_lost_device_ends_the_engine_with_the_reason(runner: Runner, monkeypat
         runner.launch(plan(2, (1, 1, 1, True)))
 
 
-def test_lost_changes_fail_the_rows_they_concern(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the upload itself fails, the rows it was for must not go on with stale tables."""
+def test_lost_changes_fail_the_rows_they_concern(runner: Runner) -> None:
+    """If the upload itself fails, here by a page that no table has, the rows it was for must not go on with stale tables."""
     start(runner)
-
-    def explode(*_: object) -> None:
-        raise RuntimeError("the copy failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(runner.rows), "write_changes", explode)
-        lost = plan(2, (1, 1, 1, True), joins=[join(2), join(3)], pages=pages(2, 10))
-        assert "the copy failed" in (run_plan(runner, lost).error or "")
+    nowhere = [2, 0, 1 << 28, 9]
+    lost = plan(2, (1, 1, 1, True), joins=[join(2), join(3)], pages=[*pages(2, 10), *nowhere])
+    assert "out of bounds" in (run_plan(runner, lost).error or "")
     behind = plan(3, (2, 1, 11, True), (1, 1, 1, True), (4, 1, 11, True), joins=[join(4)], pages=pages(4, 20))
     result = run_plan(runner, behind)
     assert result.error is None and list(result.lost) == [0]
@@ -372,20 +389,22 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
 
 
-def test_few_rows_have_graphs_for_shorter_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step(pair("llama-gqa")[1])
+def test_few_rows_have_graphs_for_shorter_contexts() -> None:
     seen: list[int] = []
 
-    def forward(batch: Batch, longest: int) -> torch.Tensor:
-        seen.append(longest)
-        return DeviceStep.forward(step, batch, longest)
+    class Noted(DeviceStep):
+        def forward(self, batch: Batch, longest: int) -> torch.Tensor:
+            seen.append(longest)
+            return super().forward(batch, longest)
 
-    monkeypatch.setattr(step, "forward", forward)
-    most = SHORT + 9
-    monkeypatch.setattr(step, "longest", most)
+    model = pair("llama-gqa")[1]
+    runner = make_runner(model, Sizes(6, 64, SHORT + 9, 200))
+    step = Noted(model, runner.rows, runner.store, 64, NoDrafter())
+    most = step.longest
+    assert most > SHORT
     cases = ((1, SHORT, SHORT), (1, SHORT + 1, most), (2, SHORT, SHORT), (2, most, most), (6, 3, most))
     with torch.inference_mode():
-        graphs = GraphSteps(step, sizes(6, 64), Uncaptured)
+        graphs = GraphExecutor(step, sizes(6, 64), Uncaptured)
         graphs.capture(lambda stage, done, total: None)
         for rows, bound, longest in cases:
             decode = plan(1, *((0, 0, 1, True) for _ in range(rows)), bound=bound)
@@ -403,13 +422,13 @@ def test_steps_too_small_for_mixed_graphs_have_those_that_decode() -> None:
     assert bench.tokens["a", 0] == alone(PROMPT, max_tokens=6)
 
 
-def test_a_rehearsal_changes_nothing(runner: Runner) -> None:
+def test_warm_up_changes_nothing(runner: Runner) -> None:
     before = start(runner), runner.rows.ints.clone(), runner.rows.tokens.clone()
     step = make_step(pair("llama-gqa")[1], runner)
     with torch.inference_mode():
         for rows, tokens in ((6, 64), (3, 40), (1, 3)):
             held = Sizes(rows, tokens, 20, 20, host_drafts=5)
-            rehearse_all(step, EagerSteps(step), held, lambda *_: None)
+            warm_up_kernels(step, Executor(step), held, lambda *_: None)
     assert torch.equal(runner.rows.ints, before[1]) and torch.equal(runner.rows.tokens, before[2])
     assert before[0] + list(run_plan(runner, plan(2, (1, 1, 1, True))).tokens) == alone(max_tokens=2)
 
@@ -424,21 +443,17 @@ def test_a_lost_row_has_nothing_to_read(runner: Runner) -> None:
     assert (shape.rows, shape.tokens) == (1, 3) and packed[0] == 1
 
 
-def test_chunks_need_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_need_no_logits() -> None:
     """In graphs as without: a step in which nobody draws does not run the head for its padding."""
     counts: list[int] = []
-    logits = Decoder.logits
     for graphs in (True, False):
-        bench = DeviceBench(rows=3, step_tokens=16)
+        model, decoder = watched_model()
+        bench = DeviceBench(rows=3, step_tokens=16, model=model)
         if graphs:
             bench.use_graphs(Uncaptured)
-        seen: list[int] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Decoder, "logits", lambda self, hidden, seen=seen: seen.append(len(hidden)) or logits(self, hidden)
-            )
-            bench.submit("a", PROMPT * 5, max_tokens=1)
-            bench.run()
-        counts.append(len(seen))
+        decoder.multiplied.clear()
+        bench.submit("a", PROMPT * 5, max_tokens=1)
+        bench.run()
+        counts.append(len(decoder.multiplied))
         assert bench.tokens["a", 0] == alone(PROMPT * 5, max_tokens=1)
     assert counts == [1, 1]

@@ -31,10 +31,9 @@ def test_joules_between_readings_and_over_a_wrap() -> None:
     assert meter.take(0.1) == 850.0
 
 
-def test_an_estimate_gives_an_idle_device_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(power, "RAPL", tmp_path)
+def test_an_estimate_gives_an_idle_device_less(tmp_path: Path) -> None:
     clock = Clock()
-    counter = power_counter("cpu", watts=100.0)
+    counter = power_counter("cpu", watts=100.0, rapl=tmp_path)
     assert counter.kind == "estimate"
     meter = Meter(counter, clock)
     clock.now += 10
@@ -43,14 +42,13 @@ def test_an_estimate_gives_an_idle_device_less(monkeypatch: pytest.MonkeyPatch, 
     assert meter.take(0.0) == pytest.approx(100 * power.IDLE_SHARE * 10)
 
 
-def test_rapl_sums_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rapl_sums_its_packages(tmp_path: Path) -> None:
     for index in range(2):
         package = tmp_path / f"intel-rapl:{index}"
         package.mkdir()
         (package / "energy_uj").write_text("2500000\n")
         (package / "max_energy_range_uj").write_text("8000000\n")
-    monkeypatch.setattr(power, "RAPL", tmp_path)
-    counter = power_counter("cpu", watts=100.0)
+    counter = power_counter("cpu", watts=100.0, rapl=tmp_path)
     assert (counter.kind, counter.read(0, 0), counter.wraps) == ("rapl", 5.0, 16.0)
 
 

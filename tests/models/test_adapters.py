@@ -89,7 +89,7 @@ def model(factors: Sequence[float]) -> tuple[LoadedModel, ScaledFormat]:
     form = ScaledFormat(PlainFormat(REFERENCE.matmul.plain, torch.float32, CPU), torch.tensor(factors))
     decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, torch.float32, CPU), spec.max_len)
     load_dummy(decoder, ModelConfig().seed)
-    decoder.settle()
+    decoder.finish_loading()
     return LoadedModel(spec, decoder, GenerationDefaults(), REFERENCE), form
 
 

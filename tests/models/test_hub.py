@@ -22,8 +22,8 @@ from ridgeline.models import hub
 ANSWER = SimpleNamespace(headers={}, request=None)
 
 
-def test_folder_wins(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+def test_folder_wins(tmp_path):
+    """The hub would refuse such a name."""
     (tmp_path / "config.json").write_text("{}")
     assert hub.resolve_model(ModelConfig(model=str(tmp_path))) == tmp_path
 
@@ -37,19 +37,18 @@ def test_bad_paths(name, said, tmp_path):
         hub.resolve_model(ModelConfig(model=f"{tmp_path}/{name}"))
 
 
-def test_only_what_is_needed_is_downloaded(monkeypatch):
+def test_only_what_is_needed_is_downloaded():
     asked = {}
 
     def download(name, **options):
         asked.update(options, name=name)
         return "/cache/model"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    found = hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
+    found = hub.resolve_model(ModelConfig(model="org/model", revision="v2"), snapshot=download)
     assert found == Path("/cache/model")
     assert asked["name"] == "org/model" and asked["revision"] == "v2"
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
-    hub.resolve_model(ModelConfig(model="org/model", load_format="dummy"))
+    hub.resolve_model(ModelConfig(model="org/model", load_format="dummy"), snapshot=download)
     assert "*.safetensors" not in asked["allow_patterns"]
 
 
@@ -64,18 +63,16 @@ def test_only_what_is_needed_is_downloaded(monkeypatch):
         (HTTPError("no route"), "hf download org/model"),
     ],
 )
-def test_errors_name_the_remedy(error, said, monkeypatch):
+def test_errors_name_the_remedy(error, said):
     def download(*_, **__):
         raise error
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match=said):
-        hub.resolve_model(ModelConfig(model="org/model", revision="v2"))
+        hub.resolve_model(ModelConfig(model="org/model", revision="v2"), snapshot=download)
 
 
-def test_shipped_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "shipped_model", lambda: tmp_path)
+def test_shipped_model(tmp_path):
     with pytest.raises(ConfigError, match="shipped model is missing"):
-        hub.resolve_model(ModelConfig())
+        hub.resolve_model(ModelConfig(), shipped=tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert hub.resolve_model(ModelConfig()) == tmp_path
+    assert hub.resolve_model(ModelConfig(), shipped=tmp_path) == tmp_path

@@ -124,7 +124,7 @@ def prepare_twice(cache: Path) -> None:
 
 
 def prepare_with_errors(cache: Path) -> None:
-    """A kernel that does not compile, and a rehearsal that breaks off."""
+    """A kernel that does not compile, and a warm-up that breaks off."""
     knobs.cache.dir = str(cache)
     driver.set_active(PaperDriver())
     told: list[tuple[str, int, int]] = []

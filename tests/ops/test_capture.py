@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine import execute
+from ridgeline.engine import executor
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
@@ -24,6 +24,7 @@ from ridgeline.ops.native.capture import CallListCapture, CapturedCalls
 from ridgeline.ops.table import Normed, Ops
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
+from tests.engine.runners import Recorded
 
 pytestmark = pytest.mark.skipif(unsupported() is not None, reason="the library does not run here")
 
@@ -132,10 +133,12 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
         assert torch.equal(found, work()) and found.isfinite().all()
 
 
-def test_what_takes_much_memory_is_not_kept(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    monkeypatch.setattr(capture, "MOST_BYTES", 3 * 48 * 4 - 1)
-    assert not recorded(native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)))
+def test_what_takes_much_memory_is_not_kept(native: Ops) -> None:
+    table, most = torch.randn(32, 1024), capture.MOST_BYTES // (1024 * 4)
+    for rows in (most, most + 1):
+        ids = torch.arange(rows, dtype=torch.int32) % 32
+        work = native.capture(lambda ids=ids: native.tokenwise.embed(table, ids, 1.0))
+        assert recorded(work) == (rows == most)
 
 
 def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
@@ -206,25 +209,18 @@ def test_requests_that_follow_are_served_by_what_was_captured(
     fresh: the two steps of a shape that build and record it."""
     engine, plain = engines
     runner = engine.engine.loop.runner
-    runner.steps.forget()  # type: ignore[attr-defined]
-    seen: list[bool] = []
-    collect = runner.collect
-
-    def noted() -> Any:
-        result = collect()
-        seen.append(result.fresh)
-        return result
-
-    monkeypatch.setattr(runner, "collect", noted)
+    runner.executor.forget()  # type: ignore[attr-defined]
+    recorded: Any = Recorded(runner)  # type: ignore[arg-type]
+    engine.engine.loop.runner = recorded
 
     def fresh_steps(number: int, **options: Any) -> int:
         sampling, said = SamplingParams(max_tokens=12, ignore_eos=True, **options), []
-        seen.clear()
+        recorded.results.clear()
         for local in (engine, plain):
             local.submit(Submit(f"next {number}", list(range(20 + number, 40)), sampling, time.time(), cache=False))
             said.append([token for delta in local.news() for token in delta.tokens])
         assert said[0] == said[1] and len(said[0]) == 12
-        return sum(seen)
+        return sum(result.fresh for result in recorded.results)
 
     asked: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 1},
@@ -239,8 +235,8 @@ def test_requests_that_follow_are_served_by_what_was_captured(
     if engine.engine.loop.scheduler._speculation.max_nodes:  # else it depends on times how many nodes are verified
         return
     assert fresh == [2, 0, 0, 2, 0, 0, 0]
-    monkeypatch.setattr(execute, "MOST_SHAPES", 1)
-    runner.steps.forget()  # type: ignore[attr-defined]
+    monkeypatch.setattr(executor, "MOST_SHAPES", 1)
+    runner.executor.forget()  # type: ignore[attr-defined]
     fresh = [fresh_steps(number, temperature=value) for number, value in enumerate((0.8, 0.8, 0.0, 0.0, 0.8))]
     assert fresh == [2, 0, 2, 0, 2], "there is room for one"
 
@@ -256,7 +252,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         runner = engine.engine.loop.runner
         for controller in getattr(engine.engine.loop.scheduler._speculation, "_controllers", ()):
             controller.fixed = True
-        steps = runner.steps  # type: ignore[attr-defined]
+        steps = runner.executor  # type: ignore[attr-defined]
 
         def noted(loaded: Any, plan: Any, run: Callable[[Any, Any], Any] = steps.run) -> Any:
             shape = loaded.batch.shape

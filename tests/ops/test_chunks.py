@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.step import KvView
+from ridgeline.ops.step import KvView, StepInputs
 
 pytest.importorskip("triton")
 
@@ -101,14 +102,21 @@ def test_a_product_divides(by: int) -> None:
 
 
 def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads, pages and strides that copies take; nothing where there is no kernel."""
+    """Chunks, heads, pages and strides that copies take, queries in order; nothing where there is no kernel."""
     monkeypatch.setattr(hopper, "kernel", lambda device, dim, dtype, form: dim in hopper.KEYS or None)
+    none = torch.empty(0, dtype=torch.int32)
+    chunk = StepInputs(none[:1], none, none, none, none, 300, 300)
     q, kv = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16)
 
-    def takes(q: torch.Tensor, kv: torch.Tensor) -> bool:
-        return hopper.takes(q, KvView(kv, NO_TABLE, NO_TABLE, None, None, 1.0))
+    def takes(q: torch.Tensor, kv: torch.Tensor, step: StepInputs = chunk, lse_needed: bool = False) -> bool:
+        shape = attention.shape_of(q, KvView(kv, NO_TABLE, NO_TABLE, None, None, 1.0), step, lse_needed)
+        found = attention.CHUNK.kernel_for(shape)
+        assert found is not None and attention.CHUNK.without("hopper").kernel_for(shape)[0] == "any"  # type: ignore[index]
+        return found[0] == "hopper"
 
     assert takes(q, kv)
+    assert not takes(q, kv, lse_needed=True) and not takes(q, kv, replace(chunk, max_query=127))
+    assert not takes(q, kv, replace(chunk, ancestors=none)) and not takes(q, kv, replace(chunk, key_positions=none))
     assert not takes(q, kv.half())
     assert not takes(q, kv[:, :, :, :24])
     assert not takes(torch.zeros(3, 8, 132, dtype=torch.bfloat16)[..., :128], kv)
@@ -196,9 +204,9 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
     want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
-    assert attention._Call(case.q, case.view, case.step, SMALL).on_hopper == (
-        case.step.max_query >= hopper.SHORTEST_CHUNK[case.q.shape[2]]
-    )
+    found = attention.CHUNK.kernel_for(attention.shape_of(case.q, case.view, case.step))
+    assert found is not None
+    assert (found[0] == "hopper") == (case.step.max_query >= hopper.SHORTEST_CHUNK[case.q.shape[2]])
     out, lse = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None
     assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()

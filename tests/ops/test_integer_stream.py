@@ -109,12 +109,9 @@ def test_gates_take_the_tile_that_deals_evenly() -> None:
     ],
     ids=str,
 )
-def test_it_compiles(
-    tile: IntStreamTile, form: Form, sides: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_compiles(tile: IntStreamTile, form: Form, sides: int, tmp_path: Path) -> None:
     """Also without a card. A stage's products wait for those 64 inputs before, the last for all: the assembler adds a wait to each
     product where it cannot tell that nobody touches its registers."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (tmp_path / "code").write_bytes(cuda.compiled(integer_stream.source(tile, form, torch.bfloat16, sides)))
     command = (knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "code"))
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 from ridgeline.core.errors import ConfigError
 from ridgeline.ops.reference import FP8_REFERENCE, REFERENCE, quantize
 from ridgeline.ops.table import Normed, Ops, Programs, Scaled
-from ridgeline.ops.triton import invariant, invariant_attention, qkv
+from ridgeline.ops.triton import invariant, qkv
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.invariant import INVARIANT
+from ridgeline.ops.triton.invariant_attention import InvariantAttention
 from ridgeline.ops.triton.shapes import MatrixTile
 from ridgeline.ops.triton.table import TRITON
 
@@ -178,15 +179,10 @@ ATTENTION: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of 64 slots, 128 from slot 128 on, and so on, so that small cases have many of them."""
-    monkeypatch.setattr(invariant_attention, "RUN", 64)
-    monkeypatch.setattr(invariant_attention, "RUNS", 2)
-    monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", 24)
+SHORT_RUNS = InvariantAttention(run=64, runs=2, spare_programs=24)
+"""Runs of 64 slots, 128 from slot 128 on, and so on, so that small cases have many of them."""
 
 
-@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> None:
@@ -197,14 +193,13 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
     want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     owned = slice(0, int(case.step.q_start[-1]))
     for _ in range(2 if DEVICE == "cuda" or name in ("decode", "tree") else 1):  # again with the plan the step derived
-        out, lse = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
+        out, lse = SHORT_RUNS(case.q, case.k, case.v, case.view, case.step)
         assert want_lse is not None and lse is not None
         seen = torch.isfinite(want_lse[owned, 0])
         close(out[owned][seen], want[owned][seen].to(dtype), dtype)
         close(lse[owned][seen].to(dtype), want_lse[owned][seen], dtype)
 
 
-@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else [torch.float16], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"window": 70}, {"softcap": 3.0, "heads": 3, "kv_heads": 1, "head_dim": 40}])
 def test_a_query_is_the_same_however_its_row_is_cut(
@@ -213,7 +208,7 @@ def test_a_query_is_the_same_however_its_row_is_cut(
     """A prompt at once; in chunks beside others; its tokens one by one, as they are decoded: every bit the same. Slots
     from 128 and 256 on have longer runs, and tiles of queries lie on both sides."""
     case = batch([(270, 270), (60, 60), (5, 5)], **{"heads": 2, "kv_heads": 1, **fields}).to(DEVICE, dtype)
-    whole, whole_lse = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
+    whole, whole_lse = SHORT_RUNS(case.q, case.k, case.v, case.view, case.step)
     assert whole_lse is not None
     cuts = [
         [(0, 0, 100)],
@@ -225,25 +220,21 @@ def test_a_query_is_the_same_however_its_row_is_cut(
     ]
     for pieces in cuts:
         q, step, which = pieces_of(case, pieces)
-        out, lse = INVARIANT.attention.attend(q, case.k, case.v, case.view, step)
+        out, lse = SHORT_RUNS(q, case.k, case.v, case.view, step)
         assert lse is not None
         assert torch.equal(out, whole[which]), pieces
         assert torch.equal(lse, whole_lse[which]), pieces
 
 
 @pytest.mark.parametrize("spare", [1, 8])
-def test_who_computes_a_run_changes_nothing(
-    spare: int, monkeypatch: pytest.MonkeyPatch, batch: Callable[..., Any]
-) -> None:
+def test_who_computes_a_run_changes_nothing(spare: int, batch: Callable[..., Any]) -> None:
     """Rows split over programs, and rows for which there were no programs left."""
-    monkeypatch.setattr(invariant_attention, "RUN", 64)
-    monkeypatch.setattr(invariant_attention, "RUNS", 8)
-    monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", 100)
     case = batch([(400, 1), (330, 1), (380, 1)], heads=3, kv_heads=1).to(DEVICE, torch.float32)
-    want, _ = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, case.step)
-    monkeypatch.setattr(invariant_attention, "SPARE_PROGRAMS", spare)
-    out, _ = INVARIANT.attention.attend(case.q, case.k, case.v, case.view, replace(case.step))
-    assert torch.equal(out, want)
+    found = []
+    for programs in (100, spare):
+        attention = InvariantAttention(run=64, runs=8, spare_programs=programs)
+        found.append(attention(case.q, case.k, case.v, case.view, replace(case.step))[0])
+    assert torch.equal(*found)
 
 
 def test_every_operation_was_judged() -> None:

@@ -43,18 +43,20 @@ def keys(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("vocab", [4000, 1003])
 def test_draws_are_those_of_the_reference(ops: Ops, threads: int, kind: str, vocab: int) -> None:
     """None differs here; one could where a sum of chances is within its rounding of top_p."""
-    heat, limits = columns(MIX)
+    temperature, limits = columns(MIX)
     logits, (key, position) = logits_of(kind, len(MIX), vocab), keys(len(MIX))
-    found = ops.sampler.sample(logits, heat, key, position, Purpose.TOKEN, limits)
-    assert torch.equal(found, sample(logits, heat, key, position, Purpose.TOKEN, limits))
-    assert int((found != sample(logits, heat, key, position)).sum()) > len(MIX) // 20
+    found = ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits)
+    assert torch.equal(found, sample(logits, temperature, key, position, Purpose.TOKEN, limits))
+    assert int((found != sample(logits, temperature, key, position)).sum()) > len(MIX) // 20
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_limited_distribution(ops: Ops, case: Case) -> None:
-    heat, limits = columns([case] * DRAWS)
+    temperature, limits = columns([case] * DRAWS)
     key = torch.tensor([row_key(7, 0)], dtype=torch.int32).expand(DRAWS, 2)
-    drawn = ops.sampler.sample(LOGITS.repeat(DRAWS, 1), heat, key, torch.arange(DRAWS).int(), Purpose.TOKEN, limits)
+    drawn = ops.sampler.sample(
+        LOGITS.repeat(DRAWS, 1), temperature, key, torch.arange(DRAWS).int(), Purpose.TOKEN, limits
+    )
     assert fits(drawn, by_the_book(LOGITS, *case))
     wrong = by_the_book(LOGITS, case[0] * 1.1, *case[1:])
     assert int((wrong > 0).sum()) == 1 or not fits(drawn, wrong)
@@ -75,12 +77,15 @@ def test_a_row_draws_the_same_in_any_company(ops: Ops, kind: str) -> None:
     ints[:, Int.TOP_K] = torch.tensor([0, 20, 60]).repeat(rows // 3)
     ints[:, Int.KEY : Int.KEY + 2], ints[:, Int.KNOWN] = key, position
     state = RowState(torch.zeros(rows, 4, dtype=torch.int32), ints, torch.zeros(1, rows, 1, dtype=torch.int32), 16)
-    heat, limits = knobs[:, Knob.TEMPERATURE], Limits(ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P])
+    temperature, limits = (
+        knobs[:, Knob.TEMPERATURE],
+        Limits(ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P]),
+    )
     every, before, found = torch.arange(rows, dtype=torch.int32), torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
         found.append(ops.sampler.draw(state, knobs, every, logits.bfloat16(), None))
-        found.append(ops.sampler.sample(logits, heat, key, position, Purpose.TOKEN, limits))
+        found.append(ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits))
         for given in (logits, logits.bfloat16()):
             each = [
                 ops.sampler.draw(state, knobs, every[row : row + 1], given[row : row + 1], None) for row in range(rows)
@@ -96,8 +101,8 @@ def test_what_is_no_number_is_not_drawn(ops: Ops) -> None:
     logits[2] = torch.where(torch.arange(100) % 2 == 0, float("nan"), torch.arange(100.0))
     logits[3, 40] = float("inf")
     logits[3, :40] = 1.0
-    heat, limits = columns([(1.0, 3, 0.5, 0.1)] * 4)
+    temperature, limits = columns([(1.0, 3, 0.5, 0.1)] * 4)
     for _ in range(20):
         key = torch.randint(-1000, 1000, (4, 2), dtype=torch.int32)
-        drawn = ops.sampler.sample(logits, heat, key, key[:, 0].abs(), Purpose.TOKEN, limits).tolist()
+        drawn = ops.sampler.sample(logits, temperature, key, key[:, 0].abs(), Purpose.TOKEN, limits).tolist()
         assert drawn[:2] == [0, 0] and drawn[2] in (95, 97, 99) and drawn[3] == 40

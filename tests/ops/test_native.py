@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
-from ridgeline.ops.native.binding import library_path, sources
+from ridgeline.ops.native.binding import cpu_flags, library_path, sources
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Matrix, Normed, Ops, QkvShape
@@ -449,8 +449,7 @@ def test_a_broken_library_is_refused(folder: Path, tmp_path: Path) -> None:
     assert found is None and why.startswith("cannot open")
 
 
-def test_the_name_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_follows_the_sources_and_the_processor(tmp_path: Path) -> None:
     assert {".cpp", ".h"} == {one.suffix for one in sources()}
     before = library_path(tmp_path)
-    monkeypatch.setattr("ridgeline.ops.native.binding.cpu_flags", lambda: frozenset({"other"}))
-    assert library_path(tmp_path) != before
+    assert library_path(tmp_path, cpu_flags()) == before != library_path(tmp_path, frozenset({"other"}))

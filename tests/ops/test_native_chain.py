@@ -15,7 +15,7 @@ from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops, Programs
-from ridgeline.speculation.device import Behind
+from ridgeline.speculation.device import DraftRows
 from ridgeline.speculation.draft_model import DraftModel
 from tests.models.families import save
 
@@ -64,12 +64,14 @@ class Bench:
             for kv, layer, scale in zip(self.kv, self.layers, self.scales, strict=True)
         ]
 
-    def draft(self, drafter: DraftModel, heat: float) -> torch.Tensor:
+    def draft(self, drafter: DraftModel, temperature: float) -> torch.Tensor:
         """What stands in the rows afterwards."""
         rows = torch.tensor([3, 1, 2, 0], dtype=torch.int32)
         hidden = torch.zeros(4, 1)
         before = self.state.ints.clone()
-        behind = Behind(self.state, rows, torch.tensor([0.0, heat, 0.0, heat]), hidden, WIDTH, heat == 0)
+        behind = DraftRows(
+            self.state, rows, torch.tensor([0.0, temperature, 0.0, temperature]), hidden, WIDTH, temperature == 0
+        )
         drafter.draft(behind, COUNT, self.views)
         assert torch.equal(self.state.ints, before), "the rows themselves stay where they are"
         return self.state.tokens
@@ -90,7 +92,7 @@ class Bench:
 def test_a_chain_is_what_single_steps_draft(native: Ops, tmp_path: Path, dtype: str, family: str, few: bool) -> None:
     """Greedy and sampled, rows that reach their limit on the way."""
     save(family, tmp_path)
-    for heat in (0.0, 0.9):
+    for temperature in (0.0, 0.9):
         found = []
         for ops in (native, replace(native, programs=Programs())):
             model = load(family, tmp_path, dtype, ops)
@@ -100,7 +102,7 @@ def test_a_chain_is_what_single_steps_draft(native: Ops, tmp_path: Path, dtype: 
             drafter = DraftModel(model, vocabulary)
             assert isinstance(drafter._chain, NativeChain) == (ops is native)
             before = bench.state.tokens.clone()
-            found.append(bench.draft(drafter, heat)[1:])
+            found.append(bench.draft(drafter, temperature)[1:])
             drafted = found[-1][1][17 : 17 + COUNT]
             assert not torch.equal(drafted, before[2, 17 : 17 + COUNT])
             assert not few or all(int(one) % 3 == 1 for one in drafted)

@@ -80,12 +80,12 @@ def test_draws_are_those_of_the_reference(
 ) -> None:
     logits = torch.randn(rows, vocab + 3)[:, :vocab] * spread
     logits[:, : vocab // 3] = float("-inf")
-    heat = torch.full((rows, 2), temperature)[:, 0]
+    temperatures = torch.full((rows, 2), temperature)[:, 0]
     ints = torch.randint(-(1 << 31), (1 << 31) - 1, (rows, 5), dtype=torch.int64).int()
     key, position = ints[:, 1:3], ints[:, 4].abs()
     for purpose in Purpose:
-        want = sample(logits, heat, key, position, purpose)
-        assert torch.equal(ops.sampler.sample(logits, heat, key, position, purpose), want)
+        want = sample(logits, temperatures, key, position, purpose)
+        assert torch.equal(ops.sampler.sample(logits, temperatures, key, position, purpose), want)
 
 
 def test_draws_follow_the_distribution(ops: Ops) -> None:

@@ -225,10 +225,10 @@ def test_draws_are_those_of_sample(native: Ops, dtype: torch.dtype, deep: bool) 
     each = torch.tensor([5, 1, 1, 1, 3, 4, 4, 2], dtype=torch.int32)
     logits = torch.randn(len(each), 1000, generator=number).to(dtype)
     key, place = ints[each, Int.KEY : Int.KEY + 2], ints[each, Int.KNOWN]
-    heat, top_p, min_p = (knobs[each, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+    temperature, top_p, min_p = (knobs[each, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
     limits = Limits(ints[each, Int.TOP_K], top_p, min_p)
     depth = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0], dtype=torch.int32) if deep else None
     place = place if depth is None else place + depth
     got = native.sampler.draw(state, knobs, each, logits, depth)
-    same(got, sample(logits, heat, key, place, limits=limits))
-    assert not torch.equal(got, sample(logits, heat, key, place))
+    same(got, sample(logits, temperature, key, place, limits=limits))
+    assert not torch.equal(got, sample(logits, temperature, key, place))

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton import attention, tuning
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
+from ridgeline.ops.triton.registry import AttentionShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -103,25 +103,20 @@ def test_rows_a_little_longer_than_a_run_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "query", "small", "smallest"),
+    ("rows", "query", "kernel", "smallest"),
     [
-        (8, 1, 2, tuning.SMALLEST_SPLIT),
-        (49, 1, 2, tuning.SMALLEST_SPLIT),
-        (64, 1, 2, tuning.SMALLEST_SPLIT),
-        (66, 1, 2, tuning.SMALLEST_OF_MANY),
-        (255, 1, 2, tuning.SMALLEST_OF_MANY),
-        (255, 9, 16, tuning.SMALLEST_SPLIT),
-        (4, 8, 16, tuning.SMALLEST_VERIFIED_SPLIT),
+        (8, 1, "combined", tuning.SMALLEST_SPLIT),
+        (49, 1, "whole", tuning.SMALLEST_SPLIT),
+        (64, 1, "snug", tuning.SMALLEST_SPLIT),
+        (66, 1, "whole", tuning.SMALLEST_OF_MANY),
+        (255, 1, "whole", tuning.SMALLEST_OF_MANY),
+        (255, 40, "whole", tuning.SMALLEST_SPLIT),
+        (4, 8, "combined", tuning.SMALLEST_VERIFIED_SPLIT),
     ],
 )
-def test_how_short_the_parts_of_a_row_may_be(
-    rows: int, query: int, small: int, smallest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_short_the_parts_of_a_row_may_be(rows: int, query: int, kernel: str, smallest: int) -> None:
     """On 132 processors, with 8 KV heads and 16 of queries: up to 65 rows that decode run at a time; rows of a mixed step
     may be fewer than its graph's; those that verify have all their queries in one tile."""
-    monkeypatch.setattr(attention, "_processors", lambda device: 132)
-    q, kv = torch.empty(rows * query, 16, 128, device="meta"), torch.empty(2, 2, 8, 64, 128, device="meta")
-    none = torch.empty(0, dtype=torch.int32)
-    step = StepInputs(torch.empty(rows, dtype=torch.int32), none, none, none, none, query, 4096)
-    call = attention._Call(q, KvView(kv, none, none, None, None, 1.0), step, small)
-    assert call.smallest == smallest
+    half, device = torch.bfloat16, torch.device("cuda")
+    found = attention.SPLIT.kernel_for(AttentionShape(rows, query, False, 16, 8, 128, 64, half, half, device, 132))
+    assert found is not None and (found[0], found[1].smallest) == (kernel, smallest)

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ridgeline.ops.triton import kernels
-from ridgeline.ops.triton.registry import Entry, Launch, Registry, Shape
+from ridgeline.ops.triton import attention, kernels
+from ridgeline.ops.triton.registry import Entry, Launch, Products, Registry, Shape, multiply
 
 SHAPE = Shape(3, 8, 4, torch.float32, torch.float32, torch.device("cpu"), aligned=True)
 
@@ -31,23 +31,27 @@ def test_the_first_that_serves_and_takes_the_operands_multiplies() -> None:
         asked.append(shape)
         return "tile" if shape.tokens > 2 else None
 
-    registry = Registry(
+    registry: Products = Registry(
         Entry("never", lambda shape: None, returning("never", seen), ""),
         Entry("refuses", serves, returning(None, seen), ""),
         Entry("multiplies", lambda shape: True, returning("multiplies", seen), ""),
     )
     for _ in range(2):
-        assert registry.multiply(SHAPE._replace(kind="silu"), None, None, None, None) == "multiplies"
+        assert multiply(registry, SHAPE._replace(kind="silu"), None, None, None, None) == "multiplies"
     assert seen == [(None, "tile", "silu"), ("multiplies", True, "silu")] * 2
     assert len(asked) == 1, "a shape is decided once"
-    assert registry.multiply(SHAPE._replace(tokens=2), None, None, None, None) == "multiplies" and len(seen) == 5
+    assert multiply(registry, SHAPE._replace(tokens=2), None, None, None, None) == "multiplies" and len(seen) == 5
     assert registry.kernel_for(SHAPE) == ("refuses", "tile")
     fewer = registry.without("refuses", "multiplies")
-    assert fewer.kernel_for(SHAPE) is None and fewer.multiply(SHAPE, None, None, None, None) is None
+    assert fewer.kernel_for(SHAPE) is None and multiply(fewer, SHAPE, None, None, None, None) is None
 
 
-@pytest.mark.parametrize("name", ["PLAIN", "INTEGER", "FP8", "W8A8"])
+REGISTRIES = {name: getattr(kernels, name) for name in ("PLAIN", "INTEGER", "FP8", "W8A8")}
+REGISTRIES |= {name: getattr(attention, name) for name in ("SPLIT", "CHUNK")}
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
 def test_every_kernel_says_what_was_measured(name: str) -> None:
-    entries = getattr(kernels, name).entries
+    entries = REGISTRIES[name].entries
     assert all(entry.measured for entry in entries)
     assert len({entry.kernel for entry in entries}) == len(entries)

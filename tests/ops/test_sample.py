@@ -19,8 +19,8 @@ Case = tuple[float, int, float, float]
 
 def columns(rows: list[Case]) -> tuple[torch.Tensor, Limits]:
     """Temperatures and limits of rows."""
-    heat, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return heat, Limits(top_k.int(), top_p, min_p)
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return temperature, Limits(top_k.int(), top_p, min_p)
 
 
 def kept(logits: torch.Tensor, rows: list[Case]) -> torch.Tensor:
@@ -91,14 +91,14 @@ def test_ties_at_the_edge_stay() -> None:
 
 
 def test_rows_of_different_kinds_in_one_batch() -> None:
-    heat = torch.tensor([0.0, 1.0, 0.0, 7.0])
+    temperature = torch.tensor([0.0, 1.0, 0.0, 7.0])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5))
     key = torch.tensor([row_key(7, 0)], dtype=torch.int32).expand(4, 2)
     position = torch.arange(4, dtype=torch.int32)
-    drawn = sample(logits, heat, key, position)
+    drawn = sample(logits, temperature, key, position)
     for row in range(4):
         one = slice(row, row + 1)
-        assert sample(logits[one], heat[one], key[one], position[one])[0] == drawn[row]
+        assert sample(logits[one], temperature[one], key[one], position[one])[0] == drawn[row]
     assert drawn[0] == greedy(logits)[0] and drawn[2] == greedy(logits)[2]
 
 

@@ -6,6 +6,7 @@ The interpreter computes a bf16 product wrongly, so it is asked for float32 and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from ridgeline.ops.noise import Purpose, row_key
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.rows import Gathered, Int, Knob, RowState, Spread
 from ridgeline.ops.sample import sample as sample_plainly
+from ridgeline.ops.step import SHORT
 
 pytest.importorskip("triton")
 
+from ridgeline.ops.triton import attention, tuning
+from ridgeline.ops.triton.launch import processors
 from ridgeline.ops.triton.table import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +107,7 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, torch.float32)
     want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     tokens = torch.tensor([3, 6, 40, 63][-len(rows) :], dtype=torch.int32, device=DEVICE)
-    step = case.step.alone(tokens)
+    step = case.step.one_row_per_token(tokens)
     assert step is not None and step.decode
     q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
     for ops in (TRITON, REFERENCE):
@@ -114,19 +118,26 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
 def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: Callable[..., Any]) -> None:
     rows, fields = ATTENTION[name]
     step, tokens = batch(rows, **fields).step, torch.tensor([3], dtype=torch.int32)
-    assert step.alone(tokens) is None and batch(MIXED).step.alone(tokens) is not None
-    assert batch(MIXED).step.alone(tokens.repeat(5)) is None, "more than a 16th of the tokens"
+    assert step.one_row_per_token(tokens) is None and batch(MIXED).step.one_row_per_token(tokens) is not None
+    assert batch(MIXED).step.one_row_per_token(tokens.repeat(5)) is None, "more than a 16th of the tokens"
     long = batch([(90, 90)]).step
-    assert long.alone(tokens) is not None and long.alone(tokens.repeat(2)) is None, "more than rows"
+    assert long.one_row_per_token(tokens) is not None and long.one_row_per_token(tokens.repeat(2)) is None, (
+        "more than rows"
+    )
+
+
+def form_of(case: Any) -> tuple[str, Any]:
+    """(name, configuration) of the split kernel for a case."""
+    found = attention.SPLIT.kernel_for(attention.shape_of(case.q, case.view, case.step))
+    assert found is not None
+    return found
 
 
 def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
     """As many rows and heads as run at a time only with the tile that takes less memory."""
-    from ridgeline.ops.triton import attention as module
-
-    count = 7 * module._processors(torch.device(DEVICE)) // 4
+    count = 7 * processors(torch.device(DEVICE)) // 4
     case = batch([(30 + row * 37 % 150, 1) for row in range(count)], head_dim=128).to(DEVICE, torch.float16)
-    assert module._Call(case.q, case.view, case.step, 2).snug
+    assert form_of(case)[0] == "snug"
     want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
@@ -146,13 +157,11 @@ def test_long_chunks_of_wide_heads(window: int | None, batch: Callable[..., Any]
 def test_several_rows_that_ask_for_keys_early(share: float, early: bool, batch: Callable[..., Any]) -> None:
     """Programs a processor up to which rows that only decode do, in both tiles: with keys of this step among the first, rows cut
     in parts, and a row of nothing."""
-    from ridgeline.ops.triton import attention as module
-
-    count = int(share * module._processors(torch.device(DEVICE))) // 2
+    count = int(share * processors(torch.device(DEVICE))) // 2
     rows = [(900, 1), (0, 1), (1, 1), *[(30 + row * 57 % 250, 1) for row in range(count - 3)]]
     case = batch(rows, head_dim=128, junk=float("nan")).to(DEVICE, torch.float16)
-    call = module._Call(case.q, case.view, case.step, 2)
-    assert call.early == bool(call.ahead) == early and call.snug == (share < 4) and not call.sparse
+    form, config = form_of(case)
+    assert (config.registers is not None) == bool(config.ahead) == early and form == ("snug" if share < 4 else "whole")
     want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     seen = torch.isfinite(want_lse[:, 0])
@@ -160,15 +169,12 @@ def test_several_rows_that_ask_for_keys_early(share: float, early: bool, batch: 
     near(out[seen], want[seen], torch.float16)
 
 
-def test_long_contexts_of_few_rows(batch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_of_few_rows(batch: Callable[..., Any]) -> None:
     """Programs that ask for keys before they wait, and rows whose first such keys are this step's."""
-    from ridgeline.ops.triton import attention as module
-
-    monkeypatch.setattr(module, "SHORT", 20)
-    monkeypatch.setattr(module.tuning, "FEWEST_WIDE_ROWS", 4)
     case = batch([(700, 1), (21, 1)]).to(DEVICE, torch.float16)
-    call = module._Call(case.q, case.view, case.step, 2)
-    assert call.lone and call.ahead and not call.wide and call.sparse
+    case = replace(case, step=replace(case.step, max_length=SHORT + 1))
+    form, config = form_of(case)
+    assert form == "lone" and config.ahead and config.combined
     want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
@@ -176,12 +182,12 @@ def test_long_contexts_of_few_rows(batch: Callable[..., Any], monkeypatch: pytes
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_row_that_is_split_among_many(mixed: bool, batch: Callable[..., Any]) -> None:
     """Its last program puts its parts together, though all programs run at a time: there is a wave of parts more."""
-    from ridgeline.ops.triton import attention as module
-
-    count = module._processors(torch.device(DEVICE))
+    count = processors(torch.device(DEVICE))
     case = batch([(900, 1), *[(50, 40)] * mixed, *[(30, 1)] * count], head_dim=64).to(DEVICE, torch.float16)
-    call = module._Call(case.q, case.view, case.step, 2)
-    assert not call.sparse and call.programs < call.wave < call.programs + call.spare * case.view.kv.shape[2]
+    form, config = form_of(case)
+    kv_heads = case.view.kv.shape[2]
+    programs, wave = len(case.step.rows) * kv_heads, count * tuning.SPLIT_PROGRAMS_PER_PROCESSOR
+    assert form == "whole" and programs < wave < programs + config.spare * kv_heads
     want, _ = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     near(TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)[0], want, torch.float16)
 
@@ -296,13 +302,13 @@ def test_draw_finds_what_sample_is_given(deep: bool) -> None:
     tokens, tables = ints.new_zeros(9, 90), ints.new_zeros(1, 9, 4)
     knobs = torch.rand(9, len(Knob)).to(DEVICE)
     knobs[:, Knob.TEMPERATURE] *= torch.arange(9, device=DEVICE) % 4 > 0
-    heat, ints[:, Int.TOP_K] = knobs[:, Knob.TEMPERATURE], 0
+    temperature, ints[:, Int.TOP_K] = knobs[:, Knob.TEMPERATURE], 0
     knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P] = 1.0, 0.0
     rows = torch.tensor([5, 5, 5, 1, 3, 3, 4, 8, 0, 0], dtype=torch.int32, device=DEVICE)
     logits = torch.randn(len(rows), 5000).to(DEVICE)
     depth = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE) if deep else None
     place = ints[rows, Int.KNOWN] if depth is None else ints[rows, Int.KNOWN] + depth
-    want = TRITON.sampler.sample(logits, heat[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
+    want = TRITON.sampler.sample(logits, temperature[rows], ints[rows, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
     state = RowState(tokens, ints, tables, 16)
     assert torch.equal(TRITON.sampler.draw(state, knobs, rows, logits, depth), want)
 

@@ -62,19 +62,19 @@ def draw_of(z: torch.Tensor) -> Draw:
 
 def on_device(draw: Draw) -> Draw:
     *tensors, limits = draw
-    z, heat, key, place = (one.to(DEVICE) for one in tensors)
-    return z, heat, key, place, Limits(*(getattr(limits, one.name).to(DEVICE) for one in fields(limits)))
+    z, temperature, key, place = (one.to(DEVICE) for one in tensors)
+    return z, temperature, key, place, Limits(*(getattr(limits, one.name).to(DEVICE) for one in fields(limits)))
 
 
 def drawn(draw: Draw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    z, heat, key, place, limits = on_device(draw)
-    return TRITON.sampler.sample(z.to(dtype), heat, key, place, Purpose.TOKEN, limits).cpu()
+    z, temperature, key, place, limits = on_device(draw)
+    return TRITON.sampler.sample(z.to(dtype), temperature, key, place, Purpose.TOKEN, limits).cpu()
 
 
 def to_the_edge(draw: Draw, row: int, token: int) -> float:
     """How far what is likelier than `token` is from top_p of what top_k leaves."""
-    z, heat, _, _, limits = draw
-    chances = ((z[row] - z[row].max()).double() / max(float(heat[row]), 1e-5)).exp()
+    z, temperature, _, _, limits = draw
+    chances = ((z[row] - z[row].max()).double() / max(float(temperature[row]), 1e-5)).exp()
     k = int(limits.top_k[row])
     whole = chances.sort(descending=True).values[: k if 0 < k < len(chances) else len(chances)].sum()
     return abs(float(chances[z[row] > z[row, token]].sum() / whole - limits.top_p[row]))
@@ -83,38 +83,38 @@ def to_the_edge(draw: Draw, row: int, token: int) -> float:
 @pytest.mark.parametrize("kind", ["peaked", "flat", "equals", "together", "masked"])
 def test_limits_leave_what_the_reference_leaves(kind: str) -> None:
     draw = draw_of(logits(kind))
-    z, heat, key, place, limits = on_device(draw)
+    z, temperature, key, place, limits = on_device(draw)
     # By the same noise on both sides, whose logarithms differ between devices.
-    want = TRITON.sampler.sample(within(z, heat, limits), heat, key, place, Purpose.TOKEN).cpu()
+    want = TRITON.sampler.sample(within(z, temperature, limits), temperature, key, place, Purpose.TOKEN).cpu()
     got = drawn(draw)
     for row in (got != want).nonzero()[:, 0].tolist():
         assert min(to_the_edge(draw, row, int(token[row])) for token in (got, want)) < 1e-6, (kind, row)
     free = drawn((*draw[:4], Limits(limits.top_k.cpu() * 0, limits.top_p.cpu() * 0 + 1, limits.min_p.cpu() * 0)))
     assert (got != free).sum() > len(got) // 16, "limits that refuse nothing would not be tested"
-    assert torch.equal(free, TRITON.sampler.sample(draw[0].to(DEVICE), heat, key, place, Purpose.TOKEN).cpu())
+    assert torch.equal(free, TRITON.sampler.sample(draw[0].to(DEVICE), temperature, key, place, Purpose.TOKEN).cpu())
 
 
 def test_few_of_near_equals_are_left_to_the_last_one() -> None:
     """Where the next token would be refused, by how many are likelier or by a part of what these have together."""
     rows = 100 if DEVICE == "cuda" else 30
-    z, heat, key, place, limits = draw_of(torch.randn(rows, 600).bfloat16().float())
+    z, temperature, key, place, limits = draw_of(torch.randn(rows, 600).bfloat16().float())
     z[:, 300:330] = 9 + torch.rand(rows, 30)
-    heat, limits = heat.clamp(min=0.8), replace(limits, min_p=limits.min_p * 0)
+    temperature, limits = temperature.clamp(min=0.8), replace(limits, min_p=limits.min_p * 0)
     limits.top_k[:] = torch.arange(rows) % 25 + 1
-    left = within(z, heat, limits)
-    want = TRITON.sampler.sample(*(one.to(DEVICE) for one in (left, heat, key, place)), Purpose.TOKEN).cpu()
-    assert torch.equal(drawn((z, heat, key, place, limits)), want)
+    left = within(z, temperature, limits)
+    want = TRITON.sampler.sample(*(one.to(DEVICE) for one in (left, temperature, key, place)), Purpose.TOKEN).cpu()
+    assert torch.equal(drawn((z, temperature, key, place, limits)), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_draws_alone_what_it_draws_among_others(dtype: torch.dtype) -> None:
     draw = draw_of(logits("together"))
-    z, heat, key, place, limits = draw
+    z, temperature, key, place, limits = draw
     together = drawn(draw, dtype)
     assert torch.equal(together, drawn(draw))
     for row in range(0, ROWS, 7):
         own, index = slice(row, row + 1), torch.tensor([row])
-        assert drawn((z[own], heat[own], key[own], place[own], limits.of(index)), dtype)[0] == together[row]
+        assert drawn((z[own], temperature[own], key[own], place[own], limits.of(index)), dtype)[0] == together[row]
 
 
 @pytest.mark.parametrize("wide", [1, 3])
@@ -132,11 +132,11 @@ def test_draw_takes_the_limits_of_the_rows(wide: int) -> None:
     depth = torch.arange(wide, dtype=torch.int32, device=DEVICE).repeat(9)
     place = ints[each, Int.KNOWN] + depth
     limits = Limits(ints[each, Int.TOP_K], knobs[each, Knob.TOP_P], knobs[each, Knob.MIN_P])
-    heat, key = knobs[each, Knob.TEMPERATURE], ints[each, Int.KEY : Int.KEY + 2]
+    temperature, key = knobs[each, Knob.TEMPERATURE], ints[each, Int.KEY : Int.KEY + 2]
     state = RowState(ints.new_zeros(9, 90), ints, ints.new_zeros(1, 9, 4), 16)
     got = TRITON.sampler.draw(state, knobs, each, z, depth)
-    assert torch.equal(got, TRITON.sampler.sample(z, heat, key, place, Purpose.TOKEN, limits))
-    assert torch.equal(got.cpu(), sample_plainly(z, heat, key, place, Purpose.TOKEN, limits).cpu())
+    assert torch.equal(got, TRITON.sampler.sample(z, temperature, key, place, Purpose.TOKEN, limits))
+    assert torch.equal(got.cpu(), sample_plainly(z, temperature, key, place, Purpose.TOKEN, limits).cpu())
 
 
 def test_logits_that_are_not_numbers_end_in_a_token_that_is_there() -> None:
@@ -146,8 +146,8 @@ def test_logits_that_are_not_numbers_end_in_a_token_that_is_there() -> None:
     z[5, :4096], z[6, 7] = float("nan"), float("nan")
     limits = Limits(torch.full((8,), 9, dtype=torch.int32), torch.full((8,), 0.6), torch.full((8,), 0.01))
     key = torch.arange(16, dtype=torch.int32).view(8, 2)
-    for heat in (1e-30, 1.0, 1e30):
-        got = drawn((z, torch.full((8,), heat), key, key[:, 0], limits))
+    for temperature in (1e-30, 1.0, 1e30):
+        got = drawn((z, torch.full((8,), temperature), key, key[:, 0], limits))
         assert bool(((got >= 0) & (got < VOCAB)).all())
         assert got[3] == 5 and got[4] == 0
 
@@ -160,10 +160,10 @@ def test_draws_have_the_chances_that_limits_leave(top_k: int, top_p: float, min_
     limits = Limits(
         torch.full((count,), top_k, dtype=torch.int32), torch.full((count,), top_p), torch.full((count,), min_p)
     )
-    heat, key = (
+    temperature, key = (
         torch.full((count,), 1.3),
         torch.tensor([row_key(11, 0)], dtype=torch.int32).expand(count, 2).contiguous(),
     )
-    left = within(z[:1], heat[:1], limits.of(torch.tensor([0])))[0]
-    got = drawn((z.contiguous(), heat, key, torch.arange(count, dtype=torch.int32), limits))
+    left = within(z[:1], temperature[:1], limits.of(torch.tensor([0])))[0]
+    got = drawn((z.contiguous(), temperature, key, torch.arange(count, dtype=torch.int32), limits))
     assert fits(got, (left.double() / 1.3).softmax(0))

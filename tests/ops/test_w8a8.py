@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.reference import OUTLIER, REFERENCE, in_8_bits, round_inliers
 from ridgeline.ops.table import IntMatrix, Normed
-from ridgeline.ops.triton import fp8_shapes, kernels, w8a8
+from ridgeline.ops.triton import kernels, w8a8
 from ridgeline.ops.triton.fp8_shapes import Large
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.linears import W8A8_TRITON
+from ridgeline.ops.triton.registry import Shape
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.integer import IntFormat, round_to_nearest
 
@@ -45,13 +46,12 @@ def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("widest", [64, 16384])
-def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(widest: int) -> None:
     """Packed as weights, codes lie as the kernel leaves them; 100 inputs leave 28 places empty."""
-    monkeypatch.setattr(w8a8, "WIDEST_ROW", widest)
     x = noise(5, 100)
     x[2] = 0.0
     x[3, 7] = 300.0
-    mine = w8a8.codes(x)
+    mine = w8a8.codes(x, widest)
     steps = x.abs().amax(-1).clamp(min=1e-30) / 127
     torch.testing.assert_close(mine.scales, steps, rtol=1e-6, atol=0)
     held = torch.nn.functional.pad((x / steps.unsqueeze(1)).round(), (0, 28))
@@ -59,16 +59,9 @@ def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(monkeypatch: p
     assert torch.equal(mine.values.view(torch.uint8), want)
 
 
-def large_tiles(monkeypatch: pytest.MonkeyPatch, tile: Large) -> None:
-    """Products of many tokens in tiles of this size, by a registry that remembers no other."""
-    monkeypatch.setattr(fp8_shapes, "LONELY", tile)
-    monkeypatch.setattr(kernels, "W8A8", kernels.W8A8.without())
-
-
 @pytest.mark.parametrize("tokens", [1, 20, 130])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dtype) -> None:
-    large_tiles(monkeypatch, Large(32, 64, 64, 4, 2, band=2))
+def test_products(tokens: int, dtype: torch.dtype) -> None:
     matrix, bias = matrix_of(72, 328), noise(72, seed=5).to(dtype)
     x, gain = noise(tokens, 328, seed=6).to(dtype), noise(328, seed=7).to(dtype)
     want = exact(x, matrix)
@@ -84,6 +77,18 @@ def test_products(monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dty
     assert float((found.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_many_tiles_in_bands(biased: bool, add: bool) -> None:
+    """Five tiles of tokens in bands of two, and two of outputs, the last of which are not full."""
+    matrix, x, bias = matrix_of(72, 328), noise(130, 328, seed=6).half(), noise(72, seed=5).half()
+    stream = noise(130, 72, seed=8).half()
+    out = stream.clone()
+    w8a8.large(w8a8.codes(x), matrix, bias if biased else None, out, Large(32, 64, 64, 4, 2, band=2), add)
+    want = exact(x, matrix) + biased * bias.double() + add * stream.double()
+    close(out, want, torch.float16)
+
+
 def test_weights_that_are_served() -> None:
     """From floats to products; operations that run whole layers must not take them for weight-only ones."""
     form = IntFormat(W8A8_TRITON, NUMBER_FORMATS["w8a8"], torch.float16, torch.device(DEVICE))
@@ -97,9 +102,8 @@ def test_weights_that_are_served() -> None:
     assert weight.matrix() is None
 
 
-def test_a_token_s_results_do_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_s_results_do_not_depend_on_the_others() -> None:
     """The kernels of few and many tokens, with and without split sums, to the last bit."""
-    large_tiles(monkeypatch, Large(32, 64, 64, 4, 2))
     matrix, bias, x = matrix_of(200, 1096), noise(200, seed=5).half(), noise(140, 1096, seed=6).half()
     whole = W8A8_TRITON.linear(x, matrix, bias)
     for tokens in (1, 17, 70):
@@ -108,19 +112,16 @@ def test_a_token_s_results_do_not_depend_on_the_others(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 8192), (1000, 1096)])
-def test_rings_and_small_products_agree_to_the_last_bit(
-    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
-) -> None:
+def test_rings_and_small_products_agree_to_the_last_bit(outputs: int, inputs: int) -> None:
     matrix, bias, x = matrix_of(outputs, inputs), noise(outputs).half(), noise(128, inputs, seed=6).half()
     stream = noise(128, outputs, seed=7).half()
     for tokens in (5, 33, 64, 128):
-        found = []
+        given, onto = w8a8.codes(x[:tokens]), stream[:tokens]
+        (_, k), n, found = given.values.shape, matrix.codes.shape[0], []
         for registry in (kernels.W8A8, kernels.W8A8.without("ring")):
-            monkeypatch.setattr(kernels, "W8A8", registry)
-            some, onto = x[:tokens], stream[:tokens]
-            found.append(W8A8_TRITON.linear(some, matrix, bias))
-            found += [W8A8_TRITON.linear_add(some, matrix, added, onto.clone()) for added in (bias, None)]
-        monkeypatch.undo()
+            for added, add in ((bias, False), (bias, True), (None, True)):
+                shape = Shape(tokens, n, k, torch.int8, x.dtype, x.device, True, add=add, bias=added is not None)
+                found.append(registry.multiply(shape, given, matrix, added, onto.clone() if add else None))
         assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
 
 
@@ -130,11 +131,10 @@ def test_nothing_is_multiplied_for_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("widest", [64, 16384])
-def test_outliers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
-    monkeypatch.setattr(w8a8, "WIDEST_ROW", widest)
+def test_outliers_stay_as_they_are(widest: int) -> None:
     x = noise(4, 200, seed=9)
     x[1, [3, 150]] = torch.tensor([OUTLIER, -40.0], device=DEVICE)
     empty = torch.zeros(200, dtype=torch.bool, device=DEVICE)
     empty[10:42] = True
     x[:, 11] = 5.9  # left out, it must not count for the scale
-    torch.testing.assert_close(w8a8.round_inliers(x, empty), round_inliers(x, empty), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(w8a8.round_inliers(x, empty, widest), round_inliers(x, empty), rtol=1e-6, atol=1e-7)

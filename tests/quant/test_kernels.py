@@ -63,13 +63,12 @@ def test_quantize_rounds_as_the_reference() -> None:
 
 
 @pytest.mark.parametrize("size", [104, 160, 200, 400])
-def test_rows_wider_than_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wider_than_a_program(size: int) -> None:
     """Kept whole, with a rest or two of a kind, or read twice."""
-    monkeypatch.setattr(inputs, "WIDEST_ROW", 64)
     x = noise(3, size)
     for mine, want in (
-        (inputs.quantize(x), quantize(x)),
-        (inputs.activate(x, "silu"), fp8_activate(x, "silu")),
+        (inputs.quantize(x, widest_row=64), quantize(x)),
+        (inputs.activate(x, "silu", widest_row=64), fp8_activate(x, "silu")),
     ):
         same(mine, want, torch.float32)
 

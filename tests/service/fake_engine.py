@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.wire.client import Patience
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Beat,
@@ -33,7 +34,7 @@ Script = Callable[[Submit, int], list[int]]
 @dataclass
 class Behaviour:
     """script: what is said. delay: seconds per step. per_step: tokens per step. stuck: requests get no answer.
-    beat_s: seconds between two beats of an engine that has nothing to do.
+    beat_s: seconds between two beats of an engine that has nothing to do. patience: of the service with it.
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
     as hits, at most. fail_after: tokens after which a request ends with an error, fails_as: or is refused.
@@ -49,6 +50,7 @@ class Behaviour:
     cached: int = 16
     stuck: bool = False
     beat_s: float = 0.5
+    patience: Patience = field(default_factory=Patience)
     loading: bool = False
     die_after: int | None = None
     last_word: str = ""

@@ -129,7 +129,8 @@ class FakeEngines:
             await self.allowed.wait()
             self.allowed.clear()
         engine, reader, writer = await FakeEngine.connect(self._plan)
-        self.processes.append(FakeProcess(engine, EngineClient(reader, writer, on_step=self._metrics.on_step)))
+        client = EngineClient(reader, writer, on_step=self._metrics.on_step, patience=self._plan.patience)
+        self.processes.append(FakeProcess(engine, client))
         return self.processes[-1]
 
 

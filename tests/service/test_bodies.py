@@ -47,15 +47,12 @@ def test_long_texts_many_prompts_and_long_conversations_are_decoded(body: str) -
     _check_cost(bytearray(body.encode()))
 
 
-def test_slices_count_what_the_whole_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_count_what_the_whole_has() -> None:
     """Strings and escapes that lie across the slices' borders."""
     draw = random.Random(5)
     for _ in range(200):
         body = json.dumps([draw.choice(['"', "\\", '\\"', "{", 1, {}, {'"\\': "[,"}, "é"]) for _ in range(30)])
-        costs = []
-        for size in (1, 2, 3, 7, 1 << 20):
-            monkeypatch.setattr(bodies, "_SLICE", size)
-            costs.append(list(_costs(bytearray(body.encode())))[-1])
+        costs = [list(_costs(bytearray(body.encode()), size))[-1] for size in (1, 2, 3, 7, 1 << 20)]
         assert len(set(costs)) == 1, body
         values = json.loads(body)
         assert costs[0] == 80 + 20 * 29 + sum(_value_cost(value) for value in values)
@@ -113,9 +110,8 @@ async def test_large_bodies_share_their_room_in_turn() -> None:
         pass
 
 
-async def test_a_body_that_finds_no_room_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_ROOM_S", 0.01)
-    room = _Room(10)
+async def test_a_body_that_finds_no_room_is_told_to_come_back() -> None:
+    room = _Room(10, patience_s=0.01)
     async with room.reserve(10):
         with pytest.raises(Overloaded, match="Too many large bodies"):
             async with room.reserve(1):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +18,11 @@ import pytest
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.metrics import Metrics
-from ridgeline.service import launch as launch_module
-from ridgeline.service.launch import Begun, launch
+from ridgeline.service.launch import launch
 from ridgeline.service.listen import bind
 from ridgeline.service.server import Server
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.wire import client as client_module
+from ridgeline.wire.client import Patience
 
 from .live import EOS, MODEL, Live, eos_id, tokenizer, write_model
 
@@ -135,33 +136,40 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path):
     asyncio.run(asyncio.wait_for(start(), 60))
 
 
-def test_a_launch_that_is_cancelled_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_launch_that_is_cancelled_leaves_no_process(tmp_path: Path):
     """As SIGTERM does in the middle of a restart."""
-    begun: list[Begun] = []
-
-    async def connect(begun_now: Begun, on_step: object) -> None:
-        begun.append(begun_now)
-        await asyncio.Event().wait()
 
     async def start() -> None:
+        before, files = children(), os.listdir("/proc/self/fd")
         task = asyncio.ensure_future(launch(model_of(tmp_path), EngineConfig(device="cpu")))
-        while not begun:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(children() - before) == 1, "it has begun, and nobody speaks to it yet"
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.sleep(0)
+        assert children() == before and len(os.listdir("/proc/self/fd")) == len(files)
 
-    monkeypatch.setattr(launch_module, "connect", connect)
     asyncio.run(asyncio.wait_for(start(), 60))
-    assert begun[0].process.returncode == -signal.SIGKILL and begun[0].pipe.fileno() == -1
 
 
-def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def children() -> set[str]:
+    """Processes that this one has started and not yet seen end."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.add(stat.parent.name)
+    return found
+
+
+def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path):
     write_checkpoint(tmp_path)
-    monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
 
     async def start() -> None:
-        begin = partial(launch, model_of(tmp_path), EngineConfig(device="cpu", max_num_seqs=4, threads=1))
+        config = EngineConfig(device="cpu", max_num_seqs=4, threads=1)
+        begin = partial(launch, model_of(tmp_path), config, patience=Patience(silence_s=2.0))
         first = await begin()
         supervisor = Supervisor(first, begin, ServiceConfig())
         try:

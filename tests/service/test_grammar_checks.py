@@ -10,7 +10,6 @@ import pytest
 
 from ridgeline.core.errors import BadGrammar, Overloaded, UnsupportedField
 from ridgeline.core.sampling import Grammar
-from ridgeline.service import grammar_checks
 from ridgeline.service.grammar_checks import GrammarChecks
 
 
@@ -117,10 +116,11 @@ async def test_what_nobody_waits_for_is_not_compiled(checks: GrammarChecks, comp
     assert [grammar.source for grammar in compiler.asked] == ["a", "c"]
 
 
-async def test_verdicts_are_bounded(checks: GrammarChecks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "REMEMBERED", 3)
+async def test_verdicts_are_bounded(compiler: Any) -> None:
+    checks = GrammarChecks(compiler, remembered=3)
     for source in ("a", "b", "c", "a", "d", "a", "b"):
         await checks.check(Grammar("regex", source), "guided_regex")
+    checks.close()
     assert [grammar.source for grammar in compiler.asked] == ["a", "b", "c", "d", "b"]
 
 

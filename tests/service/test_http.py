@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.bodies import Bodies
 from ridgeline.service.origins import Origins
 from ridgeline.service.server import http_log
 
@@ -64,9 +65,8 @@ def test_an_encoding_that_nobody_undoes_is_named(endless: Live):
 
 
 @pytest.mark.parametrize("cut", [None, 1, 100])
-def test_compressed_bodies(endless: Live, cut: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_compressed_bodies(cut: int | None):
     """In any pieces, with several members of gzip, and deflate with and without its header."""
-    monkeypatch.setattr("ridgeline.service.bodies._PIECE", cut or 1 << 18)
     body = b'{"prompt": "hi", "max_tokens": 1, "user": "' + b"abc " * 200 + b'"}'
     raw = zlib.compressobj(wbits=-15)
     packed = {
@@ -74,22 +74,26 @@ def test_compressed_bodies(endless: Live, cut: int | None, monkeypatch: pytest.M
         "deflate": (zlib.compress(body), raw.compress(body) + raw.flush()),
         "Identity": (body,),
     }
-    for encoding, forms in packed.items():
-        for data in forms:
-            assert endless.send("POST", "/v1/completions", data, {"Content-Encoding": encoding}).status == 200
+    with live(behaviour(counts)) as server:
+        if cut:
+            server.server.front.bodies = Bodies(1 << 20, piece=cut)
+        for encoding, data in ((encoding, data) for encoding, forms in packed.items() for data in forms):
+            assert server.send("POST", "/v1/completions", data, {"Content-Encoding": encoding}).status == 200
             if encoding != "Identity":
                 for broken in (data[:-9], data + b"x", b"x" + data):
-                    refused = endless.send("POST", "/v1/completions", broken, {"Content-Encoding": encoding})
+                    refused = server.send("POST", "/v1/completions", broken, {"Content-Encoding": encoding})
                     assert refused.status == 400 and f"not valid {encoding}" in refused.error["message"]
 
 
-def test_half_a_body_does_not_hold_its_connection_for_ever(endless: Live, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ridgeline.service.bodies._BODY_S", 0.2)
-    sock = socket.create_connection(("127.0.0.1", endless.port), timeout=10)
-    sock.sendall(JSON_HEAD + b"Content-Length: 99\r\n\r\n{")
-    head = sock.recv(65536)
-    assert head.startswith(b"HTTP/1.1 408 ") and b'"code":"body_too_slow"' in head
-    endless.until(lambda: endless.server.front.active == 0)
+def test_half_a_body_does_not_hold_its_connection_for_ever():
+    with live(behaviour(counts)) as server:
+        server.server.front.bodies = Bodies(1 << 20, patience_s=0.2)
+        sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        sock.sendall(JSON_HEAD + b"Content-Length: 99\r\n\r\n{")
+        head = sock.recv(65536)
+        assert head.startswith(b"HTTP/1.1 408 ") and b'"code":"body_too_slow"' in head
+        server.until(lambda: server.server.front.active == 0)
+        sock.close()
 
 
 PAGE = {"Origin": "https://a.example"}

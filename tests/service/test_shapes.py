@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 
 import pytest
 
@@ -87,38 +86,36 @@ class Letters:
         return b'{"text":"","index":%d}' % index
 
 
-def events_of(monkeypatch, batches: list[list[Piece]], keep_alive_s: float = 60.0, **streaming: bool) -> list[str]:
+def events_of(batches: list[list[Piece]], keep_alive_s: float = 60.0, **streaming: bool) -> list[str]:
     """What is sent of pieces that come one batch at a time, without the line ends."""
 
-    async def pieces(*_: object) -> AsyncGenerator[list[Piece], None]:
+    async def pieces() -> AsyncGenerator[list[Piece], None]:
         for batch in batches:
             yield batch
 
     async def sent() -> list[str]:
         shape = Letters()
         shape.usage = Usage()
-        config = SimpleNamespace(config=SimpleNamespace(keep_alive_s=keep_alive_s))
-        found = answer._events(config, None, shape, answer.Streaming(**streaming))
+        found = answer._events(pieces(), shape, answer.Streaming(**streaming), keep_alive_s)
         return [data.decode().strip() async for data in found]
 
-    monkeypatch.setattr(answer, "pieces", pieces)
     return asyncio.run(sent())
 
 
 HELD = [[Piece(0, "", 1)], [Piece(0, "ab", 1)], [Piece(0, "", 0)], [Piece(0, "", 1, "stop")]]
 
 
-def test_tokens_without_text_are_counted_when_they_come(monkeypatch):
-    *sent, end = events_of(monkeypatch, HELD, continuous_usage=True)
+def test_tokens_without_text_are_counted_when_they_come():
+    *sent, end = events_of(HELD, continuous_usage=True)
     assert end == "data: [DONE]" and len(sent) == 3
     events = [json.loads(data.removeprefix("data: ")) for data in sent]
     assert [event["choices"][0]["text"] for event in events] == ["", "ab", ""]
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
 
 
-def test_tokens_without_text_have_no_event_where_nobody_counts(monkeypatch):
-    assert len(events_of(monkeypatch, HELD)) == len(HELD) - 2 + 1
-    assert events_of(monkeypatch, [[], *HELD], keep_alive_s=0).count(": keep-alive") == 3
+def test_tokens_without_text_have_no_event_where_nobody_counts():
+    assert len(events_of(HELD)) == len(HELD) - 2 + 1
+    assert events_of([[], *HELD], keep_alive_s=0).count(": keep-alive") == 3
 
 
 @pytest.mark.parametrize(

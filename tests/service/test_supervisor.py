@@ -15,7 +15,7 @@ import pytest
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.wire import client as wire_client
+from ridgeline.wire.client import Patience
 
 from .live import Live, behaviour, counts, live
 from .test_robust import begin, read_head
@@ -145,20 +145,16 @@ def test_a_loss_is_logged_at_once_also_when_idle(caplog: pytest.LogCaptureFixtur
         assert record.getMessage() == "The engine is lost: out of memory. It is restarted (1 of 3 restarts)."
 
 
-def test_a_silent_engine_is_killed_and_replaced(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_engine_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """It beats once and never again."""
-    with monkeypatch.context() as short:
-        short.setattr(wire_client, "SILENCE_S", 0.2)
-        short.setattr(wire_client, "GRACE_S", 0.01)
-        with live(behaviour(counts, beat_s=3600)) as server:
-            server.until(lambda: server.heard.words)
-            assert "the engine has been silent" in caplog.text
-            short.undo()
-            server.replace_engine()
-            assert server.engines.processes[0].killed
-            assert server.complete(max_tokens=3).status == 200
+    plan = behaviour(counts, beat_s=3600, patience=Patience(silence_s=0.2, grace_s=0.01))
+    with live(plan) as server:
+        server.until(lambda: server.heard.words)
+        assert "the engine has been silent" in caplog.text
+        plan.patience = Patience()
+        server.replace_engine()
+        assert server.engines.processes[0].killed
+        assert server.complete(max_tokens=3).status == 200
 
 
 def test_an_engine_that_fails_while_it_is_loaded_again_is_a_further_loss() -> None:

@@ -18,7 +18,7 @@ from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
-from ridgeline.speculation.build import wanted_by, weigh
+from ridgeline.speculation.build import memory_of_drafters, wanted_by
 from ridgeline.speculation.options import read_wanted
 from ridgeline.wire.messages import StepStats
 
@@ -100,7 +100,7 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
+    """DrafterMemory a row with drafts each other row has its one product with the head, and its one penalty."""
     llm, heads, penalties = engine("reference"), [], []
     steps = always_drafting(llm, monkeypatch)
     logits, apply = Decoder.logits, device.apply_penalties
@@ -165,7 +165,7 @@ def drafts(folder: Path) -> EngineConfig:
 def test_what_cannot_be_opened_is_refused_before_weights_are_read(text: str, tmp_path: Path) -> None:
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
     with pytest.raises(ConfigError, match=f"--speculate: .*{tmp_path}.*(has no config.json|is not a file)"):
-        weigh(EngineConfig(speculate=text.format(tmp_path)), spec, ASSETS, "cpu")
+        memory_of_drafters(EngineConfig(speculate=text.format(tmp_path)), spec, ASSETS, "cpu")
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -173,15 +173,15 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
     with pytest.raises(ConfigError, match="draft model has 5000 tokens, that of the served model 8192"):
-        weigh(drafts(tmp_path), spec, ASSETS, "cpu")
+        memory_of_drafters(drafts(tmp_path), spec, ASSETS, "cpu")
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     with pytest.raises(ConfigError, match="shorter than the served 4096"):
-        weigh(drafts(tmp_path), spec, ASSETS, "cpu")
+        memory_of_drafters(drafts(tmp_path), spec, ASSETS, "cpu")
 
 
 def test_memory_is_planned_for_the_draft() -> None:
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
-    asked, beside = weigh(drafts(shipped_model()), spec, ASSETS, "cpu", 100)
+    asked, beside = memory_of_drafters(drafts(shipped_model()), spec, ASSETS, "cpu", 100)
     assert asked == wanted(f"draft:{shipped_model()}")
     draft = read_model(shipped_model())[0]
     assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40

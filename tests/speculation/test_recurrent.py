@@ -26,7 +26,7 @@ from ridgeline.ops.reference import INT_REFERENCE, REFERENCE
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import DraftCut, Ops, Programs
-from ridgeline.speculation.device import Behind
+from ridgeline.speculation.device import DraftRows
 from ridgeline.speculation.heads import Candidate, tree
 from ridgeline.speculation.recurrent import UNMEASURED, UNMEASURED_CUT, Recurrent, load_recurrent
 from ridgeline.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def following(draft: RecurrentModule, state: torch.Tensor, tokens: torch.Tensor,
 
 def drafted(
     one: Recurrent,
-    heat: float,
+    temperature: float,
     dtype: torch.dtype = torch.float32,
     count: int = COUNT,
     alone: int | None = None,
@@ -116,12 +116,14 @@ def drafted(
     before, asked = state.tokens.clone(), range(len(KNOWN)) if alone is None else (alone,)
     each = torch.tensor(asked, dtype=torch.int32) + 1
     # A column, as rows have it.
-    temperatures = torch.full((len(KNOWN) + 1, 3), heat)[:, 0]
+    temperatures = torch.full((len(KNOWN) + 1, 3), temperature)[:, 0]
 
     def views(slots: torch.Tensor) -> list[KvView]:
         return [KvView(kv, state.tables[0], slots[0], None, None, SPEC.scale_of(LAYER))]
 
-    worth = one.draft(Behind(state, each, temperatures, hidden[list(asked)].to(dtype), 512, heat == 0), count, views)
+    worth = one.draft(
+        DraftRows(state, each, temperatures, hidden[list(asked)].to(dtype), 512, temperature == 0), count, views
+    )
     found = torch.stack([state.tokens[row + 1, KNOWN[row] : KNOWN[row] + count] for row in asked])
     for row, said in zip(asked, found, strict=True):
         before[row + 1, KNOWN[row] : KNOWN[row] + count] = said
@@ -130,7 +132,7 @@ def drafted(
 
 
 def scored(
-    draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float
+    draft: RecurrentModule, nodes: tuple[Candidate, ...], found: torch.Tensor, temperature: float
 ) -> list[torch.Tensor]:
     """The perturbed logits [rows, outputs] that each node of a drafted tree was drawn from, with the noise of its place."""
     state, hidden, _ = rows()
@@ -142,7 +144,7 @@ def scored(
             states[node.parent] = following(draft, states[above], said[node.parent], node.head)
         place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
         keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
-        every.append(draft.lm_head(states[node.parent]) - heat * exponential(keys, draft.ids.int()).log())
+        every.append(draft.lm_head(states[node.parent]) - temperature * exponential(keys, draft.ids.int()).log())
         said[at] = found[:, at].long()
     return every
 
@@ -251,13 +253,13 @@ def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
-    """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_tree_holds_the_likeliest_draws(folder: Path, temperature: float) -> None:
+    """DraftRows each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
     assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
-    found, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), heat, count=len(TREE))
+    found, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), temperature, count=len(TREE))
     assert worth is None
-    for at, (node, scores) in enumerate(zip(TREE, scored(trained(folder), TREE, found, heat), strict=True)):
+    for at, (node, scores) in enumerate(zip(TREE, scored(trained(folder), TREE, found, temperature), strict=True)):
         wanted = scores.topk(node.rank + 1).values[:, -1]
         torch.testing.assert_close(scores.gather(1, found[:, at : at + 1].long() // 2)[:, 0], wanted, rtol=0, atol=1e-4)
     for parent in {node.parent for node in TREE}:
@@ -267,8 +269,10 @@ def test_a_tree_holds_the_likeliest_draws(folder: Path, heat: float) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("nodes", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float, nodes: tuple[Candidate, ...]) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_compiled_drafts_are_those_of_plain_operations(
+    folder: Path, temperature: float, nodes: tuple[Candidate, ...]
+) -> None:
     native, why = native_cpu.load()
     if native is None:
         pytest.skip(why)
@@ -280,18 +284,18 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
     assert bool(compiled.parents) is (nodes is TREE)
     stopped = alike = asked = 0
     for count in range(1, len(nodes) + 1):
-        found, worth = drafted(compiled, heat, count=count)
-        other, said = drafted(plain, heat, count=count)[0], found != UNSAID
-        assert torch.equal(other, drafted(drafter(folder, REFERENCE, nodes=nodes), heat, count=count)[0])
+        found, worth = drafted(compiled, temperature, count=count)
+        other, said = drafted(plain, temperature, count=count)[0], found != UNSAID
+        assert torch.equal(other, drafted(drafter(folder, REFERENCE, nodes=nodes), temperature, count=count)[0])
         alike += int((found == other)[said].sum())
         asked += int(said.sum())
         other = torch.where(said, found, other)
-        for at, scores in enumerate(scored(trained(folder), nodes[:count], other, heat)):
+        for at, scores in enumerate(scored(trained(folder), nodes[:count], other, temperature)):
             wanted = scores.topk(nodes[at].rank + 1).values[:, -1]
             lost = (wanted - scores.gather(1, other[:, at : at + 1].long() // 2)[:, 0])[said[:, at]]
             assert float(lost.abs().sum()) <= ROUNDED * len(lost), "as good a draw as the inputs' 8 bits can tell"
         assert bool((found[found != UNSAID] % 2 == 0).all()), "only tokens that it may say"
-        drawn, own = chances(folder, nodes[:count], other, heat)
+        drawn, own = chances(folder, nodes[:count], other, temperature)
         assert [bool(column.any()) for column in (found != UNSAID).T] == drawn
         price = len(KNOWN) / (1 + CUT.node_cost * (len(KNOWN) - 1))
         costs = [price * CUT.node_cost * len(KNOWN) * size for size in range(1, count + 1)]
@@ -301,11 +305,11 @@ def test_compiled_drafts_are_those_of_plain_operations(folder: Path, heat: float
         stopped += not all(drawn)
     assert stopped, "some drafts are cut"
     assert alike > 0.95 * asked
-    together, _ = drafted(compiled, heat)
+    together, _ = drafted(compiled, temperature)
     for row, own in enumerate(together):
-        found, _ = drafted(compiled, heat, alone=row)
+        found, _ = drafted(compiled, temperature, alone=row)
         assert torch.equal(torch.where(found == UNSAID, own, found), torch.where(own == UNSAID, found, own))
-    found, _ = drafted(drafter(folder, native, torch.bfloat16, nodes), heat, torch.bfloat16)
+    found, _ = drafted(drafter(folder, native, torch.bfloat16, nodes), temperature, torch.bfloat16)
     assert found.shape == (len(KNOWN), COUNT)
 
 
@@ -329,12 +333,12 @@ def test_drafts_of_one_size_and_other_trees_take_turns(folder: Path) -> None:
 
 
 def chances(
-    folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, heat: float
+    folder: Path, nodes: tuple[Candidate, ...], found: torch.Tensor, temperature: float
 ) -> tuple[list[bool], torch.Tensor]:
     """Of a tree that was drafted whole: which nodes are reached by a draft that stops where no node of a level is likely, and the
     chances that it gives each, float32 [rows, nodes]."""
     own, drawn, ends = torch.zeros(len(KNOWN), len(nodes)), [False] * len(nodes), False
-    every = scored(trained(folder), nodes, found, heat)
+    every = scored(trained(folder), nodes, found, temperature)
     for depth in range(max(node.head for node in nodes) + 1):
         level = [at for at, node in enumerate(nodes) if node.head == depth]
         if ends:

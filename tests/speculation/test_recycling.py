@@ -6,7 +6,7 @@ import torch
 
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView
-from ridgeline.speculation.device import Behind
+from ridgeline.speculation.device import DraftRows
 from ridgeline.speculation.recycling import Recycling
 
 VOCAB = 64
@@ -31,7 +31,7 @@ class Row:
 
     def draft(self) -> int:
         """The first node."""
-        behind = Behind(self.state, self.rows, torch.zeros(2), torch.zeros(1, 1), 16, greedy=True)
+        behind = DraftRows(self.state, self.rows, torch.zeros(2), torch.zeros(1, 1), 16, greedy=True)
         self.recycling.draft(behind, 1, lambda slots: list[KvView]())
         return int(self.state.tokens[1, 4])
 

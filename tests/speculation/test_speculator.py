@@ -142,7 +142,7 @@ def test_a_glance_ends_a_rest(glances: bool, monkeypatch: pytest.MonkeyPatch) ->
     prompt = list(range(20))
     host = Noted(prompt + oracle(prompt, 80))
     host.needs_repeat = True
-    bench = Bench(speculation=Speculator(host, None, Idle((0, 4))), step_tokens=32)
+    bench = Bench(speculation=Speculator(host, None, Idle((0, 4)), sampled=Idle((0, 4))), step_tokens=32)
     bench.submit("one", prompt, max_tokens=80)
     bench.run()
     assert bench.tokens["one", 0] == oracle(prompt, 80)
@@ -196,7 +196,7 @@ def test_a_request_brings_one_grant_however_many_choices_it_has() -> None:
         def admit(self, rows: int, new: int) -> None:
             admitted.append(new)
 
-    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Watched((0, 2))))
+    bench = Bench(speculation=Speculator(None, DeviceTraits(2), Watched((0, 2)), sampled=Watched((0, 2))))
     bench.submit("one", [1, 2, 3], max_tokens=30, n=4)
     bench.submit("two", [4, 5, 6], max_tokens=30)
     bench.run()
@@ -217,7 +217,7 @@ def test_a_request_brings_its_grant_while_speculation_is_idle() -> None:
         def idle_steps(self, rows: int, host: bool, device: bool) -> int:
             return 40
 
-    speculation = Speculator(None, DeviceTraits(2), Idle((0, 2)))
+    speculation = Speculator(None, DeviceTraits(2), Idle((0, 2)), sampled=Idle((0, 2)))
     bench = Bench(speculation=speculation)
     bench.submit("one", [1, 2, 3], max_tokens=60)
     for _ in range(10):
@@ -249,7 +249,7 @@ def test_a_step_is_measured_by_the_controller_that_chose_its_drafts(depth: int, 
             return 0.0, 0.0
 
     greedy = Watched((0, 2))
-    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), greedy), luck=0.5)
+    bench = Bench(depth=depth, speculation=Speculator(None, DeviceTraits(2), greedy, sampled=Watched((0, 2))), luck=0.5)
     bench.submit("greedy", [1, 2, 3], max_tokens=90, temperature=0.0)
     for _ in range(12):
         bench.turn()
@@ -267,7 +267,9 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
         def choose(self, rows: int, most: int) -> int:
             return next(turns)
 
-    bench = Bench(speculation=Speculator(None, DeviceTraits(3), InTurns((0, 1, 2, 3))), luck=0.5)
+    bench = Bench(
+        speculation=Speculator(None, DeviceTraits(3), InTurns((0, 1, 2, 3)), sampled=InTurns((0, 1, 2, 3))), luck=0.5
+    )
     plans: list[StepPlan] = []
     launch = bench.runner.launch
     monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
@@ -297,7 +299,7 @@ def test_what_is_drawn_and_what_is_not_have_their_own_records(temperature: float
 
     greedy = Watched((0, 3), fixed=True)
     hoped = greedy.expected(3)
-    bench = Bench(speculation=Speculator(None, DeviceTraits(3), greedy), luck=0.0)
+    bench = Bench(speculation=Speculator(None, DeviceTraits(3), greedy, sampled=Watched((0, 3), fixed=True)), luck=0.0)
     for number in range(3):
         bench.submit(str(number), [1, 2, 3], max_tokens=30, temperature=temperature)
     bench.run()
@@ -331,7 +333,9 @@ def test_all_plain_steps_are_counted_though_few_are_measured(depth: int) -> None
             plain.append(not drafts.active)
             return super().end_step(drafts, plan, requests, result)
 
-    bench = Bench(depth=depth, speculation=Noting(None, DeviceTraits(2), Watched((0, 2))), luck=0.5)
+    bench = Bench(
+        depth=depth, speculation=Noting(None, DeviceTraits(2), Watched((0, 2)), sampled=Watched((0, 2))), luck=0.5
+    )
     for number in range(4):
         bench.submit(f"{number}", list(range(20)), max_tokens=60)
         bench.run()

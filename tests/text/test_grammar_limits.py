@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
 from threading import Event, get_ident
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from ridgeline.core.draft import Draft
 from ridgeline.core.errors import BadGrammar
 from ridgeline.core.sampling import Grammar, GrammarKind
-from ridgeline.text import grammar as grammar_module
 from ridgeline.text.grammar import CompiledGrammar, GrammarCompiler, GrammarState
 from ridgeline.text.grammar_cache import GrammarCache
 from ridgeline.text.tokenizer import Tokenizer
@@ -106,8 +105,10 @@ def test_a_grammar_that_fails_while_it_runs_leaves_the_cache(cache: GrammarCache
 def test_a_refused_grammar_is_not_kept(cache: GrammarCache) -> None:
     grammar = Grammar("regex", "(")
     assert cache.compile(grammar).exception() is not None
-    cache.compile(Grammar("regex", "a")).result()
-    assert grammar not in cache._compiled
+    other = cache.compile(Grammar("regex", "a")).result()
+    alone = cache.size
+    other.size = alone + 1
+    assert cache.size == alone + 1, "nothing counts but the other one"
 
 
 def compiled_of(cache: GrammarCache, *sources: str) -> list[CompiledGrammar]:
@@ -140,17 +141,16 @@ def test_a_grammar_that_has_grown_is_compiled_anew(cache: GrammarCache) -> None:
     assert follow(compiled.start(), 3) == 3, "states that run go on"
 
 
-def test_compilation_goes_on_beside_the_caller(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_goes_on_beside_the_caller(byte_level: Tokenizer) -> None:
     going, threads = Event(), []
-    compile_now = compiler.compile
 
-    def compile_later(grammar: Grammar) -> CompiledGrammar:
-        threads.append(get_ident())
-        assert going.wait(10)
-        return compile_now(grammar)
+    class Later(GrammarCompiler):
+        def compile(self, grammar: Grammar) -> CompiledGrammar:
+            threads.append(get_ident())
+            assert going.wait(10)
+            return super().compile(grammar)
 
-    monkeypatch.setattr(compiler, "compile", compile_later)
-    cache = GrammarCache(compiler)
+    cache = GrammarCache(Later(byte_level, vocab_size=byte_level.vocab_size, end_ids=[2]))
     try:
         first = cache.compile(Grammar("regex", "a"))
         assert not first.done() and cache.compile(Grammar("regex", "a")) is first
@@ -162,25 +162,37 @@ def test_compilation_goes_on_beside_the_caller(compiler: GrammarCompiler, monkey
         cache.close()
 
 
-def test_masks_that_take_long_are_made_beside_the_step_loop(
-    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Watched(ThreadPoolExecutor):
+    """A thread, and what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.asked: list[Future[Any]] = []
+
+    def submit(self, *given: Any, **named: Any) -> Future[Any]:
+        self.asked.append(super().submit(*given, **named))
+        return self.asked[-1]
+
+
+@pytest.fixture
+def thread() -> Iterator[Watched]:
+    with Watched() as made:
+        yield made
+
+
+def compiled_by(compiler: GrammarCompiler, thread: Watched, slow_mask_s: float) -> CompiledGrammar:
+    compiled = compiler.compile(Grammar("regex", "[ab]{6}"))
+    compiled.thread, compiled.slow_mask_s = thread, slow_mask_s
+    return compiled
+
+
+def test_masks_that_take_long_are_made_beside_the_step_loop(compiler: GrammarCompiler, thread: Watched) -> None:
     """The tokens allowed are the same ones; only who makes the mask differs."""
-    alone, beside = (cache.compile(Grammar("regex", "[ab]{6}")).result().start() for _ in range(2))
-    asked: list[Future[bytes]] = []
-    thread = cache._thread
-
-    class Watched:
-        def submit(self, work: Any) -> Future[bytes]:
-            asked.append(thread.submit(work))
-            return asked[-1]
-
-    beside._compiled.thread = Watched()  # type: ignore[assignment]
+    alone, beside = (compiled_by(compiler, thread, slow_s).start() for slow_s in (60.0, -1.0))
+    asked = thread.asked
     for step in range(5):
-        monkeypatch.setattr(grammar_module, "_SLOW_MASK_S", 60.0)
         choices = allowed(alone)
         alone.accept([choices[step % 2]])
-        monkeypatch.setattr(grammar_module, "_SLOW_MASK_S", -1.0)
         assert allowed(beside) == choices
         beside.accept([choices[step % 2]])
         assert len(asked) == step + 1
@@ -189,13 +201,10 @@ def test_masks_that_take_long_are_made_beside_the_step_loop(
     assert alone.masks(Draft.of([5, 6], ()))[1] == beside.masks(Draft.of([5, 6], ()))[1][: len(alone.mask())]
 
 
-def test_a_state_is_not_ready_while_its_mask_is_made(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_SLOW_MASK_S", -1.0)
+def test_a_state_is_not_ready_while_its_mask_is_made(compiler: GrammarCompiler, thread: Watched) -> None:
     busy = Event()
-    cache._thread.submit(busy.wait, 10)
-    compiled = cache._compiler.compile(Grammar("regex", "[ab]{6}"))
-    compiled.thread = cache._thread
-    state = compiled.start()
+    thread.submit(busy.wait, 10)
+    state = compiled_by(compiler, thread, -1.0).start()
     assert state.ready
     state.accept(allowed(state)[:1])
     assert not state.ready and not state.finished
@@ -203,13 +212,13 @@ def test_a_state_is_not_ready_while_its_mask_is_made(cache: GrammarCache, monkey
     assert allowed(state) and state.ready
 
 
-def test_no_draft_is_followed_behind_a_mask_that_took_long(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = compiler.compile(Grammar("regex", "[ab]{6}")).start()
+def test_no_draft_is_followed_behind_a_mask_that_took_long(compiler: GrammarCompiler) -> None:
+    compiled = compiler.compile(Grammar("regex", "[ab]{6}"))
+    compiled.slow_mask_s = 60.0
+    state = compiled.start()
     tokens = allowed(state)[:1] * 4
     assert len(state.masks(Draft.of(tokens, ()))[0].tokens) == 4
-    monkeypatch.setattr(grammar_module, "_SLOW_MASK_S", -1.0)
+    compiled.slow_mask_s = -1.0
     state.accept(tokens[:1])
     draft, masks = state.masks(Draft.of(tokens, ()))
     assert not draft.tokens and masks == state.mask()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.wire import client as client_module
-from ridgeline.wire.client import FAILURES, SILENCE_S, STALL_S, EngineClient
+from ridgeline.wire.client import FAILURES, STALL_S, EngineClient, Patience
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Beat,
@@ -32,6 +32,9 @@ from ridgeline.wire.messages import (
 STATS = StepStats(7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 4, 0.0, 0.0, 0.0, 0.0)
 
 
+SILENCE_S = Patience().silence_s
+
+
 class Peer:
     """The engine's end, by hand, and a clock that stands still."""
 
@@ -40,12 +43,14 @@ class Peer:
         self.steps: list[StepStats] = []
 
     @classmethod
-    async def start(cls, **options) -> Peer:
+    async def start(cls, clock: Callable[[], float] | None = None, **options) -> Peer:
         peer = cls()
         ours, theirs = socket.socketpair()
         peer.reader, peer.writer = await asyncio.open_connection(sock=theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
-        peer.client = EngineClient(reader, writer, on_step=peer.steps.append, clock=lambda: peer.now, **options)
+        peer.client = EngineClient(
+            reader, writer, on_step=peer.steps.append, clock=clock or (lambda: peer.now), **options
+        )
         return peer
 
     def send(self, *messages) -> None:
@@ -59,7 +64,7 @@ class Peer:
 
 @pytest.fixture
 async def peer():
-    made = await Peer.start()
+    made = await Peer.start(patience=Patience(SILENCE_S, grace_s=0.3))
     yield made
     await made.client.close()
     made.writer.close()
@@ -213,7 +218,8 @@ async def test_a_refused_message_ends_its_request(peer):
 
 
 async def test_a_reader_that_falls_behind_is_cut_off():
-    peer = await Peer.start(max_unread=100)
+    peer = await Peer.start()
+    peer.client.max_unread = 100
     subscription = peer.client.submit(request("a", max_tokens=None))
     await peer.hear()
     for number in range(1, 10):
@@ -287,8 +293,7 @@ async def test_a_lost_engine_is_noticed_without_a_request(peer):
 
 
 @pytest.mark.parametrize("stuck", ["silent", "has not finished a step"])
-async def test_a_stuck_engine_is_given_up(peer, monkeypatch, stuck: str):
-    monkeypatch.setattr(client_module, "GRACE_S", 0.01)
+async def test_a_stuck_engine_is_given_up(peer, stuck: str):
     await ready(peer)
     subscription = peer.client.submit(request())
     peer.now += STALL_S + 1
@@ -314,11 +319,8 @@ async def test_who_was_stopped_itself_reads_before_it_gives_up(peer):
     assert await asyncio.wait_for(waiting, 10) == "the engine process has ended."
 
 
-async def test_silence_is_noticed_when_it_lasts_long_enough(monkeypatch):
-    monkeypatch.setattr(client_module, "SILENCE_S", 0.2)
-    monkeypatch.setattr(client_module, "GRACE_S", 0.01)
-    peer = await Peer.start()
-    peer.client._clock = time.monotonic
+async def test_silence_is_noticed_when_it_lasts_long_enough():
+    peer = await Peer.start(time.monotonic, patience=Patience(silence_s=0.2, grace_s=0.01))
     await ready(peer)
     assert "silent" in await asyncio.wait_for(peer.client.wait_lost(), 10)
     await peer.client.close()

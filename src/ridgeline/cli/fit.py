@@ -28,7 +28,7 @@ from ridgeline.hardware.probe import Device, probe, resolve_accelerator
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
-from ridgeline.speculation.build import weigh
+from ridgeline.speculation.build import memory_of_drafters
 
 
 def parser() -> Parser:
@@ -56,7 +56,7 @@ def run(args: Arguments) -> int:
     console = Console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     _describe(table, spec, device)
-    _, beside = weigh(engine, spec, folder, memory.kind, memory.taken)
+    _, beside = memory_of_drafters(engine, spec, folder, memory.kind, memory.taken)
     try:
         plan = size(spec, engine, total, device.kind, model=model, beside=beside)
     except DoesNotFit as error:

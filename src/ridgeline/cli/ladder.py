@@ -33,7 +33,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
 from ridgeline.quality.ladder import Task, chart, climb, rows, rungs
 from ridgeline.quality.texts import read_texts
-from ridgeline.speculation.build import weigh
+from ridgeline.speculation.build import memory_of_drafters
 from ridgeline.text.tokenizer import Tokenizer
 
 TOKENS = {"prompts": 8, "prompt-tokens": 128, "answer-tokens": 128, "repeats": 3, "judged-tokens": 8192}
@@ -95,7 +95,7 @@ def run(args: Arguments) -> int:
         served_spec(checkpoint, replace(model, quantization=number_format))
     ladder = rungs(model, engine, formats, "graphs" if device == "cuda" else "compiled")
     last = served_spec(checkpoint, ladder[-1].model)
-    drafters = weigh(ladder[-1].engine, last, folder, device)[1].bytes
+    drafters = memory_of_drafters(ladder[-1].engine, last, folder, device)[1].bytes
     with Stages(Console(stderr=True)) as stages:
         climbed = [climb(rung, task, stages) for rung in ladder]
     results = rows(climbed, task)

@@ -80,7 +80,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class DrafterMemory:
     """What is taken beside a model: layers of a draft model in its cache, bytes that others hold of the memory, drafters
     among them, and rows of logits that a step with drafts has."""
 
@@ -127,7 +127,7 @@ def size(
     device_kind: str,
     *,
     model: ModelConfig = ModelConfig(),
-    beside: Beside = Beside(),
+    beside: DrafterMemory = DrafterMemory(),
 ) -> MemoryPlan:
     """The plan for serving `spec` (its dtype and max_len as served) on a device "cuda" or "cpu".
 
@@ -154,7 +154,9 @@ def working_change(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> dic
 # --- one plan ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(spec: ModelSpec, engine: EngineConfig, memory: Memory, beside: Beside = Beside()) -> tuple[MemoryPlan, int]:
+def _plan(
+    spec: ModelSpec, engine: EngineConfig, memory: Memory, beside: DrafterMemory = DrafterMemory()
+) -> tuple[MemoryPlan, int]:
     """The plan, and the bytes it lacks for one sequence of max_len tokens (0 or less: it fits)."""
     chosen = hardware_defaults(memory.kind, memory.total)
     given = {name: getattr(engine, name) for name in chosen}

@@ -379,7 +379,7 @@ class ModelSpec:
 
 
 def few(wanted: int, tokens: int) -> bool:
-    """Whether so few of a step's query tokens are wanted that the last layer attends for them alone (ops.step.StepInputs.alone)."""
+    """Whether the last layer attends for the wanted query tokens alone: they must be few."""
     return 16 * wanted <= tokens
 
 

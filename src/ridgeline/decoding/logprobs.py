@@ -46,10 +46,15 @@ def _largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def score(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, token: torch.Tensor, top: int, vocab: int
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    token: torch.Tensor,
+    top: int,
+    vocab: int,
+    most_bytes: int = SCORE_BYTES,
 ) -> Ranked:
-    """`rank` for hidden [N, D], whose logits come from `logits_of` in pieces of at most SCORE_BYTES."""
-    piece = max(1, SCORE_BYTES // (4 * vocab))
+    """`rank` for hidden [N, D], whose logits come from `logits_of` in pieces of at most most_bytes."""
+    piece = max(1, most_bytes // (4 * vocab))
     parts = [
         rank(logits_of(hidden[at : at + piece]), token[at : at + piece], top) for at in range(0, hidden.shape[0], piece)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-TOO_EARLY = -1e9
+EARLY_STOP_BIAS = -1e9
 """Added to an end token before min_tokens. Finite, so that a grammar that allows nothing else still has its way."""
 
 
@@ -38,10 +38,10 @@ def apply_mask(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(allowed == 0, float("-inf"))
 
 
-def hold_back(logits: torch.Tensor, stop_ids: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+def suppress_stop_tokens(logits: torch.Tensor, stop_ids: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
     """logits [N, V] with the stop ids int32 [N, S] (-1: none) made unlikely where early bool [N]. In place."""
     wanted = (stop_ids >= 0) & early.unsqueeze(1)
-    return logits.scatter_add_(1, stop_ids.clamp(min=0).long(), wanted.to(logits.dtype).mul_(TOO_EARLY))
+    return logits.scatter_add_(1, stop_ids.clamp(min=0).long(), wanted.to(logits.dtype).mul_(EARLY_STOP_BIAS))
 
 
 def add_bias(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TokenHistory:
     """What was said before each of N logit rows. tokens: int32 [N, L], the row's tokens from the start; known: int32
     [N], how many of them count; prompt_len: int32 [N]. presence, frequency, repetition: float32 [N] (off: 0, 0, 1)."""
 
@@ -20,7 +20,7 @@ class Said:
     repetition: torch.Tensor
 
 
-def apply_penalties(logits: torch.Tensor, said: Said) -> torch.Tensor:
+def apply_penalties(logits: torch.Tensor, said: TokenHistory) -> torch.Tensor:
     """logits float32 [N, V] penalized in place: repetition over prompt and output (Keskar et al. 2019, section 4.1),
     presence and frequency over the output alone (OpenAI). Only the logits of tokens that were said are touched."""
     place = torch.arange(said.tokens.shape[1], device=logits.device, dtype=torch.int32)

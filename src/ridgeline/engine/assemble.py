@@ -33,7 +33,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
-from ridgeline.speculation.build import draft_model, open_drafters, weigh
+from ridgeline.speculation.build import draft_model, memory_of_drafters, open_drafters
 from ridgeline.speculation.options import Wanted
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.grammar_cache import GrammarCache
@@ -44,16 +44,15 @@ log = logging.getLogger(__name__)
 
 class _Stages:
     """Seconds of each stage of the start-up. A stage lasts from the end of the one before; what reports its progress ends
-    with its last report."""
+    with its last report. clock: seconds that only grow."""
 
-    def __init__(self, imports_s: float, tell: Progress) -> None:
+    def __init__(self, imports_s: float, tell: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
-        self._tell = tell
-        self._last = time.perf_counter()
+        self._tell, self._clock, self._last = tell, clock, clock()
 
     def ends(self, name: str) -> None:
         """All time since the last end was spent on `name`."""
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
 
@@ -74,7 +73,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    wanted, beside = weigh(config, spec, folder, device.type, taken)
+    wanted, beside = memory_of_drafters(config, spec, folder, device.type, taken)
     plan = size(spec, config, total, device.type, model=model, beside=beside)
     ops = _operations(config, spec, device)
     stages.ends("config")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ridgeline.core.spec import KvFormat
 from ridgeline.decoding.logprobs import Ranked, rank, score
-from ridgeline.decoding.masks import add_bias, apply_mask, hold_back
-from ridgeline.decoding.penalties import Said, apply_penalties
+from ridgeline.decoding.masks import add_bias, apply_mask, suppress_stop_tokens
+from ridgeline.decoding.penalties import TokenHistory, apply_penalties
 from ridgeline.engine.batch import Batch
 from ridgeline.engine.logits_inputs import NO_INPUTS, LogitsInputs, Scores
 from ridgeline.engine.row_table import RowTable
@@ -25,7 +25,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Gathered, Int, Knob, Spread
 from ridgeline.ops.sample import Limits, greedy
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.speculation.device import Behind, DeviceDrafter, NoDrafter
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +89,19 @@ class DeviceStep:
         """Of the drafter's layers, then of those that it attends to."""
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
-    def of_each_kind(self) -> DeviceStep:
+    def one_layer_of_each_kind(self) -> DeviceStep:
         """The same step through one layer of each kind: it launches the same kernels and computes nothing of worth."""
         first: dict[Hashable, int] = {}
-        for index, (kind, (kv, _, group, facts)) in enumerate(zip(self.decoder.kinds(), self._layers, strict=True)):
+        for index, (kind, (kv, _, group, facts)) in enumerate(
+            zip(self.decoder.layer_kinds(), self._layers, strict=True)
+        ):
             # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
             form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
             first.setdefault((kind, form), index)
         # The last one goes on with the wanted tokens alone.
         chosen = (*first.values(), len(self._layers) - 1)
         made = copy(self)
-        made.decoder = self.decoder.only(chosen)
+        made.decoder = self.decoder.with_layers(chosen)
         made._layers = tuple(self._layers[index] for index in chosen)
         return made
 
@@ -164,7 +166,7 @@ class DeviceStep:
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
         -> as DeviceDrafter.draft."""
-        behind = Behind(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
+        behind = DraftRows(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
         return self.drafter.draft(behind, ahead, self._guest_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
@@ -199,9 +201,9 @@ class DeviceStep:
         if batch.greedy:
             drawn = greedy(logits)
         else:
-            heat, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+            temperature, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
             key, limits = wanted.ints[:, Int.KEY : Int.KEY + 2], Limits(wanted.ints[:, Int.TOP_K], top_p, min_p)
-            drawn = self.ops.sampler.sample(logits, heat, key, wanted.place, Purpose.TOKEN, limits)
+            drawn = self.ops.sampler.sample(logits, temperature, key, wanted.place, Purpose.TOKEN, limits)
         if asked is None or inputs.logprobs is None:
             return drawn, None
         return drawn, rank(asked, drawn.index_select(0, inputs.logprobs), max(inputs.tops))
@@ -213,14 +215,14 @@ class DeviceStep:
             part = wanted.pick(inputs.penalized)
             tokens = self.rows.tokens[:, :longest].index_select(0, part.rows)
             knobs = (part.knobs[:, knob] for knob in (Knob.PRESENCE, Knob.FREQUENCY, Knob.REPETITION))
-            said = Said(tokens, part.place, part.ints[:, Int.PROMPT], *knobs)
+            said = TokenHistory(tokens, part.place, part.ints[:, Int.PROMPT], *knobs)
             logits.index_copy_(0, inputs.penalized.long(), apply_penalties(part.logits, said))
         if inputs.bias is not None:
             add_bias(logits, *inputs.bias)
         if inputs.early is not None:
             part = wanted.pick(inputs.early)
             early = part.place - part.ints[:, Int.PROMPT] < part.ints[:, Int.MIN_TOKENS]
-            held = hold_back(part.logits, part.ints[:, Int.STOP :], early)
+            held = suppress_stop_tokens(part.logits, part.ints[:, Int.STOP :], early)
             logits.index_copy_(0, inputs.early.long(), held)
         if inputs.masked is not None and inputs.words is not None:
             part_logits = logits.index_select(0, inputs.masked)

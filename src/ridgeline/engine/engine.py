@@ -14,7 +14,7 @@ from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import News, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.account import Account, Accounted
-from ridgeline.engine.late import Late
+from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Request
 from ridgeline.kv.prefix import chain_root
@@ -53,7 +53,7 @@ class Setup:
     facts: dict[str, Any]
     grammars: GrammarCache | None = None
     account: Account = field(default_factory=Account)
-    late: Late = field(default_factory=Late)
+    late: LateCompiles = field(default_factory=LateCompiles)
 
 
 class Engine:
@@ -81,9 +81,9 @@ class Engine:
     def idle(self) -> bool:
         return self._scheduler.idle and not (self._waiting or self._refused)
 
-    def rest(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds in which turning brings nothing unless a message arrives."""
-        return 0.0 if self._refused else min(self.loop.rest(), _LOOK_S if self._waiting else math.inf)
+        return 0.0 if self._refused else min(self.loop.wait_seconds(), _LOOK_S if self._waiting else math.inf)
 
     def close(self) -> None:
         """Give the device's memory back and compile nothing more."""

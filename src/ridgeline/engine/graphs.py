@@ -18,7 +18,7 @@ from ridgeline.core.plan import StepPlan
 from ridgeline.engine.batch import Batch, packed_size, unpack
 from ridgeline.engine.catch_up import reading, unread_steps
 from ridgeline.engine.device import DeviceStep, Outcome
-from ridgeline.engine.execute import EagerSteps, Loaded
+from ridgeline.engine.executor import Executor, LoadedStep
 from ridgeline.engine.graph_shapes import DRAFT_ROWS, MIXED_ROWS, buckets, draft_shapes, mixed_shapes
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.weights import Progress
@@ -32,7 +32,7 @@ LONE_ROWS = 2
 
 
 class GraphKey(NamedTuple):
-    """kind: what the graph runs, see GraphSteps. shape: of its step, or StepShape.decoding of as many rows. variant: of a "step"
+    """kind: what the graph runs, see GraphExecutor. shape: of its step, or StepShape.decoding of as many rows. variant: of a "step"
     that decodes the slots that any row holds at most; of "draft" how many nodes per row."""
 
     kind: str
@@ -40,7 +40,7 @@ class GraphKey(NamedTuple):
     variant: int = 0
 
 
-class GraphSteps(EagerSteps):
+class GraphExecutor(Executor):
     """Runs steps by graphs as far as they have some, all captured at start-up.
 
     "step": a whole step that decodes or verifies drafts, if rows draw plainly. "forward": the forward pass of a step that decodes
@@ -50,7 +50,7 @@ class GraphSteps(EagerSteps):
 
     def __init__(self, step: DeviceStep, sizes: Sizes, capture: Capture) -> None:
         super().__init__(step)
-        self._one_of_each, self._capture = step.of_each_kind(), capture
+        self._one_of_each, self._capture = step.one_layer_of_each_kind(), capture
         self._captured: dict[GraphKey, Captured] = {}
         self._buckets = [StepShape.decoding(rows) for rows in buckets(sizes.rows)]
         self._mixed = mixed_shapes(sizes, step.spec)
@@ -94,7 +94,7 @@ class GraphSteps(EagerSteps):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> Loaded:
+    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         draws = len(batch.sampled)
         self._drawing[:draws].copy_(batch.sampled)
         self._drawing[draws:].zero_()
@@ -102,11 +102,11 @@ class GraphSteps(EagerSteps):
             self._batches[batch.shape].packed.copy_(batch.packed)
         return super().load(plan, batch, padded)
 
-    def run(self, loaded: Loaded, plan: StepPlan) -> Outcome:
+    def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         with self._inference:
             return self._run(loaded, plan)
 
-    def _run(self, loaded: Loaded, plan: StepPlan) -> Outcome:
+    def _run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         batch, draws, shape = loaded.batch, loaded.draws, loaded.batch.shape
         if loaded.padded and batch.plain and not shape.chunked:
             packed = self._replay("step", shape, self._slots(shape, plan.bound))

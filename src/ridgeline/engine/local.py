@@ -19,12 +19,17 @@ from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepSta
 class LocalEngine:
     """Runs requests in the caller's thread: `submit` any time, iterate `news` until all have ended.
 
-    `on_step`: called with every step's record (bench and metrics read it).
+    `on_step`: called with every step's record (bench and metrics read it). `sleep`: waits for seconds.
     """
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepStats], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepStats], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._engine: Engine | None = engine
-        self._on_step = on_step
+        self._on_step, self._sleep = on_step, sleep
         self._open: dict[str, int] = {}
 
     @classmethod
@@ -64,7 +69,7 @@ class LocalEngine:
                 while self._open:
                     frame = whole(self.engine.turn)
                     if frame is None:
-                        time.sleep(self.engine.rest())
+                        self._sleep(self.engine.wait_seconds())
                         continue
                     for delta in self._deltas(frame):
                         if delta.finish:

@@ -57,7 +57,7 @@ class Loop:
         started = time.perf_counter()
         plan = scheduler.plan(self._clock())
         self.plan_s, self.commit_s = time.perf_counter() - started, 0.0
-        if plan is not None or scheduler.steps_in_flight or self.rest() > 0:
+        if plan is not None or scheduler.steps_in_flight or self.wait_seconds() > 0:
             self.turns += 1
         if plan is not None:
             if self._drained:
@@ -74,9 +74,9 @@ class Loop:
             return news
         return News(scheduler.take_updates())
 
-    def rest(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds in which turning brings nothing unless something arrives; 0 while there is work, infinite when idle."""
-        return self.scheduler.rest(self._clock())
+        return self.scheduler.wait_seconds(self._clock())
 
     def take_counts(self) -> StepCounts:
         """Counts since the last call."""

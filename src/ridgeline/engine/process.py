@@ -48,10 +48,10 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
     return 0
 
 
-def serve(engine: Engine, inbox: Inbox) -> None:
-    """Turn the heart while there is work, sleep while there is none, and beat all the time."""
+def serve(engine: Engine, inbox: Inbox, beat_s: float = BEAT_S) -> None:
+    """Turn the heart while there is work, sleep while there is none, and beat every beat_s."""
     ended = threading.Event()
-    pulse = threading.Thread(target=_beat, args=(engine, inbox, ended), daemon=True)
+    pulse = threading.Thread(target=_beat, args=(engine, inbox, ended, beat_s), daemon=True)
     pulse.start()
     try:
         while not (engine.stopped or inbox.gone):
@@ -63,15 +63,15 @@ def serve(engine: Engine, inbox: Inbox) -> None:
                 started = time.perf_counter()
                 inbox.send(news)
                 engine.reply_s += time.perf_counter() - started
-            elif (rest := engine.rest()) > 0:
-                inbox.wait(min(rest, BEAT_S))
+            elif (wait_seconds := engine.wait_seconds()) > 0:
+                inbox.wait(min(wait_seconds, beat_s))
     finally:
         ended.set()
         pulse.join()
     engine.close()
 
 
-def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
-    """Say every BEAT_S that the process lives and how far the loop is, also while a long step holds it up."""
-    while not ended.wait(BEAT_S):
+def _beat(engine: Engine, inbox: Inbox, ended: threading.Event, beat_s: float) -> None:
+    """Say every beat_s that the process lives and how far the loop is, also while a long step holds it up."""
+    while not ended.wait(beat_s):
         inbox.send(Beat(engine.loop.turns, not engine.idle))

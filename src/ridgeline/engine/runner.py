@@ -16,14 +16,14 @@ from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.batch import BatchBuilder
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.execute import CapturedSteps, EagerSteps, Loaded
-from ridgeline.engine.graphs import GraphSteps
-from ridgeline.engine.late import Late
+from ridgeline.engine.executor import CapturedExecutor, Executor, LoadedStep
+from ridgeline.engine.graphs import GraphExecutor
+from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.packet import Packet
-from ridgeline.engine.rehearsal import warm_up
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.row_table import RowTable
 from ridgeline.engine.shape import Sizes
+from ridgeline.engine.warm_up import warm_up
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
@@ -62,18 +62,18 @@ class Runner:
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         self.store = KvStore(layout, (*model.rank_spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
-        self.late = Late()
+        self.late = LateCompiles()
         """What is compiled from now on, once prepared."""
         self._sizes = sizes
-        self.steps = self._way_to_run()
+        self.executor = self._make_executor()
         self._before: Clock | None = None
         """Of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
 
-    def _way_to_run(self) -> EagerSteps:
+    def _make_executor(self) -> Executor:
         if not self._cuda:
-            return CapturedSteps(self._step)
-        return GraphSteps(self._step, self._sizes, CudaCapture()) if self._sizes.graphs else EagerSteps(self._step)
+            return CapturedExecutor(self._step)
+        return GraphExecutor(self._step, self._sizes, CudaCapture()) if self._sizes.graphs else Executor(self._step)
 
     def prepare(self, progress: Progress) -> None:
         """On a GPU, run and capture now what would otherwise compile and allocate while requests wait."""
@@ -81,7 +81,7 @@ class Runner:
             return
         self.late.rest()
         with torch.inference_mode():
-            warm_up(self._step, self.steps, self._sizes, progress)
+            warm_up(self._step, self.executor, self._sizes, progress)
         torch.cuda.synchronize(self.device)
         self.late.watch()
 
@@ -99,7 +99,7 @@ class Runner:
             log.exception("step %d failed", plan.step)
         if reason:
             # Outside of the handler, so that the failed step's tensors are free already.
-            self.steps.forget()
+            self.executor.forget()
             self._pending.append(without(plan, reason))
             self._recover(reason)
 
@@ -135,27 +135,27 @@ class Runner:
         if self._cuda:
             torch.cuda.synchronize(self.device)
         self._pending.clear()
-        self.steps.forget()
+        self.executor.forget()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
-        clock, steps = Clock(self._cuda), self.steps
+        clock, executor = Clock(self._cuda), self.executor
         self.rows.assign(plan)
         lost: list[int] = []
-        if (loaded := steps.repeated(plan)) is None:
+        if (loaded := executor.repeated(plan)) is None:
             plan, lost = self.rows.drop_lost(plan)
         if loaded is None or plan.brings:
             with self._inference:
                 loaded = self._apply(plan, loaded)
         if loaded is None:
             return without(plan, None)
-        outcome = steps.run(loaded, plan)
+        outcome = executor.run(loaded, plan)
         pending = Pending.of(plan, loaded.batch, outcome, clock, self._step.ops.sampler.to_host, lost)
         pending.fresh = loaded.fresh
         return pending
 
-    def _apply(self, plan: StepPlan, loaded: Loaded | None) -> Loaded | None:
+    def _apply(self, plan: StepPlan, loaded: LoadedStep | None) -> LoadedStep | None:
         """One upload for all that the plan changes and states; rows and pages change even if the step is refused. loaded: the
         step, if it need not be uploaded. Returns the step to run, None for a plan without rows."""
         packet = Packet()
@@ -165,7 +165,7 @@ class Runner:
             if loaded is None and plan.rows:
                 try:
                     builder = BatchBuilder(plan, self.rows)
-                    padded = self.steps.padded(builder.shape, builder.plain)
+                    padded = self.executor.padded(builder.shape, builder.plain)
                     builder.pack(packet, padded or builder.shape)
                 except RidgelineError as error:
                     refusal = error
@@ -182,4 +182,4 @@ class Runner:
             raise
         if refusal is not None:
             raise refusal
-        return loaded if builder is None else self.steps.load(plan, builder.build(got), padded is not None)
+        return loaded if builder is None else self.executor.load(plan, builder.build(got), padded is not None)

@@ -23,7 +23,7 @@ from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
-from ridgeline.engine.flight import FlyingStep, Share
+from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
@@ -56,15 +56,15 @@ class Scheduler:
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
         self._generation = 0
-        self._next = FlyingStep(StepPlan(1))
+        self._next = StepInFlight(StepPlan(1))
         self.last_step = 0
         """Number of the last step committed."""
         self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
         """Of the last step committed: tokens that its rows hold, how many of them are new, how many had a draw behind them."""
         self._price = 0.0
         """Device seconds that one query token in every step so far would have cost."""
-        self._flight: deque[FlyingStep] = deque()
-        self._forms: deque[FlyingStep] = deque(maxlen=8)
+        self._flight: deque[StepInFlight] = deque()
+        self._forms: deque[StepInFlight] = deque(maxlen=8)
         """Of each form of late the last step, since somebody entered or left."""
         self._updates: list[Update] = []
         self._leaving = 0
@@ -87,7 +87,7 @@ class Scheduler:
         """Choices that have not ended and do not run, those among them that wait for their leader's prompt."""
         return self._open - len(self.running)
 
-    def rest(self, now: float) -> float:
+    def wait_seconds(self, now: float) -> float:
         """Seconds in which there is nothing to do unless something arrives. To be asked after a turn that did nothing."""
         if self._flight or self._updates:
             return 0.0
@@ -210,7 +210,7 @@ class Scheduler:
         elif not (step.plan.transfers or step.plan.cancels or self._asks(now)):
             return None
         self.leases.start(step.plan)
-        self._next = FlyingStep(StepPlan(step.plan.step + 1))
+        self._next = StepInFlight(StepPlan(step.plan.step + 1))
         self._flight.append(step)
         return step.plan
 
@@ -221,7 +221,7 @@ class Scheduler:
             self._look_at = now + _LOOK_S
         return asks
 
-    def _continue_running(self, step: FlyingStep, budget: int) -> int:
+    def _continue_running(self, step: StepInFlight, budget: int) -> int:
         """Every running request gets what it needs; one token is kept back for each request behind it."""
         idle, last = self._speculation.idle, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
@@ -240,7 +240,7 @@ class Scheduler:
                 budget -= self._give(step, request, min(expected - planned, own), own)
         return budget
 
-    def _give(self, step: FlyingStep, request: Request, n_query: int, most: int) -> int:
+    def _give(self, step: StepInFlight, request: Request, n_query: int, most: int) -> int:
         """Plan `n_query` tokens of a running request, with its draft at most `most`; returns how many it got (0: not ready, or
         no blocks)."""
         plan, speculation = step.plan, self._speculation
@@ -311,7 +311,7 @@ class Scheduler:
         self._leave(victim)
         return victim.state is State.WAITING
 
-    def _admit(self, step: FlyingStep, budget: int, now: float) -> None:
+    def _admit(self, step: StepInFlight, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         incomplete = (
             [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
@@ -429,7 +429,7 @@ class Scheduler:
         self._join(self._next.plan, request, now)
 
     def _commit_share(
-        self, step: FlyingStep, place: int, tokens: list[int], result: StepResult, now: float, news: News
+        self, step: StepInFlight, place: int, tokens: list[int], result: StepResult, now: float, news: News
     ) -> None:
         """Commit one row, whatever it got and whatever came of it."""
         request, plan = step.requests[place], step.plan

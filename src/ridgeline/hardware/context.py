@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 
-def open_context() -> Thread:
+def open_context(load: Callable[[str], Any] = ctypes.CDLL) -> Thread:
     """Start a thread that creates the primary context of the first visible GPU, which is the default device of torch.
 
     The driver takes several hundred milliseconds and does not hold the GIL. The context stays until the process ends. Without a
     driver or a working GPU, the thread does nothing, and torch reports the error later.
+    load: opens a library by name; raises OSError if it does not exist.
     """
-    thread = Thread(target=_open, name="context", daemon=True)
+    thread = Thread(target=_open, args=(load,), name="context", daemon=True)
     thread.start()
     return thread
 
 
-def _open() -> None:
+def _open(load: Callable[[str], Any]) -> None:
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = load("libcuda.so.1")
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()

@@ -67,15 +67,16 @@ class Meter:
         return delta if delta >= 0 else delta + self._counter.wraps
 
 
-def power_counter(kind: str, watts: float, index: int = 0) -> Counter:
+def power_counter(kind: str, watts: float, index: int = 0, rapl: Path = RAPL) -> Counter:
     """The best available counter of a device.
 
     Args:
         kind: "cuda" or "cpu".
         watts: board power, for the estimate.
         index: index of the GPU.
+        rapl: folder with the counters of the processor packages.
     """
-    counter = _nvml(index) if kind == "cuda" else _rapl(sorted(RAPL.glob("intel-rapl:[0-9]")))
+    counter = _nvml(index) if kind == "cuda" else _rapl(sorted(rapl.glob("intel-rapl:[0-9]")))
     return counter or Counter("estimate", lambda seconds, busy: watts * _full_power_s(seconds, busy))
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,12 @@ def probe() -> Machine:
     )
 
 
-def resolve_accelerator(name: str) -> Accelerator:
-    """Row of the hardware table for a name from the user; "cpu" is the row for this processor. Raises ConfigError."""
-    processor = probe().host.accelerator if name.lower() == "cpu" else None
+def resolve_accelerator(name: str, detect: Callable[[], Machine] = probe) -> Accelerator:
+    """Row of the hardware table for a name from the user. Raises ConfigError.
+
+    "cpu" is the row for the processor of the machine that `detect` returns.
+    """
+    processor = detect().host.accelerator if name.lower() == "cpu" else None
     return processor or lookup(name)
 
 

@@ -111,5 +111,5 @@ def build(
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
-    decoder.settle()
+    decoder.finish_loading()
     return LoadedModel(spec, decoder, defaults, ops, mesh)

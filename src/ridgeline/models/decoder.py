@@ -48,7 +48,7 @@ class Decoder:
         self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds its scale to the weights' type.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
-        self._run: RunLayers = self._one_by_one
+        self._run: RunLayers = self._run_layers
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Take the embedding [vocab, d_model]; a tied head multiplies by the same memory where the ops allow it."""
@@ -56,22 +56,22 @@ class Decoder:
         if self.spec.tied:
             self.head = self._plain.adopt(self.embedding)
 
-    def narrow(self, ids: torch.Tensor) -> None:
+    def restrict_vocabulary(self, ids: torch.Tensor) -> None:
         """From now on logits are those of tokens ids int32 [N] alone, in this order. Of a tied head."""
         assert self.spec.tied
         self.head = self._plain.adopt(self.embedding.index_select(0, ids))
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Every weight is loaded and stays where it is: the operations may run the layers in a way of their own."""
         if (parts := self.parts()) is not None:
-            self._run = self._build.ops.programs.layers(parts, self._one_by_one)
+            self._run = self._build.ops.programs.layers(parts, self._run_layers)
 
     def parts(self) -> list[LayerParts] | None:
         """What operations that run whole layers need; None if a layer is of a kind that they do not know."""
         parts = [one for layer in self.layers if (one := layer.parts()) is not None]
         return parts if len(parts) == len(self.layers) else None
 
-    def _one_by_one(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+    def _run_layers(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         for layer, view in zip(self.layers, views, strict=False):
             stream = layer(stream, view, step)
         return stream
@@ -107,7 +107,7 @@ class Decoder:
         for layer in self.layers:
             yield from _tensors_of(layer)
 
-    def kinds(self) -> list[Hashable]:
+    def layer_kinds(self) -> list[Hashable]:
         """Of each layer, all that decides which kernels it launches: equal ones launch the same."""
         forms = (
             [(one.shape, one.stride(), one.dtype, one.data_ptr() % 16) for one in _tensors_of(layer)]
@@ -115,12 +115,12 @@ class Decoder:
         )
         return [(spec, *form) for spec, form in zip(self.spec.layers, forms, strict=True)]
 
-    def only(self, layers: Sequence[int]) -> Decoder:
+    def with_layers(self, layers: Sequence[int]) -> Decoder:
         """A decoder of these layers, with the same weights; what it computes is worth nothing."""
         made = copy(self)
         made.layers = tuple(self.layers[index] for index in layers)
-        made._run = made._one_by_one
-        made.settle()
+        made._run = made._run_layers
+        made.finish_loading()
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,13 +22,16 @@ def shipped_model() -> Path:
     return Path(str(files("ridgeline").joinpath("assets", "model")))
 
 
-def resolve_model(model: ModelConfig) -> Path:
+def resolve_model(
+    model: ModelConfig, *, shipped: Path | None = None, snapshot: Callable[..., str] | None = None
+) -> Path:
     """The local folder of model.model, downloaded first if it is a hub name. Raises ConfigError with the remedy.
 
-    An existing folder wins over a hub name. With load_format dummy weights are not downloaded.
+    An existing folder wins over a hub name. With load_format dummy weights are not downloaded. shipped: the folder that
+    serves where no model is named (None: shipped_model). snapshot: downloads (None: huggingface_hub.snapshot_download).
     """
     name = model.model
-    folder = Path(name).expanduser() if name else shipped_model()
+    folder = Path(name).expanduser() if name else shipped or shipped_model()
     if (folder / "config.json").is_file():
         if model.revision:
             raise ConfigError(
@@ -42,10 +46,10 @@ def resolve_model(model: ModelConfig) -> Path:
         raise ConfigError(f"{folder} is a file: give the folder that contains config.json and *.safetensors.")
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"The model folder {name} does not exist.")
-    return _download(model)
+    return _download(model, snapshot)
 
 
-def _download(model: ModelConfig) -> Path:
+def _download(model: ModelConfig, snapshot: Callable[..., str] | None) -> Path:
     # Only here: a folder is served without it, and it takes a tenth of a second to import, in the service and in the engine.
     from huggingface_hub import errors, snapshot_download
 
@@ -53,7 +57,9 @@ def _download(model: ModelConfig) -> Path:
     wanted = list(NEEDED if model.load_format == "dummy" else NEEDED + WEIGHTS)
     try:
         return Path(
-            snapshot_download(name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(UNNEEDED))
+            (snapshot or snapshot_download)(
+                name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(UNNEEDED)
+            )
         )
     except errors.GatedRepoError:
         raise ConfigError(

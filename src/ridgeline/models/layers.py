@@ -108,10 +108,10 @@ class Attention:
         q, k, v = self._qkv_write(self.qkv.apply(x, step), self.shape, view, step)
         if wanted is not None and not len(wanted):
             return stream[:0]
-        if wanted is not None and (alone := step.alone(wanted)) is not None:
+        if wanted is not None and (one_row_per_token := step.one_row_per_token(wanted)) is not None:
             q, stream = q.index_select(0, wanted), stream.index_select(0, wanted)
             k, v = (one if one is None else one.index_select(0, wanted) for one in (k, v))
-            step, wanted = alone, None
+            step, wanted = one_row_per_token, None
         out, _ = self._attend(q, k, v, view, step)
         if wanted is not None:
             out, stream, step = out.index_select(0, wanted), stream.index_select(0, wanted), step.select(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -22,15 +23,20 @@ OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which bf16 products and asynchronous copies exist (Ampere)."""
 
 
-def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops:
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    eager: bool = False,
+    load: Callable[..., tuple[Ops | None, str]] | None = None,
+) -> Ops:
     """The fastest operations for `device` and `dtype`; the plain reference where nothing faster fits, with a warning.
-    eager: on a CPU PyTorch's own, compiled ones or not."""
+    eager: on a CPU PyTorch's own, compiled ones or not. load: gives the compiled ones (None: native_cpu.load)."""
     missing = _missing(device, dtype)
     if missing:
         log.warning("operations: slow PyTorch reference on %s in %s, because %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        native, what = (None, "disabled by --enforce-eager") if eager else native_cpu.load()
+        native, what = (None, "disabled by --enforce-eager") if eager else (load or native_cpu.load)()
         if native is not None:
             log.info("operations: native in %s, %s", dtype, what)
             return native
@@ -46,14 +52,18 @@ def choose(device: torch.device, dtype: torch.dtype, eager: bool = False) -> Ops
     return TRITON
 
 
-def choose_invariant(device: torch.device, dtype: torch.dtype) -> Ops:
+def choose_invariant(
+    device: torch.device, dtype: torch.dtype, load: Callable[..., tuple[Ops | None, str]] | None = None
+) -> Ops:
     """Operations whose results for a token do not depend on what else is in the step. Raises ConfigError if there are none
-    for `device` and `dtype`."""
+    for `device` and `dtype`. load: see choose."""
     missing = _missing(device, dtype)
     if missing:
         raise ConfigError(f"--deterministic is not possible on this device: {missing}.", param="deterministic")
     if device.type == "cpu":
-        native, what = native_cpu.load(fixed=True) if dtype in TYPES else (None, f"they do not support {dtype}")
+        native, what = (
+            (load or native_cpu.load)(fixed=True) if dtype in TYPES else (None, f"they do not support {dtype}")
+        )
         if native is None:
             log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", what)
         return native or CPU_ALONE

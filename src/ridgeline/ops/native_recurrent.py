@@ -61,7 +61,7 @@ class NativeRecurrent:
 
     def __call__(self, drawn: Any, count: int, views: Views) -> torch.Tensor:
         """drawn: see RunRecurrent."""
-        state, rows, heat, hidden = drawn.state, drawn.rows, drawn.heat, drawn.hidden
+        state, rows, temperatures, hidden = drawn.state, drawn.rows, drawn.temperatures, drawn.hidden
         assert hidden.dtype is self._dtype
         if views != self._views:
             self._attend(views, len(state.tables))
@@ -69,8 +69,8 @@ class NativeRecurrent:
         worth = torch.empty(rows.shape[0], dtype=torch.int32)
         given = (
             at(rows),
-            heat.data_ptr(),
-            heat.stride(0),
+            temperatures.data_ptr(),
+            temperatures.stride(0),
             at(hidden),
             view,
             cache,

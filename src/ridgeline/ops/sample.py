@@ -91,10 +91,10 @@ def draw_with(sample: Callable[..., torch.Tensor]) -> DrawRows:
             depth: int32 [N], the drawn token's place behind the first unknown one; None: 0.
         """
         ints, own = state.ints.index_select(0, rows), knobs.index_select(0, rows)
-        heat, top_p, min_p = (own[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+        temperature, top_p, min_p = (own[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
         place = ints[:, Int.KNOWN] if depth is None else ints[:, Int.KNOWN] + depth
         limits = Limits(ints[:, Int.TOP_K], top_p, min_p)
-        return sample(logits, heat, ints[:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN, limits)
+        return sample(logits, temperature, ints[:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN, limits)
 
     return draw
 
@@ -114,16 +114,16 @@ def within(logits: torch.Tensor, temperature: torch.Tensor, limits: Limits) -> t
             if len(rows):
                 logits = logits.index_copy(0, rows, within(logits[rows], temperature[rows], limits.of(rows)))
             return logits
-    heat = temperature.double().clamp(min=_SMALLEST).unsqueeze(1)
+    temperature = temperature.double().clamp(min=_SMALLEST).unsqueeze(1)
     ordered = _descending(logits.float())
     top = ordered[:, :1].double()
-    mass = masses((ordered.double() - top) / heat).cumsum(dim=-1)
+    mass = masses((ordered.double() - top) / temperature).cumsum(dim=-1)
     last = torch.where(few, limits.top_k, vocab).unsqueeze(1).long() - 1
     nucleus = limits.top_p.double().unsqueeze(1)
     # A token is kept while the mass before it is below the target; the first one always is.
     kept = (mass < nucleus * mass.gather(1, last)).sum(dim=-1, keepdim=True)
     bound = ordered.gather(1, torch.where(nucleus < 1, torch.minimum(kept, last), last))
-    unlikely = (logits.double() - top) / heat < limits.min_p.double().log().unsqueeze(1)
+    unlikely = (logits.double() - top) / temperature < limits.min_p.double().log().unsqueeze(1)
     return logits.masked_fill((logits < bound) | unlikely, float("-inf"))
 
 

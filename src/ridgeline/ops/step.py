@@ -87,7 +87,7 @@ class StepInputs:
         """int32 [T or W]: index into rows of each token that a linear is given."""
         return self.row_of if self.selected is None else self.row_of.index_select(0, self.selected)
 
-    def alone(self, tokens: torch.Tensor) -> StepInputs | None:
+    def one_row_per_token(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
         may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
         it saves, or more than the step has rows, for which no kernels were made ready."""

@@ -329,9 +329,11 @@ class RecurrentParts:
 
 
 RunRecurrent = Callable[[Any, int, Views], torch.Tensor | None]
-"""(rows that have drawn, as speculation.device.Behind; count; views of the layer that is attended to): writes up to that many nodes
-behind what the rows know -> int32 [S], how many of the first ones are worth verifying; those behind may be anything. None: all are
-worth it."""
+"""Draft with a recurrent draft in one call.
+
+Args: the rows that have drawn (speculation.device.DraftRows); the largest number of nodes; views of the layer that it attends to.
+Returns: int32 [S], the number of leading nodes that are worth verifying; the nodes behind them may hold anything. None: all nodes.
+"""
 
 
 def recurrent_by_nodes(parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:

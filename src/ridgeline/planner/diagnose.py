@@ -213,7 +213,8 @@ def _client(observation: Observation) -> float | None:
 
 
 CURES: tuple[Cure, ...] = (
-    Cure("8-bit weights", ("decode bandwidth",), _fp8, "a restart", "small: `docs/log.md` has KL and loss on our model",
+    Cure("8-bit weights", ("decode bandwidth",), _fp8, "a restart",
+         "small: `docs/log/2026-11-21-fp8-quality-shipped-model.md` has KL and loss on our model",
          "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
     Cure("8-bit products", ("prefill compute",), _fp8_prefill, "a restart", "small, as above",
          "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),

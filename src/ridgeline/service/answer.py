@@ -87,7 +87,8 @@ async def send_events(
             "x-accel-buffering": "no",
         }
     )
-    async with contextlib.aclosing(_events(service, call, shape, streaming)) as events:
+    news = pieces(service, call, shape.usage)
+    async with contextlib.aclosing(_events(news, shape, streaming, service.config.keep_alive_s)) as events:
         try:
             async for data in events:
                 if not response.prepared:
@@ -115,8 +116,10 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
         await response.write(data)
 
 
-async def _events(service: Service, call: Call, shape: Shape, streaming: Streaming) -> AsyncGenerator[bytes, None]:
-    """Events as bytes, those of one batch joined; a comment after a silence.
+async def _events(
+    news: AsyncGenerator[list[Piece], None], shape: Shape, streaming: Streaming, keep_alive_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Events as bytes, those of one batch joined; a comment after a silence of keep_alive_s.
 
     Tokens may have no text yet: half a character, what could begin a stop string, a thought that is not shown. With
     continuous usage they have an event all the same, empty but for the count, so that its reader sees every step; without
@@ -127,7 +130,7 @@ async def _events(service: Service, call: Call, shape: Shape, streaming: Streami
         tail = b'],"usage":null}\n\n'
     clock = asyncio.get_running_loop().time
     told = clock()
-    async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
+    async with contextlib.aclosing(news):
         async for batch in news:
             events: list[bytes] = []
             for piece in batch:
@@ -140,7 +143,7 @@ async def _events(service: Service, call: Call, shape: Shape, streaming: Streami
             now = clock()
             if events:
                 yield b"".join(events)
-            elif not batch or now - told >= service.config.keep_alive_s:
+            elif not batch or now - told >= keep_alive_s:
                 yield b": keep-alive\n\n"
             else:
                 continue

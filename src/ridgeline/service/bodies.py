@@ -48,11 +48,12 @@ class Bodies:
     """Reads bodies of at most `limit` bytes.
 
     Large bodies share `_HELD` bytes (or `limit`, if that is more) and one thread that decodes them one after the other, so
-    that their number does not decide how much memory they take. Small bodies are decoded where they arrive.
+    that their number does not decide how much memory they take. Small bodies are decoded where they arrive. patience_s: seconds
+    in which a body must arrive. piece: bytes that are decompressed at a time.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, *, patience_s: float = _BODY_S, piece: int = _PIECE) -> None:
+        self._limit, self._patience_s, self._piece = limit, patience_s, piece
         self._room = _Room(max(_HELD, limit))
         self._decoder = ThreadPoolExecutor(1, "bodies")
 
@@ -64,10 +65,12 @@ class Bodies:
         """
         async with AsyncExitStack() as held:
             try:
-                async with asyncio.timeout(_BODY_S):
+                async with asyncio.timeout(self._patience_s):
                     body = await self._receive(request, held)
             except TimeoutError as error:
-                raise BodyTooSlow(f"The body did not arrive within {_BODY_S:g} seconds: send it faster.") from error
+                raise BodyTooSlow(
+                    f"The body did not arrive within {self._patience_s:g} seconds: send it faster."
+                ) from error
             except web.RequestPayloadError as error:
                 raise RequestError("The body does not match its headers: check transfer-encoding.") from error
             if not body.strip():
@@ -97,7 +100,7 @@ class Bodies:
         size = declared if declared is not None and encoding == "identity" else self._limit
         body = bytearray()
         reserved = False
-        async with aclosing(_pieces(request.content, encoding, self._limit)) as pieces:
+        async with aclosing(_pieces(request.content, encoding, self._limit, self._piece)) as pieces:
             async for piece in pieces:
                 body += piece
                 if len(body) > self._limit:
@@ -112,8 +115,8 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than {limit / _MIB:g} MiB: send less, or raise --max-body-mb.")
 
 
-async def _pieces(content: StreamReader, encoding: str, limit: int) -> AsyncGenerator[bytes]:
-    """The body as it arrives, decompressed.
+async def _pieces(content: StreamReader, encoding: str, limit: int, piece: int) -> AsyncGenerator[bytes]:
+    """The body as it arrives, decompressed, `piece` bytes at a time.
 
     The rest stays compressed when the caller stops reading, so that a body of 1 MB that unpacks to 1 GB costs no more than the
     limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive: empty blocks unpack to nothing.
@@ -138,7 +141,7 @@ async def _pieces(content: StreamReader, encoding: str, limit: int) -> AsyncGene
                             param="content-encoding",
                         )
                     stream = zlib.decompressobj(_window(encoding, part))
-                yield stream.decompress(part, _PIECE)
+                yield stream.decompress(part, piece)
                 await asyncio.sleep(0)
                 part = stream.unconsumed_tail or stream.unused_data
         if stream is not None:
@@ -157,10 +160,10 @@ def _window(encoding: str, start: bytes) -> int:
 
 
 class _Room:
-    """Memory for large bodies. Who asks first is served first."""
+    """Memory for large bodies. Who asks first is served first, and waits patience_s at most."""
 
-    def __init__(self, size: int) -> None:
-        self._free = size
+    def __init__(self, size: int, patience_s: float = _ROOM_S) -> None:
+        self._free, self._patience_s = size, patience_s
         self._turn = asyncio.Lock()
         self._returned = asyncio.Event()
 
@@ -168,7 +171,7 @@ class _Room:
     async def reserve(self, size: int) -> AsyncIterator[None]:
         """Hold `size` bytes. Raises Overloaded when they do not become free in time."""
         try:
-            async with asyncio.timeout(_ROOM_S), self._turn:
+            async with asyncio.timeout(self._patience_s), self._turn:
                 while self._free < size:
                     self._returned.clear()
                     await self._returned.wait()
@@ -198,11 +201,11 @@ def _check_cost(body: bytearray) -> None:
         )
 
 
-def _costs(body: bytearray) -> Iterator[int]:
+def _costs(body: bytearray, slice_bytes: int = _SLICE) -> Iterator[int]:
     """The cost of the body up to the end of each slice."""
     cost, start, in_string = 0, 0, False
     while start < len(body):
-        end = start + _SLICE
+        end = start + slice_bytes
         part = bytes(body[start:end])
         if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape stays in one slice
             part += body[end : end + 1]

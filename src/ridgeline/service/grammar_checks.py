@@ -28,12 +28,12 @@ class Judge(Protocol):
 class GrammarChecks:
     """Has each grammar compiled once, one after the other, and keeps the verdict alone.
 
-    Key: the digest of kind and source. Owner: the service. A verdict leaves when 4,096 others were used since.
+    Key: the digest of kind and source. Owner: the service. A verdict leaves when `remembered` others were used since.
     """
 
-    def __init__(self, judge: Judge, *, deadline_s: float = COMPILE_S) -> None:
+    def __init__(self, judge: Judge, *, deadline_s: float = COMPILE_S, remembered: int = REMEMBERED) -> None:
         self._judge = judge
-        self._deadline_s = deadline_s
+        self._deadline_s, self._remembered = deadline_s, remembered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._verdicts: OrderedDict[bytes, Future[str]] = OrderedDict()
         self._waiting: Counter[bytes] = Counter()
@@ -50,7 +50,7 @@ class GrammarChecks:
         if verdict is None or (verdict.done() and (verdict.cancelled() or verdict.exception())):
             verdict = self._thread.submit(self._judge.judge, grammar)
         self._verdicts[key] = verdict
-        if len(self._verdicts) > REMEMBERED:
+        if len(self._verdicts) > self._remembered:
             self._verdicts.popitem(last=False)
         self._waiting[key] += 1
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import EngineClient, Patience
 from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
 
@@ -63,7 +63,9 @@ def begin(model: ModelConfig, engine: EngineConfig) -> Begun:
     return Begun(process, ours)
 
 
-async def connect(begun: Begun, on_step: Callable[[StepStats], None] | None = None) -> EngineProcess:
+async def connect(
+    begun: Begun, on_step: Callable[[StepStats], None] | None = None, patience: Patience = Patience()
+) -> EngineProcess:
     """Speak to an engine that was begun."""
     process, pipe = begun
     reader, writer = await asyncio.open_connection(sock=pipe, limit=_READ_LIMIT)
@@ -71,16 +73,20 @@ async def connect(begun: Begun, on_step: Callable[[StepStats], None] | None = No
     async def last_words() -> str:
         return _describe(await asyncio.to_thread(process.wait))
 
-    return EngineProcess(process, EngineClient(reader, writer, on_step=on_step, last_words=last_words))
+    client = EngineClient(reader, writer, on_step=on_step, last_words=last_words, patience=patience)
+    return EngineProcess(process, client)
 
 
 async def launch(
-    model: ModelConfig, engine: EngineConfig, on_step: Callable[[StepStats], None] | None = None
+    model: ModelConfig,
+    engine: EngineConfig,
+    on_step: Callable[[StepStats], None] | None = None,
+    patience: Patience = Patience(),
 ) -> EngineProcess:
     """Begin an engine and speak to it. Whoever cancels this leaves no process behind."""
     begun = begin(model, engine)
     try:
-        return await connect(begun, on_step)
+        return await connect(begun, on_step, patience)
     except BaseException:
         begun.process.kill()
         begun.pipe.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.sizing import Beside
+from ridgeline.core.sizing import DrafterMemory
 from ridgeline.core.spec import ModelSpec
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
@@ -47,22 +47,29 @@ def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path
     return resolve_model(config), config
 
 
-def weigh(config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken: int = 0) -> tuple[Wanted, Beside]:
-    """What wanted_by says, and what that takes beside the model `spec` as served; taken: bytes that others hold. Raises
-    ConfigError, before any weight is read, for drafters that could not be opened and a draft that does not fit the model."""
+def memory_of_drafters(
+    config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken: int = 0
+) -> tuple[Wanted, DrafterMemory]:
+    """The drafters that an option asks for, and the memory that they take beside the model `spec` as served.
+
+    Args:
+        taken: bytes that others hold.
+    Raises:
+        ConfigError: before any weight is read, for drafters that cannot be opened and for a draft that does not fit the model.
+    """
     wanted = wanted_by(config, spec, folder, place)
     if not wanted.most:
-        return wanted, Beside(bytes=taken)
+        return wanted, DrafterMemory(bytes=taken)
     check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
         small, how = draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
         draft = served_spec(read_model(small)[0], how)
         check_draft(draft, spec)
-        return wanted, Beside(draft.layers, taken + draft.weight_bytes, logits)
+        return wanted, DrafterMemory(draft.layers, taken + draft.weight_bytes, logits)
     if wanted.folder is not None:
         taken += 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
-    return wanted, Beside((), taken, logits)
+    return wanted, DrafterMemory((), taken, logits)
 
 
 def open_drafters(

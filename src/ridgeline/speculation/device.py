@@ -22,13 +22,13 @@ Views = Callable[[torch.Tensor], Sequence[KvView]]
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """Rows that have just drawn. rows: int32 [S]; heat: float32 [R], the temperatures of all rows; hidden: [S, d_model], where the
+class DraftRows:
+    """Rows that have just drawn. rows: int32 [S]; temperatures: float32 [R], of all rows; hidden: [S, d_model], where the
     target drew the last token of each. longest: most slots any row holds. greedy: no row samples."""
 
     state: RowState
     rows: torch.Tensor
-    heat: torch.Tensor
+    temperatures: torch.Tensor
     hidden: torch.Tensor
     longest: int
     greedy: bool
@@ -42,7 +42,7 @@ class Behind:
     @property
     def temperature(self) -> torch.Tensor:
         """Of each row that has drawn, float32 [S]."""
-        return self.heat.index_select(0, self.rows)
+        return self.temperatures.index_select(0, self.rows)
 
     @property
     def known(self) -> torch.Tensor:
@@ -50,9 +50,9 @@ class Behind:
         return self.state.ints[:, Int.KNOWN].index_select(0, self.rows)
 
 
-def draw_among(
+def draw_draft(
     ops: Ops,
-    behind: Behind | ChainStart,
+    behind: DraftRows | ChainStart,
     logits: torch.Tensor,
     place: torch.Tensor,
     ids: torch.Tensor | None,
@@ -93,7 +93,7 @@ class DeviceDrafter:
         """The target's logits [N, V] for the tokens at places int32 [N] of device rows int32 [N]: those behind the
         tokens at the places before."""
 
-    def draft(self, behind: Behind, count: int, views: Views) -> torch.Tensor | None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> torch.Tensor | None:
         """Write `count` nodes behind what each row knows, all of which but the last two tokens it has read. -> int32 [S] on the
         host, how many of the first ones are worth verifying; None: all."""
         return None

@@ -16,7 +16,7 @@ from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
-from ridgeline.speculation.device import Behind, DeviceDrafter, Views, draw_among
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views, draw_draft
 
 _UNREAD = 2
 """Tokens that a row has not read when all it drafted was kept: its last draft, and what was drawn behind it."""
@@ -35,7 +35,7 @@ class DraftModel(DeviceDrafter):
         self._ids: torch.Tensor | None = None
         if vocabulary:
             self._ids = torch.tensor(vocabulary, dtype=torch.int32, device=model.decoder.embedding.device)
-            model.decoder.narrow(self._ids)
+            model.decoder.restrict_vocabulary(self._ids)
         self._usual: dict[int, LastTokens] = {}
         """By rows: what is read."""
         parts = _chain_parts(model, self._ids)
@@ -47,7 +47,7 @@ class DraftModel(DeviceDrafter):
         """Keys and values of a prompt's part. What its kernels derive from a step, they derive anew for its layers."""
         self._decoder.forward(tokens, views(slots), replace(step), tokens[:0])
 
-    def draft(self, behind: Behind, count: int, views: Views) -> None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
         """Read the last two tokens, then say one after the other; each is read as the next one is said. A row that has said its end
         stays there: nothing behind it could be kept."""
         # The rows themselves stay where they are: only this copy moves along the draft.
@@ -84,7 +84,7 @@ class DraftModel(DeviceDrafter):
         """The next token of each row, int32 [S]."""
         known = start.state.ints[:, Int.KNOWN].index_select(0, start.rows)
         logits = self._decoder.logits(hidden)
-        return draw_among(self._ops, start, logits, known, self._ids, self._decoder.spec.vocab_size)
+        return draw_draft(self._ops, start, logits, known, self._ids, self._decoder.spec.vocab_size)
 
     def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
         """Read each row's last tokens; hidden states of the last one, [S, d_model]."""

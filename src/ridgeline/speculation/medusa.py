@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ridgeline.speculation.device import Behind, DeviceDrafter, Views
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.heads import MedusaHeads, tree
 
 UNMEASURED = ((0.6, 0.12, 0.06, 0.03), (0.4, 0.1, 0.05), (0.25, 0.08, 0.04), (0.15, 0.05))
@@ -22,7 +22,7 @@ class Medusa(DeviceDrafter):
         self._tree = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
         self.parents = tuple(node.parent for node in self._tree)
 
-    def draft(self, behind: Behind, count: int, views: Views) -> None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
         """All heads at once, then each node its candidate."""
         nodes = self._tree[:count]
         top = [

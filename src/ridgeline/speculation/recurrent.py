@@ -32,7 +32,7 @@ from ridgeline.ops.reference import int_plain, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import DraftCut, IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
-from ridgeline.speculation.device import Behind, DeviceDrafter, Views, draw_among
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views, draw_draft
 from ridgeline.speculation.heads import Candidate, read_accuracies
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
@@ -184,10 +184,10 @@ class Recurrent(DeviceDrafter):
 
         self._run = ops.programs.recurrent(parts, by_nodes)
 
-    def draft(self, behind: Behind, count: int, views: Views) -> Tensor | None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> Tensor | None:
         return self._run(behind, count, views)
 
-    def _node_by_node(self, behind: Behind, count: int, views: Views) -> Tensor | None:
+    def _node_by_node(self, behind: DraftRows, count: int, views: Views) -> Tensor | None:
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
@@ -199,7 +199,7 @@ class Recurrent(DeviceDrafter):
             logits = self._ops.matmul.plain.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
-                token = draw_among(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
+                token = draw_draft(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
                     said[children[rank]] = token
@@ -207,7 +207,7 @@ class Recurrent(DeviceDrafter):
         behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
         return None
 
-    def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: Behind, views: Views) -> Tensor:
+    def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: DraftRows, views: Views) -> Tensor:
         """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
         matmul, matrices, norms = self._ops.matmul.plain, self._matrices, self._norms
         eps, offset = self._spec.norm_eps, self._spec.norm_offset

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.ops.rows import RowState
-from ridgeline.speculation.device import Behind, DeviceDrafter, Views
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 
 WIDTH = 8
 """Successors kept of each token."""
@@ -42,7 +42,7 @@ class Recycling(DeviceDrafter):
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
 
-    def draft(self, behind: Behind, count: int, views: Views) -> None:
+    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
         """Level by level, since a node's successors are looked up by its own token."""
         self._unused = 0
         known = behind.known

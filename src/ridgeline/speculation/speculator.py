@@ -55,19 +55,24 @@ class Speculator(Speculation):
     """Proposes drafts of a host drafter, of a device drafter, or of both; a draft of the host goes first.
 
     Args:
-        controller: says how many nodes pay, and when to call the host drafter; of greedy steps, and the model of another one for
-            steps that sample.
+        controller: says how many nodes pay, and when to call the host drafter, in greedy steps.
         logit_rows: largest number of logit rows of a step with drafts.
+        sampled: the controller of steps that sample; None: one of the same sizes.
     """
 
     def __init__(
-        self, host: HostDrafter | None, device: DeviceTraits | None, controller: Controller, logit_rows: int = 1 << 30
+        self,
+        host: HostDrafter | None,
+        device: DeviceTraits | None,
+        controller: Controller,
+        logit_rows: int = 1 << 30,
+        sampled: Controller | None = None,
     ) -> None:
         self.max_nodes = controller.sizes[-1]
         self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
         self.idle = False
         self._host, self._device, self._controller = host, device, controller
-        self._controllers = controller, type(controller)(controller.sizes, controller.fixed)
+        self._controllers = controller, sampled or Controller(controller.sizes, controller.fixed)
         """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
         self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
         self._chain_nodes = 0 if device is None else device.chain_nodes
@@ -77,7 +82,7 @@ class Speculator(Speculation):
         """Plain steps in a row that no controller has counted yet: their controller, rows and number."""
         self._asked: list[SpeculationState] = []
         self._probe_gain = 0.0
-        """Moving average of `question_gain` over probes: the expectation for a new request."""
+        """Moving average of `call_gain` over probes: the expectation for a new request."""
 
     def waits(self, request: RequestView) -> bool:
         """The host drafter is called while that pays, and now and then as a probe."""
@@ -87,10 +92,10 @@ class Speculator(Speculation):
         if state.probe_until < 0:
             # Where text repeats, a request's own calls decide: in a batch one probe alone would bear the cost of all rows.
             gain = max(self._probe_gain, _REPEAT_GAIN if self._host.needs_repeat else 0.0)
-            state.probe_until, state.question_gain = 0, gain
+            state.probe_until, state.call_gain = 0, gain
         if self._host.needs_repeat and not (self._controller.fixed or state.last_gain or repeats(request.tokens)):
             return False
-        asks = known < state.probe_until or (state.question_gain > 0 and self._controller.may_call(self._rows))
+        asks = known < state.probe_until or (state.call_gain > 0 and self._controller.may_call(self._rows))
         new = not state.probe_until
         due = new or known >= state.probe_until + _PROBE_INTERVAL
         if not asks and due and (tokens := self._controller.probe_calls(self._rows, new=new)):
@@ -162,7 +167,7 @@ class Speculator(Speculation):
         nodes, self._next_nodes = self._next_nodes, 0
         asked, self._asked = self._asked, []
         waiting, self._waiting = self._waiting, 0
-        if device is not None and rows and not _all_quoted(plan, requests):
+        if device is not None and rows and not _host_drafts_suffice(plan, requests):
             most = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
             self._next_nodes = self._controller.choose(rows, most)
         plan.ahead = self._next_nodes
@@ -180,7 +185,7 @@ class Speculator(Speculation):
         due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
         if not (due and self._controller.may_call(self._rows)):
             return False
-        return any(one.speculation.question_gain > 0 and repeats(one.tokens) for one in requests)
+        return any(one.speculation.call_gain > 0 and repeats(one.tokens) for one in requests)
 
     def _offer(self, plan: StepPlan, requests: Sequence[RequestView], device: DeviceTraits) -> None:
         """Note what the step drafts for each of its requests."""
@@ -260,17 +265,17 @@ class Speculator(Speculation):
         )
         saved, price = controller.measure(step)
         for state in asked:
-            state.question_gain += _WEIGHT * (state.last_gain - price - state.question_gain)
+            state.call_gain += _WEIGHT * (state.last_gain - price - state.call_gain)
             if state.observed <= state.probe_until:  # the call was a probe
                 self._probe_gain += _WEIGHT / 4 * (state.last_gain - price - self._probe_gain)
         return saved
 
 
-def _all_quoted(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
+def _host_drafts_suffice(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
     """Whether host drafts gain so much for all requests that a device draft beside them would seldom be verified."""
     if not plan.drafts or min(plan.drafts) < 0:
         return False
-    return min(request.speculation.question_gain for request in requests) > 1
+    return min(request.speculation.call_gain for request in requests) > 1
 
 
 def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:

@@ -25,7 +25,7 @@ class SpeculationState:
     """Draft of the host drafter for the next step, made before that step was planned."""
     acceptance: float = 0.7
     """Moving average: share of host nodes kept, given that the node above was kept."""
-    question_gain: float = 0.0
+    call_gain: float = 0.0
     """Moving average: tokens that a call of the host drafter gains, less those that plain steps gain in the time it costs."""
     last_gain: int = 0
     """Tokens gained by the last call of the host drafter."""

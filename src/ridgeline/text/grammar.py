@@ -50,7 +50,7 @@ _STEP_FUEL = 20_000
 _STEP_ITEMS = 10_000
 """Work of lexer and parser for one mask: together they bound the time that a mask takes to some 20 ms."""
 
-_SLOW_MASK_S = 0.001
+SLOW_MASK_S = 0.001
 """Seconds from which on a state's next mask is made beside the step loop."""
 
 _SAMPLED = 16
@@ -63,7 +63,8 @@ class CompiledGrammar:
     """A grammar over one vocabulary. Its states share one lexer, which grows while they run.
 
     size: bytes of memory it takes, as measured. failed: a state of it ran into a limit of the shared lexer, so the next one
-    would too. thread: where masks that take long are made; None for the thread that asks for them.
+    would too. thread: where masks that take long are made; None for the thread that asks for them. slow_mask_s: seconds from
+    which on a mask takes long.
     """
 
     def __init__(self, grammar: Grammar, matcher: Any, mask_bytes: int, end_ids: frozenset[int]) -> None:
@@ -73,6 +74,7 @@ class CompiledGrammar:
         self.size = 0
         self.failed = False
         self.thread: Executor | None = None
+        self.slow_mask_s = SLOW_MASK_S
         self._matcher = matcher
 
     def start(self) -> GrammarState:
@@ -97,7 +99,7 @@ class GrammarState:
 
     @property
     def ready(self) -> bool:
-        """Whether the next mask is there, or is expected to take less than _SLOW_MASK_S."""
+        """Whether the next mask is there, or is expected to take less than slow_mask_s."""
         return self._coming is None or self._coming.done()
 
     def mask(self) -> bytes:
@@ -161,7 +163,7 @@ class GrammarState:
         before = allocated_bytes() if self._masks % _SAMPLED == 0 else None
         started = time.perf_counter()
         mask: bytes = self._matcher.compute_bitmask()
-        self._slow = time.perf_counter() - started > _SLOW_MASK_S
+        self._slow = time.perf_counter() - started > self._compiled.slow_mask_s
         if before is not None:
             self._compiled.size += _SAMPLED * max(0, (allocated_bytes() or 0) - before)
         return mask[: self._compiled.mask_bytes]

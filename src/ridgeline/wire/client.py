@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable, UnsupportedModel
@@ -38,14 +39,8 @@ MAX_UNREAD = 8192
 FAILURES = 3
 """Steps that failed one after the other, after which the engine is not trusted until one succeeds."""
 
-SILENCE_S = 30.0
-"""Seconds without a sign of life after which the engine counts as stuck."""
-
 STALL_S = 300.0
 """Seconds that one turn of the engine's heart may take. A large step on a slow processor takes more than a minute."""
-
-GRACE_S = 1.0
-"""Seconds that an engine which counts as stuck has to prove that it is not, before it is given up."""
 
 _LAST_WORDS_S = 1.0
 _SHORTEST_WAIT_S = 0.1
@@ -152,6 +147,15 @@ class Subscription:
             self._waiter.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """silence_s: seconds without a sign of life after which the engine counts as stuck. grace_s: seconds that such an engine has
+    to prove that it is not stuck, before it is given up."""
+
+    silence_s: float = 30.0
+    grace_s: float = 1.0
+
+
 class EngineClient:
     """Speaks to one engine. Make it inside a running event loop; it reads until the stream ends or `close`.
 
@@ -166,15 +170,15 @@ class EngineClient:
         *,
         on_step: Callable[[StepStats], None] | None = None,
         last_words: Callable[[], Awaitable[str]] | None = None,
-        max_unread: int = MAX_UNREAD,
         clock: Callable[[], float] = time.monotonic,
+        patience: Patience = Patience(),
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._on_step = on_step
         self._last_words = last_words
-        self.max_unread = max_unread
-        self._clock = clock
+        self.max_unread = MAX_UNREAD
+        self._clock, self._patience = clock, patience
         self.ready = asyncio.Event()
         """Set when the engine serves, and also when it has failed: look at `failure`."""
         self.facts: dict[str, Any] = {}
@@ -260,10 +264,10 @@ class EngineClient:
         while self.failure is None:
             if self._stuck() is None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), self._patience())
+                    await asyncio.wait_for(self._lost.wait(), self._wait_s())
                 continue
             # This process itself may have been stopped for a while; what the engine sent meanwhile is read first.
-            await asyncio.sleep(GRACE_S)
+            await asyncio.sleep(self._patience.grace_s)
             if (stuck := self._stuck()) is not None:
                 self._fail(stuck)
         return self.failure
@@ -271,17 +275,17 @@ class EngineClient:
     def _stuck(self) -> str | None:
         """Why an engine that serves is silent or does not get on, or None."""
         now = self._clock()
-        if now - self.last_heard > SILENCE_S:
+        if now - self.last_heard > self._patience.silence_s:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
             return f"requests wait, and the engine has not finished a step for {now - self.last_progress:.0f} s"
         return None
 
-    def _patience(self) -> float:
+    def _wait_s(self) -> float:
         """Seconds until the engine counts as stuck at the earliest."""
         now = self._clock()
         stalled = (self.last_progress if self._open else now) + STALL_S
-        return max(_SHORTEST_WAIT_S, min(self.last_heard + SILENCE_S, stalled) - now)
+        return max(_SHORTEST_WAIT_S, min(self.last_heard + self._patience.silence_s, stalled) - now)
 
     def end_all(self, message: str, reason: str) -> None:
         """End every open request with an error that its reader sees."""

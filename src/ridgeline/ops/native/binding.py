@@ -206,15 +206,16 @@ def unsupported() -> str | None:
     return f"this CPU lacks {', '.join(lacking)}" if lacking else None
 
 
-def library_path(folder: Path | None = None) -> Path:
-    """Where the library for these sources and this CPU lies: `folder`, by default the user's cache.
+def library_path(folder: Path | None = None, abilities: frozenset[str] | None = None) -> Path:
+    """Where the library for these sources and a CPU lies: `folder`, by default the user's cache. abilities: the CPU's, by default
+    of this one (cpu_flags).
 
     The name carries a hash of sources, flags and the CPU's abilities, so a library that does not fit is never found.
     """
     key = hashlib.sha256()
     for source in sources():
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    key.update(" ".join((*FLAGS, *sorted(cpu_flags()))).encode())
+    key.update(" ".join((*FLAGS, *sorted(cpu_flags() if abilities is None else abilities))).encode())
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
     return folder / f"native-{key.hexdigest()[:24]}.so"

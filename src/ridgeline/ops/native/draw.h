@@ -106,7 +106,7 @@ inline float weight_of(const float* logits, const std::int32_t* ids, const Draw&
 
 // The best of the logits begin .. end - 1; the first one of equals. NaN never wins. ids: their tokens, null: as they are numbered.
 template <class T> Best best_of(const T* logits, const std::int32_t* ids, const Draw& draw, index begin, index end) {
-    const f32x16 never = splat(-INFINITY), heat = splat(draw.temperature);
+    const f32x16 never = splat(-INFINITY), temperature = splat(draw.temperature);
     // -log u <= -log 2 (exponent of u); the thousandth covers the rounding of scores, as does the millionth of z.
     const f32x16 per_bit = splat(-0.69314718056f * draw.temperature), slack = splat(1e-3f * draw.temperature);
     Best best;
@@ -121,7 +121,7 @@ template <class T> Best best_of(const T* logits, const std::int32_t* ids, const 
         f32x16 bound = fma(exponent(u), per_bit, z + slack);
         bound = fma(abs(z), splat(1e-6f), bound);
         if (!any(greater(bound, splat(best.score)))) continue;
-        best.offer(max(fnma(heat, log_exponential(u), z), never), at);
+        best.offer(max(fnma(temperature, log_exponential(u), z), never), at);
     }
     return best;
 }

@@ -44,7 +44,7 @@ template <class T> struct Recurrent {
     State state;
     const Parts<T>* parts;
     const std::int32_t* rows;  // [n]
-    const float* heat;         // of all rows, `stride` apart
+    const float* temperatures; // of all rows, `stride` apart
     index stride;
     const T* hidden;
     const View* view;
@@ -219,7 +219,7 @@ template <class T> void draw(const Recurrent<T>& c, const Room<T>& room, const L
     const index begin = own.begin * LANES, end = std::min(p.outputs, own.end * LANES), all = index(level.grown.size()) * c.n;
     for (index at = 0; at < all; ++at) {
         const index row = at % c.n;
-        const Draw wanted = draw_of(c.state.of(c.rows[row]) + KEY, std::int32_t(c.known(row) + depth), 0, c.heat[c.rows[row] * c.stride]);
+        const Draw wanted = draw_of(c.state.of(c.rows[row]) + KEY, std::int32_t(c.known(row) + depth), 0, c.temperatures[c.rows[row] * c.stride]);
         float* logits = room.logits + at * p.outputs;
         Best* best = room.best + (team.who * all + at) * room.most;
         for (index rank = 0; rank < level.grown[at / c.n].children; ++rank) {

@@ -2,8 +2,8 @@
 
 Apart they write both products and read them again: for an 8B's chunk of 8,448 tokens 484 MB each way, beside the 242 that are
 wanted. One kernel that fetches more than cuBLAS's clusters do loses that again, so here two programs share what they fetch of the
-weight. Of the tiles measured at the limit, those of 128 tokens and 2 x 176 outputs did best through the engine (docs/log.md). Bits
-are those of the two kernels.
+weight. Of the tiles measured at the limit, those of 128 tokens and 2 x 176 outputs did best through the engine
+(docs/log/2026-11-23-gate-up-silu-one-kernel.md). Bits are those of the two kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     (tokens, inputs), features = x.shape, weight.shape[0] // 2
     if features % 8 or not pairs.takes(x, weight):
         return None
-    # Compiled by the first of so many tokens, which start-up rehearses, even if these do not fit.
+    # Compiled by the first of so many tokens, which start-up runs, even if these do not fit.
     kernel = pairs.kernel(x.device, source(), "gated_product", SHARED)
     if kernel is None or not saves(tokens, features):
         return None

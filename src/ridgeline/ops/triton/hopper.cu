@@ -62,7 +62,8 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// As good as exponentials and an inverse where results have 16 bits, and half the price (docs/log.md).
+// As good as exponentials and an inverse where results have 16 bits, and half the price
+// (docs/log/2026-11-23-chunk-attention-windows-caps-heads.md).
 __device__ __forceinline__ float tanh_(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

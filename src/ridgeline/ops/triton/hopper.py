@@ -3,8 +3,9 @@ alone; the rest is chunk's.
 
 Programs stay for the whole launch and take one unit of work after the other without a stop. Two of them share what they fetch of
 keys and values, and a weight's maximum is renewed only where weights would outgrow 2^8 (as FlashAttention-4 does, 2025): nothing is
-scaled then and no thread asks another, which is what made it faster than the same in Gluon (docs/log.md). Within a window a unit
-begins with the first tile that its first query sees. Heads of 256 leave room for the queries of one unit at a time.
+scaled then and no thread asks another, which is what made it faster than the same in Gluon
+(docs/log/2026-11-23-long-chunk-attention-cuda.md). Within a window a unit begins with the first tile that its first
+query sees. Heads of 256 leave room for the queries of one unit at a time.
 """
 
 from __future__ import annotations
@@ -89,22 +90,16 @@ def kernel(device: torch.device, dim: int, dtype: torch.dtype, form: Form) -> cu
     return pairs.kernel(device, source(dim, dtype, form), "attend_chunks", shared_bytes(dim))
 
 
-def form_of(view: KvView) -> Form:
-    cap = view.softcap
-    bounded = cap is not None and cap <= MOST_BOUNDED and view.kv.dtype == torch.bfloat16
-    return Form(view.window is not None, cap is not None, bounded)
+def form_of(window: int | None, cap: float | None, dtype: torch.dtype) -> Form:
+    bounded = cap is not None and cap <= MOST_BOUNDED and dtype == torch.bfloat16
+    return Form(window is not None, cap is not None, bounded)
 
 
-def takes(q: torch.Tensor, view: KvView) -> bool:
-    """Whether its copies take these queries and this cache."""
-    kv = view.kv
+def addresses(q: torch.Tensor, kv: torch.Tensor) -> bool:
+    """Whether copies can address the queries and the cache."""
     strides = (*q.stride()[:2], q.data_ptr() // q.itemsize)
-    return (
-        kv.dtype == q.dtype
-        and view.page_tokens % SMALLEST_PAGE == 0
-        and not any(stride * q.itemsize % WORD for stride in strides)
-        and not any(stride % q.shape[2] for stride in kv.stride()[:3])
-        and kernel(q.device, q.shape[2], q.dtype, form_of(view)) is not None
+    return not any(stride * q.itemsize % WORD for stride in strides) and not any(
+        stride % q.shape[2] for stride in kv.stride()[:3]
     )
 
 
@@ -118,9 +113,9 @@ def attend(
 ) -> None:
     """Units of work, as chunk_plan_kernel cut them, from the last to the first, by at most `processors` programs.
 
-    q [T, Hq, D], which `takes` allows; results: out like q and log-sum-exp float32 [T, Hq], both contiguous. view.scale > 0."""
+    q [T, Hq, D], which it `addresses`; results: out like q and log-sum-exp float32 [T, Hq], both contiguous. view.scale > 0."""
     kv, dim = view.kv, q.shape[2]
-    attends = kernel(q.device, dim, q.dtype, form_of(view))
+    attends = kernel(q.device, dim, q.dtype, form_of(view.window, view.softcap, q.dtype))
     assert attends is not None
     kv_heads, page, count = kv.shape[2], view.page_tokens, units.shape[1]
     group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS[dim] // pairs.PAIR)

@@ -3,7 +3,7 @@
 With numbers below a bfloat16's exponents one "and" makes two floats of two codes, and one fused operation scales them and takes the
 zero point off, rounded once as in integer_matrix: 9 instructions for 8 codes where there were 15. Programs take no more than their
 share of a processor, so that the next kernel's come up beside them and ask for their weights before its inputs are there. What was
-measured of each part: docs/log.md.
+measured of each part: docs/log/2026-11-23-integer-stream-2-to-64.md.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.fp8_shapes import Small
 from ridgeline.ops.triton.gemm_small import _biased, matrix_product
 from ridgeline.ops.triton.integer import widened
-from ridgeline.ops.triton.invariant_attention import attention
+from ridgeline.ops.triton.invariant_attention import InvariantAttention
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
@@ -289,7 +289,7 @@ INVARIANT = replace(
     TRITON,
     name="triton, batch-invariant",
     # A program's share of the heads decides how they are normed; one KV head whatever the number of tokens.
-    attention=AttentionOps(partial(qkv_write, kv_heads=1), attention),
+    attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention()),
     matmul=replace(TRITON.matmul, plain=_PLAIN, fp8=FP8_INVARIANT, integer=widened(_PLAIN)),
     programs=Programs(),
 )

@@ -14,6 +14,8 @@ Slots that a query does not see are neutral: their weight is 0, a merge with a r
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,12 +25,6 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.tuning import PLAN_ROWS, Tile
 from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _seen, _tile_offsets
 
-RUN = 256
-"""Slots of the shortest runs; every tile's number of keys divides it."""
-RUNS = 32
-"""Most runs of a query: from RUN * RUNS slots on, runs are twice as long, and so on."""
-SPARE_PROGRAMS = 2048
-"""Programs of a step that may be had by splitting rows."""
 PARTS_AT_ONCE = 8
 # Padded head size -> tile. As few queries as the matrix unit takes, because decoding rows fill few of them. The load of a
 # key's page number takes every other stage, so that 5 keep two tiles of keys and values in flight.
@@ -335,43 +331,6 @@ def _combine_kernel(
         tl.store(lse_ptr + line, lse)
 
 
-def _plan(q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile, few: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(units, per_row) of plan_kernel, once per step and group of layers alike. A graph under capture must record its own
-    plan, so it shares none from before."""
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = ("invariant", q.shape[1:], view.kv.shape[2], q.dtype, view.window, capturing)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
-    rows, kv_heads = step.rows.shape[0], view.kv.shape[2]
-    group = q.shape[1] // kv_heads
-    spare = max(1, SPARE_PROGRAMS // kv_heads)
-    count = rows + spare + q.shape[0] * group // tile.queries
-    units = torch.empty((3, count), dtype=torch.int32, device=q.device)
-    per_row = torch.empty((2, rows), dtype=torch.int32, device=q.device)
-    block = 32
-    plan_kernel[(triton.cdiv(count, block),)](
-        step.q_start,
-        step.length,
-        units,
-        per_row,
-        rows,
-        count,
-        spare,
-        group,
-        few,
-        window=0 if step.key_positions is not None else view.window or 0,
-        QUERIES=tile.queries,
-        KEYS=tile.keys,
-        RUN=RUN,
-        RUNS=RUNS,
-        ROWS=next((one for one in PLAN_ROWS if one >= rows), triton.next_power_of_2(rows)),
-        BLOCK=block,
-        **overlap(q.device),
-    )
-    step.derived[key] = units, per_row
-    return units, per_row
-
-
 def _shared(q: torch.Tensor, view: KvView, step: StepInputs) -> dict[str, object]:
     """What both kernels take by name."""
     kv_heads, dim = view.kv.shape[2], q.shape[2]
@@ -385,75 +344,126 @@ def _shared(q: torch.Tensor, view: KvView, step: StepInputs) -> dict[str, object
     }
 
 
-def _walked(q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile) -> dict[str, object]:
-    """What invariant_kernel takes by name beside that, but for its units and where results go."""
-    absent = step.position
-    return {
-        "q_ptr": q,
-        "kv_ptr": view.kv,
-        "table_ptr": view.table,
-        "rows_ptr": step.rows,
-        "q_start_ptr": step.q_start,
-        "length_ptr": step.length,
-        "position_ptr": step.position,
-        "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
-        "key_positions_ptr": absent if step.key_positions is None else step.key_positions,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "page_stride": view.kv.stride(0),
-        "kind_stride": view.kv.stride(1),
-        "head_stride": view.kv.stride(2),
-        "table_stride": view.table.stride(0),
-        "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
-        "scale": view.scale,
-        "cap": 0.0 if view.softcap is None else view.softcap,
-        "page_tokens": view.page_tokens,
-        "window": view.window or 0,
-        "TREE": step.ancestors is not None,
-        "COMPACTED": step.key_positions is not None,
-        "CAPPED": view.softcap is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "RUN": RUN,
-        "RUNS": RUNS,
-        "QUERIES": tile.queries,
-        "KEYS": tile.keys,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+@dataclass(frozen=True, slots=True)
+class InvariantAttention:
+    """See AttentionOps.attend. Results depend on `run` and `runs`, and not on `spare_programs`."""
 
+    run: int = 256
+    """Slots of the shortest runs; every tile's number of keys divides it."""
+    runs: int = 32
+    """Most runs of a query: from run * runs slots on, runs are twice as long, and so on."""
+    spare_programs: int = 2048
+    """Programs of a step that may be had by splitting rows."""
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    view: KvView,
-    step: StepInputs,
-    lse_needed: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if lse_needed:  # the kernels do not write tokens of no row
-        out.zero_()
-        lse.fill_(float("-inf"))
-    if not q.shape[0]:
-        return out, lse
-    rows, kv_heads, dim = step.rows.shape[0], view.kv.shape[2], q.shape[2]
-    group, shared = q.shape[1] // kv_heads, _shared(q, view, step)
-    tile = FLOAT32_TILE if q.dtype == torch.float32 else TILES[max(16, triton.next_power_of_2(dim))]
-    # Packed queries of a row that may be split: one token's, or a few more where the host sees that there may be some.
-    few = group if step.max_query == 1 else min(tile.queries, max(16, group))
-    if group > tile.queries:
-        few = 0
-    units, per_row = _plan(q, view, step, tile, few)
-    count, queries = units.shape[1], max(1, few)
-    part = torch.empty((count, kv_heads, queries, dim), dtype=torch.float32, device=q.device)
-    best, weight = torch.empty((2, count, kv_heads, queries), dtype=torch.float32, device=q.device).unbind(0)
-    parts = {"part_ptr": part, "part_best_ptr": best, "part_weight_ptr": weight, "part_queries": queries}
-    results = {"out_ptr": out, "lse_ptr": lse, **parts, **shared}
-    invariant_kernel[(count * kv_heads,)](units_ptr=units, units=count, **_walked(q, view, step, tile), **results)
-    if few:
-        _combine_kernel[(rows, q.shape[1])](
-            per_row_ptr=per_row, q_start_ptr=step.q_start, PARTS=PARTS_AT_ONCE, num_warps=1, **results
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        view: KvView,
+        step: StepInputs,
+        lse_needed: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if lse_needed:  # the kernels do not write tokens of no row
+            out.zero_()
+            lse.fill_(float("-inf"))
+        if not q.shape[0]:
+            return out, lse
+        rows, kv_heads, dim = step.rows.shape[0], view.kv.shape[2], q.shape[2]
+        group, shared = q.shape[1] // kv_heads, _shared(q, view, step)
+        tile = FLOAT32_TILE if q.dtype == torch.float32 else TILES[max(16, triton.next_power_of_2(dim))]
+        # Packed queries of a row that may be split: one token's, or a few more where the host sees that there may be some.
+        few = group if step.max_query == 1 else min(tile.queries, max(16, group))
+        if group > tile.queries:
+            few = 0
+        units, per_row = self._plan(q, view, step, tile, few)
+        count, queries = units.shape[1], max(1, few)
+        part = torch.empty((count, kv_heads, queries, dim), dtype=torch.float32, device=q.device)
+        best, weight = torch.empty((2, count, kv_heads, queries), dtype=torch.float32, device=q.device).unbind(0)
+        parts = {"part_ptr": part, "part_best_ptr": best, "part_weight_ptr": weight, "part_queries": queries}
+        results = {"out_ptr": out, "lse_ptr": lse, **parts, **shared}
+        invariant_kernel[(count * kv_heads,)](
+            units_ptr=units, units=count, **self._walked(q, view, step, tile), **results
         )
-    return out, lse
+        if few:
+            _combine_kernel[(rows, q.shape[1])](
+                per_row_ptr=per_row, q_start_ptr=step.q_start, PARTS=PARTS_AT_ONCE, num_warps=1, **results
+            )
+        return out, lse
+
+    def _plan(
+        self, q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile, few: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(units, per_row) of plan_kernel, once per step and group of layers alike. A graph under capture must record its own
+        plan, so it shares none from before."""
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = ("invariant", q.shape[1:], view.kv.shape[2], q.dtype, view.window, capturing)
+        if (found := step.derived.get(key)) is not None:
+            return found  # type: ignore[no-any-return]
+        rows, kv_heads = step.rows.shape[0], view.kv.shape[2]
+        group = q.shape[1] // kv_heads
+        spare = max(1, self.spare_programs // kv_heads)
+        count = rows + spare + q.shape[0] * group // tile.queries
+        units = torch.empty((3, count), dtype=torch.int32, device=q.device)
+        per_row = torch.empty((2, rows), dtype=torch.int32, device=q.device)
+        block = 32
+        plan_kernel[(triton.cdiv(count, block),)](
+            step.q_start,
+            step.length,
+            units,
+            per_row,
+            rows,
+            count,
+            spare,
+            group,
+            few,
+            window=0 if step.key_positions is not None else view.window or 0,
+            QUERIES=tile.queries,
+            KEYS=tile.keys,
+            RUN=self.run,
+            RUNS=self.runs,
+            ROWS=next((one for one in PLAN_ROWS if one >= rows), triton.next_power_of_2(rows)),
+            BLOCK=block,
+            **overlap(q.device),
+        )
+        step.derived[key] = units, per_row
+        return units, per_row
+
+    def _walked(self, q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile) -> dict[str, object]:
+        """What invariant_kernel takes by name beside that, but for its units and where results go."""
+        absent = step.position
+        return {
+            "q_ptr": q,
+            "kv_ptr": view.kv,
+            "table_ptr": view.table,
+            "rows_ptr": step.rows,
+            "q_start_ptr": step.q_start,
+            "length_ptr": step.length,
+            "position_ptr": step.position,
+            "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
+            "key_positions_ptr": absent if step.key_positions is None else step.key_positions,
+            "q_token_stride": q.stride(0),
+            "q_head_stride": q.stride(1),
+            "page_stride": view.kv.stride(0),
+            "kind_stride": view.kv.stride(1),
+            "head_stride": view.kv.stride(2),
+            "table_stride": view.table.stride(0),
+            "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
+            "scale": view.scale,
+            "cap": 0.0 if view.softcap is None else view.softcap,
+            "page_tokens": view.page_tokens,
+            "window": view.window or 0,
+            "TREE": step.ancestors is not None,
+            "COMPACTED": step.key_positions is not None,
+            "CAPPED": view.softcap is not None,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "RUN": self.run,
+            "RUNS": self.runs,
+            "QUERIES": tile.queries,
+            "KEYS": tile.keys,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }

@@ -2,8 +2,7 @@
 
 An entry says which shapes a kernel serves, on which hardware, and with which configuration. Tables of configurations are data in
 shapes, ring_shapes, integer_shapes and fp8_shapes. What no entry serves is multiplied by cuBLAS through torch (linears).
-Attention has one kernel for each kind of row; its configurations are in tuning, its choices in attention._Call. Which decoders run
-one token through all layers in one kernel: one_token.knows.
+Attention has such entries too: attention. Which decoders run one token through all layers in one kernel: one_token.knows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntV
 from ridgeline.ops.triton.integer_shapes import ring_for as integer_ring_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.launch import gluon, is_hopper
-from ridgeline.ops.triton.registry import Entry, Launch, Registry, Shape
+from ridgeline.ops.triton.registry import Entry, Launch, Products, Registry, Shape
 from ridgeline.ops.triton.ring_shapes import RingTile, ring8_for, ring_for
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, Tile, VectorTile, tile_for
 
@@ -82,7 +81,7 @@ def _gated_serves(shape: Shape) -> bool | None:
     return True if enough and _silu_alone(shape) else None
 
 
-PLAIN = Registry(
+PLAIN: Products = Registry(
     Entry(
         "wide (gates)",
         lambda shape: wide.plan_for(shape.tokens, shape.n // 2, shape.k, True) if _silu_alone(shape) else None,
@@ -172,7 +171,7 @@ def _integer_ring(
     return None if module is None else module.integer_ring_product(x, matrix, bias, tile, stream, kind)
 
 
-INTEGER = Registry(
+INTEGER: Products = Registry(
     Entry(
         "integer_stream",
         lambda shape: None if shape.norm else _stream_serves(shape),
@@ -253,7 +252,7 @@ def _writing(run: Callable[..., None]) -> Launch:
     return launch
 
 
-FP8 = Registry(
+FP8: Products = Registry(
     Entry(
         "fp8_vector",
         _fp8_vector_serves,
@@ -293,7 +292,7 @@ def _as_fp8(launch: Launch) -> Launch:
     return held
 
 
-W8A8 = Registry(
+W8A8: Products = Registry(
     Entry("ring", _ring8_serves, _as_fp8(_ring8), "2 to 128 tokens, Hopper; as of fp8"),
     Entry(
         "vector",

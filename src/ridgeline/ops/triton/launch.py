@@ -28,6 +28,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter gets few, so that tests see rows both split and whole."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
+
+
+@cache
 def gluon(device: torch.device, name: str) -> ModuleType | None:
     """A module of Gluon kernels for Hopper where they run. Their language may change from version to version of Triton."""
     if not is_hopper(device) or not triton.__version__.startswith(tuning.GLUON_VERSIONS):

@@ -126,14 +126,18 @@ def _reach(tops, weights, target, low, high, halvings: tl.constexpr):
 
 
 @triton.jit
-def _mass_of(k, top_p, logits_ptr, list_ptr, tops, tallest, logit, count, mass, least, most, largest, heat, vocab):
+def _mass_of(
+    k, top_p, logits_ptr, list_ptr, tops, tallest, logit, count, mass, least, most, largest, temperature, vocab
+):
     """Bounds of the mass of the k largest, one of which is `logit`, closer than `least` and `most`: so close that they agree on
     whether `mass`, that of the `count` ones above it, is less than top_p of it. Where nothing is left between, `most` counts."""
-    rate = LOG2_E / heat
+    rate = LOG2_E / temperature
     own = share(logit, largest, rate)
     least, most = tl.maximum(least, mass + own), tl.minimum(most, mass + (k - count) * own)
     if (mass >= top_p * least) & (mass < top_p * most):
-        low, above = _reach(tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * heat, logit, _MANY)
+        low, above = _reach(
+            tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * temperature, logit, _MANY
+        )
         least = tl.maximum(least, tl.sum(tl.where(tops > above, tallest, 0.0), 0))
         at, high = low, logit
         while (mass >= top_p * least) & (mass < top_p * most) & (at < high):
@@ -175,8 +179,8 @@ def allowed(
     first, second: key words of the draw.
     """
     logit = tl.load(logits_ptr + token).to(tl.float32)
-    largest, heat = tl.max(tops, 0), tl.maximum(temperature, COLDEST)
-    rate, floor = LOG2_E / heat, tl.minimum(largest + heat * tl.log(min_p), largest)
+    largest, temperature = tl.max(tops, 0), tl.maximum(temperature, COLDEST)
+    rate, floor = LOG2_E / temperature, tl.minimum(largest + temperature * tl.log(min_p), largest)
     top_k = tl.where(top_k < vocab, top_k, 0)
     tallest = share(tops, largest, rate)
     sums = tl.where(top_p < 1.0, sums * tallest, 0.0)
@@ -209,7 +213,7 @@ def allowed(
                         least,
                         most,
                         largest,
-                        heat,
+                        temperature,
                         vocab,
                     )
                 refused = mass >= top_p * most

@@ -24,7 +24,7 @@ from ridgeline.ops.triton.fp8 import pack as fp8_pack
 from ridgeline.ops.triton.fp8_vector import ALIGNED
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import Shape
+from ridgeline.ops.triton.registry import Shape, multiply
 
 
 def _addressed(x: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ def _fused(
     aligned = _addressed(source) and k % 8 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
     add, biased = stream is not None, bias is not None
     shape = Shape(tokens, n, k, dtype, dtype, source.device, aligned, norm, kind, add, biased)
-    return kernels.PLAIN.multiply(shape, x, weight, bias, stream)
+    return multiply(kernels.PLAIN, shape, x, weight, bias, stream)
 
 
 def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _int_fused(
     tokens, n, k, dtype = source.shape[0], matrix.out, matrix.d_in, source.dtype
     given = (norm, kind, stream is not None, bias is not None, matrix.bits, matrix.group)
     shape = Shape(tokens, n, k, dtype, dtype, source.device, _addressed(source), *given)
-    return kernels.INTEGER.multiply(shape, x, matrix, bias, stream)
+    return multiply(kernels.INTEGER, shape, x, matrix, bias, stream)
 
 
 def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _quantizing(
     )
     (tokens, k), (stream, out) = source.shape, _target(into)
     given = (source.dtype, out, source.device, aligned, norm, kind, stream is not None, bias is not None)
-    return kernels.FP8.multiply(Shape(tokens, matrix.values.shape[0], k, *given), x, matrix, bias, stream)
+    return multiply(kernels.FP8, Shape(tokens, matrix.values.shape[0], k, *given), x, matrix, bias, stream)
 
 
 def _quantized(
@@ -163,7 +163,7 @@ def _quantized(
 ) -> torch.Tensor | None:
     """The same of an x that is quantized."""
     shape = _shape_of_8_bits(x, matrix.values, into, kind, bias is not None)
-    return kernels.FP8.multiply(shape, x, matrix, bias, _target(into)[0])
+    return multiply(kernels.FP8, shape, x, matrix, bias, _target(into)[0])
 
 
 def _target(into: torch.Tensor | torch.dtype) -> tuple[torch.Tensor | None, torch.dtype]:
@@ -239,7 +239,7 @@ def _rounded(
 ) -> torch.Tensor | None:
     """The product; None: of no tokens."""
     shape = _shape_of_8_bits(x, matrix.codes, into, None, bias is not None)
-    return kernels.W8A8.multiply(shape, x, matrix, bias, _target(into)[0])
+    return multiply(kernels.W8A8, shape, x, matrix, bias, _target(into)[0])
 
 
 W8A8_TRITON = IntOps(integer.pack, w8a8_linear, w8a8_linear_add, w8a8_linear_activate)

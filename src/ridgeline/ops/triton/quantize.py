@@ -162,22 +162,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
     return out
 
 
-def _blocks(size: int, activates: bool) -> tuple[int, int, int]:
+def _blocks(size: int, activates: bool, widest_row: int) -> tuple[int, int, int]:
     """(BLOCKS, BLOCK, REST) of a row: powers of two that hold little more than it. Of what is only read, two readings of a wide row
     are faster than keeping it (28,672: 187 us for 229)."""
-    block = min(WIDEST_ROW, 1 << (size.bit_length() - 1))
+    block = min(widest_row, 1 << (size.bit_length() - 1))
     rest = triton.next_power_of_2(size - block) if size > block else 0
-    if rest == block < WIDEST_ROW:
+    if rest == block < widest_row:
         return 1, 2 * block, 0
-    if rest > WIDEST_ROW or (block == WIDEST_ROW and rest and not activates):
+    if rest > widest_row or (block == widest_row and rest and not activates):
         return triton.cdiv(size, block), block, 0
     return 1, block, rest
 
 
-def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
+def _quantized(x: torch.Tensor, size: int, activation: int, widest_row: int) -> Scaled:
     tokens = x.shape[0]
     out = _room(tokens, size, x)
-    blocks, block, rest = _blocks(size, activation != 0)
+    blocks, block, rest = _blocks(size, activation != 0, widest_row)
     if tokens:
         _quantize_kernel[(tokens,)](
             x,
@@ -195,11 +195,11 @@ def _quantized(x: torch.Tensor, size: int, activation: int) -> Scaled:
     return out
 
 
-def activate(gate_up: torch.Tensor, kind: str) -> Scaled:
+def activate(gate_up: torch.Tensor, kind: str, widest_row: int = WIDEST_ROW) -> Scaled:
     """See reference.fp8_activate."""
-    return _quantized(gate_up, gate_up.shape[1] // 2, KINDS[kind])
+    return _quantized(gate_up, gate_up.shape[1] // 2, KINDS[kind], widest_row)
 
 
-def quantize(x: torch.Tensor) -> Scaled:
+def quantize(x: torch.Tensor, widest_row: int = WIDEST_ROW) -> Scaled:
     """See reference.quantize; x [T, D] with contiguous rows."""
-    return _quantized(x, x.shape[1], 0)
+    return _quantized(x, x.shape[1], 0, widest_row)

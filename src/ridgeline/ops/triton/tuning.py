@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -88,3 +90,8 @@ COMBINED_ALONE = 4096
 COMBINED_ELEMENTS = 2048
 """Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group. With 8,192 and 16
 packed queries the kernel took 254 registers a thread, and one program less ran on a processor."""
+
+
+def class_of(value: int, classes: tuple[int, ...]) -> int:
+    """The smallest class that holds `value`, beyond them the next power of two: few classes, few compilations."""
+    return next((one for one in classes if one >= value), triton.next_power_of_2(value))

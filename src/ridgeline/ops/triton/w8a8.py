@@ -95,16 +95,16 @@ def _codes_kernel(
     tl.store(scale_ptr + token, step)
 
 
-def codes(x: Plain) -> Scaled:
+def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
     """x [T, D], rows contiguous, its norm done first where it is still to be, as reference.in_8_bits holds it: values int8
-    [T, D rounded up to chunks], in the order of integer.pack."""
+    [T, D rounded up to chunks], in the order of integer.pack. widest_row: inputs that a program holds at once."""
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
     tokens, size = source.shape
-    if norm is not None and size > WIDEST_ROW:
+    if norm is not None and size > widest_row:
         return codes(rms_norm(source, norm.weight, norm.eps, norm.offset))
     room = triton.cdiv(size, CHUNK) * CHUNK
-    block = min(WIDEST_ROW, triton.next_power_of_2(room))
+    block = min(widest_row, triton.next_power_of_2(room))
     values = torch.empty((tokens, room), dtype=torch.int8, device=source.device)
     out = Scaled(values, torch.empty(tokens, dtype=torch.float32, device=source.device))
     if tokens:
@@ -160,11 +160,11 @@ def _apart_kernel(
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """See reference.round_inliers; rows of x contiguous."""
+def round_inliers(x: torch.Tensor, empty: torch.Tensor, widest_row: int = WIDEST_ROW) -> torch.Tensor:
+    """See reference.round_inliers; rows of x contiguous. widest_row: see codes."""
     tokens, size = x.shape
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    block = min(WIDEST_ROW, triton.next_power_of_2(size))
+    block = min(widest_row, triton.next_power_of_2(size))
     if tokens:
         _apart_kernel[(tokens,)](
             x,

@@ -65,8 +65,9 @@ class _For:
     full: bool = False
 
 
-# In order; the first that fits says it. Measured against rings, cuBLAS and the kernel of the activation (docs/log.md): where
-# tiles of cuBLAS are full, as with 256 tokens, and so is their last round, nothing is gained; small weights wait for other things.
+# In order; the first that fits says it. Measured against rings, cuBLAS and the kernel of the activation
+# (docs/log/2026-11-23-products-65-to-256-cuda.md): where tiles of cuBLAS are full, as with 256 tokens, and so is their last
+# round, nothing is gained; small weights wait for other things.
 _GATE = (
     _For(6143, 0),
     _For(7168, 112),
@@ -120,7 +121,7 @@ def source(width: int) -> str:
 
 @cache
 def _kernels(device: torch.device) -> Mapping[int, cuda.Kernel | None]:
-    """All at once, so that start-up has them whichever steps it rehearses; they compile side by side, as NVRTC lets go of Python's
+    """All at once, so that start-up has them whichever steps it runs; they compile side by side, as NVRTC lets go of Python's
     lock."""
     if not is_hopper(device) or not cuda.available():
         return {}

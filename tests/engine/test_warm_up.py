@@ -1,4 +1,4 @@
-"""Start-up rehearses every kernel that serving launches, and what it missed is counted and named."""
+"""Start-up launches every kernel that serving launches, and what it missed is counted and named."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ridgeline.core.events import LateWork
-from ridgeline.engine.late import Late
-from ridgeline.engine.rehearsal import chunk_sizes, chunked, mixes, row_counts
+from ridgeline.engine.late_compiles import LateCompiles
+from ridgeline.engine.warm_up import chunk_sizes, chunked, mixes, row_counts
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from ridgeline.engine.rehearsal import chunk_sizes, chunked, mixes, row_counts
 def test_no_step_needs_a_kernel_that_start_up_has_not_launched(apart: Callable[..., Any], case: str) -> None:
     """For a Hopper GPU, on paper."""
     pytest.importorskip("triton")
-    from .rehearsed import missed
+    from .warmed_up import missed
 
     assert not apart(missed, case)
 
@@ -29,7 +29,7 @@ def test_no_step_needs_a_kernel_that_start_up_has_not_launched(apart: Callable[.
 @pytest.mark.parametrize("case", ["8b-drafts", "8b-eager-drafts", "8-heads-quotes"])
 def test_no_step_with_drafts_does_whatever_prompts_are_beside_it(apart: Callable[..., Any], case: str) -> None:
     pytest.importorskip("triton")
-    from .rehearsed import missed
+    from .warmed_up import missed
 
     assert not apart(missed, case, True)
 
@@ -57,7 +57,7 @@ class Clock:
 def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     runtime = pytest.importorskip("triton").knobs.runtime
     clock = Clock()
-    late = Late(clock)
+    late = LateCompiles(clock)
     late.watch()
     try:
         with caplog.at_level(logging.WARNING):
@@ -73,7 +73,7 @@ def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture)
 
 def test_an_engine_that_starts_is_not_late_for_the_one_before_it() -> None:
     knobs = pytest.importorskip("triton").knobs
-    first, second = Late(), Late()
+    first, second = LateCompiles(), LateCompiles()
     first.watch()
     try:
         knobs.runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="split_kernel"))

@@ -18,7 +18,7 @@ import torch
 from ridgeline.decoding.masks import mask_words
 from ridgeline.engine.batch import Batch, blank, pack_rows, packed_size, unpack
 from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.execute import EagerSteps
+from ridgeline.engine.executor import Executor
 from ridgeline.engine.logits_inputs import LogitsInputs
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.weights import Progress
@@ -27,24 +27,24 @@ from ridgeline.speculation.build import LOGIT_ROWS
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)
 """Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the
-attention, and some are a chunk. Beside them as many as a step takes, which are too many for a graph if any are."""
+attention, and some are a chunk. DrafterMemory them as many as a step takes, which are too many for a graph if any are."""
 ODD = (3, 48, 65)
 """Numbers of rows that are tried beside the powers of two, where ranges are narrower than from one to the next."""
-MOST_ASKING = 32
+MOST_PROCESSED = 32
 """Rows that ask for more than a draw at once: what they ask for takes several times the memory of their logits."""
 KNOWN = 64
-"""Tokens whose penalties are rehearsed."""
+"""Tokens of which warm-up computes penalties."""
 PINNED = 1 << 20
 """Bytes of the largest upload or download that is allocated ahead."""
 
 
-def warm_up(step: DeviceStep, steps: EagerSteps, sizes: Sizes, progress: Progress) -> None:
-    """On a GPU, run what serving would otherwise compile and allocate, and capture the graphs of `steps`. The largest step comes
+def warm_up(step: DeviceStep, executor: Executor, sizes: Sizes, progress: Progress) -> None:
+    """On a GPU, run what serving would otherwise compile and allocate, and capture the graphs of `executor`. The largest step comes
     first, through all layers: the memory that it leaves behind serves all others, which run through one layer of each kind."""
 
     def run() -> None:
-        rehearse(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
-        rehearse_all(step.of_each_kind(), steps, sizes, progress)
+        warm_up_forward(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
+        warm_up_kernels(step.one_layer_of_each_kind(), executor, sizes, progress)
 
     if find_spec("triton") is None:
         run()
@@ -52,36 +52,36 @@ def warm_up(step: DeviceStep, steps: EagerSteps, sizes: Sizes, progress: Progres
         # Only here: Triton is an extra that a machine without a GPU need not have.
         from ridgeline.ops.triton.ahead import with_kernels
 
-        with_kernels(run, lambda: launch_all(step.of_each_kind(), steps, sizes), progress)
-    steps.capture(progress)
-    rehearse_pinned()
+        with_kernels(run, lambda: launch_all(step.one_layer_of_each_kind(), executor, sizes), progress)
+    executor.capture(progress)
+    allocate_pinned()
 
 
-def launch_all(step: DeviceStep, steps: EagerSteps, sizes: Sizes) -> None:
+def launch_all(step: DeviceStep, executor: Executor, sizes: Sizes) -> None:
     """Launch each kernel of `warm_up` and capture nothing."""
-    rehearse_all(step, steps, sizes, lambda *_: None)
-    steps.launch_graphs()
+    warm_up_kernels(step, executor, sizes, lambda *_: None)
+    executor.launch_graphs()
 
 
-def rehearse_all(step: DeviceStep, steps: EagerSteps, sizes: Sizes, progress: Progress) -> None:
-    """Run the steps within `sizes` that `steps` will run without a graph, those with the most tokens first: the memory that these
-    leave behind serves the others."""
+def warm_up_kernels(step: DeviceStep, executor: Executor, sizes: Sizes, progress: Progress) -> None:
+    """Run the steps within `sizes` that `executor` will run without a graph. Steps with the most tokens come first, because their
+    memory serves the others."""
     rows, tokens, longest = sizes.rows, sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)
     # Whether drafts are trees: those of the host may be either.
     forms = (False, True) if sizes.host_drafts else (bool(step.drafter.parents),) if any(sizes.drafts) else ()
-    work = [partial(rehearse, step, chunked(tokens, longest), True)] if True in forms else []
-    work += [partial(rehearse, step, chunked(size, longest)) for size in chunk_sizes(tokens)]
+    work = [partial(warm_up_forward, step, chunked(tokens, longest), True)] if True in forms else []
+    work += [partial(warm_up_forward, step, chunked(size, longest)) for size in chunk_sizes(tokens)]
     for counts in mixes(rows, tokens, longest):
         # Where a row of such a step has drafts, no graph serves it.
-        if forms or steps.padded(shape_of(counts), plain=True) is None:
-            work += [partial(rehearse, step, counts, tree) for tree in forms or (False,)]
-    padded = steps.padded(shape_of([1]), plain=True) is not None
-    draws = [size for size in row_counts(rows) if not padded or size in (1, 3, MOST_ASKING)]
-    work += [partial(rehearse_draws, step, size) for size in draws]
+        if forms or executor.padded(shape_of(counts), plain=True) is None:
+            work += [partial(warm_up_forward, step, counts, tree) for tree in forms or (False,)]
+    padded = executor.padded(shape_of([1]), plain=True) is not None
+    draws = [size for size in row_counts(rows) if not padded or size in (1, 3, MOST_PROCESSED)]
+    work += [partial(warm_up_draws, step, size) for size in draws]
     most = max((*sizes.drafts, sizes.host_drafts), default=0)
     for tree, nodes, count in product(forms, draft_sizes(most), reversed(row_counts(rows))):
         if count == 1 or count * (1 + nodes) <= LOGIT_ROWS:
-            work.append(partial(rehearse_verify, step, count, 1 + nodes, tree))
+            work.append(partial(warm_up_verification, step, count, 1 + nodes, tree))
     for number, run in enumerate(work, 1):
         run()
         progress("kernels", number, len(work))
@@ -127,7 +127,7 @@ def chunked(tokens: int, longest: int) -> list[int]:
     return counts + [tokens - sum(counts)] * (tokens > sum(counts))
 
 
-def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> None:
+def warm_up_forward(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> None:
     """Run the eager forward pass of a step whose rows have these query tokens. tree: some of them are drafts, in a tree."""
     shape = replace(shape_of(counts), tree=tree)
     packed, part = blank(shape)
@@ -138,7 +138,7 @@ def rehearse(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> Non
         step.forward(batch, longest)
 
 
-def rehearse_draws(step: DeviceStep, rows: int) -> None:
+def warm_up_draws(step: DeviceStep, rows: int) -> None:
     """Run the eager end of a step in which `rows` rows draw: plainly, and if they are not too many also asking for all there
     is, penalties, biases, masks and log-probabilities, once of them greedily."""
     every = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
@@ -159,13 +159,13 @@ def rehearse_draws(step: DeviceStep, rows: int) -> None:
     told = step.finish(Batch(shape, own, own, own), hidden, KNOWN)[0].packed
     assert told is not None
     step.ops.sampler.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
-    if rows > MOST_ASKING:
+    if rows > MOST_PROCESSED:
         return
     for greedy in (False, True):
         step.finish(Batch(shape, own, own, own, inputs=asking, greedy=greedy), hidden, KNOWN)
 
 
-def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
+def warm_up_verification(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     """Run the eager end of a step that verifies drafts of `wide` - 1 nodes in each row."""
     shape = StepShape.verifying(rows, wide - 1, tree)
     packed = torch.zeros(packed_size(shape), dtype=torch.int32, device=step.rows.ints.device)
@@ -173,7 +173,7 @@ def rehearse_verify(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
     step.finish(batch, step.decoder.embedding.new_zeros(shape.tokens, step.spec.d_model), KNOWN)
 
 
-def rehearse_pinned() -> None:
+def allocate_pinned() -> None:
     """Allocate the host's buffers for what steps send and bring back: torch keeps them, and making one takes a millisecond."""
     sizes = [1 << bits for bits in range(9, PINNED.bit_length())]
     held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(4)]

@@ -24,7 +24,7 @@ RECORDED = 2
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedStep:
     """A step in the memory that it runs from. plan: the one that loaded it. padded: to the shape of a graph. draws: rows that draw.
     captured: its replay(plan) is the whole step, an Outcome; None if it runs operation by operation. runs: how often it ran."""
 
@@ -41,12 +41,12 @@ class Loaded:
         return self.captured is not None and self.runs <= RECORDED
 
 
-class EagerSteps:
+class Executor:
     """Runs every step operation by operation, without padding. Other ways to run steps override what differs."""
 
     def __init__(self, step: DeviceStep) -> None:
         self._step, self._inference = step, torch.inference_mode()
-        self._last: Loaded | None = None
+        self._last: LoadedStep | None = None
 
     def padded(self, shape: StepShape, plain: bool) -> StepShape | None:
         """The shape to which a step must be padded to be run by graphs; None: it is not padded. plain: see Batch.plain."""
@@ -58,29 +58,29 @@ class EagerSteps:
     def launch_graphs(self) -> None:
         """Run once what `capture` captures, to load its kernels."""
 
-    def repeated(self, plan: StepPlan) -> Loaded | None:
+    def repeated(self, plan: StepPlan) -> LoadedStep | None:
         """What an earlier plan has loaded, if this plan differs from it in nothing but pages and the tokens of its drafts."""
         return self._last if self._last is not None and plan.repeats(self._last.plan) else None
 
-    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> Loaded:
+    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         """Bring a step that was uploaded to where it runs from. padded: to a shape that `padded` returned."""
-        self._last = Loaded(plan, batch, padded, sum(plan.samples))
+        self._last = LoadedStep(plan, batch, padded, sum(plan.samples))
         return self._last
 
     def forget(self) -> None:
         """Drop what is loaded."""
         self._last = None
 
-    def run(self, loaded: Loaded, plan: StepPlan) -> Outcome:
+    def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         """Run the step for a plan that has loaded it or repeats the one that has."""
         return self._whole(loaded, plan, self._step.drafter.learns())
 
-    def _whole(self, loaded: Loaded, plan: StepPlan, learn: bool) -> Outcome:
+    def _whole(self, loaded: LoadedStep, plan: StepPlan, learn: bool) -> Outcome:
         """Run it operation by operation. learn: the drafter sees the logits."""
         with self._inference:
             return self._finish(loaded, plan, self._step.forward(loaded.batch, plan.bound), learn)
 
-    def _finish(self, loaded: Loaded, plan: StepPlan, hidden: torch.Tensor, learn: bool) -> Outcome:
+    def _finish(self, loaded: LoadedStep, plan: StepPlan, hidden: torch.Tensor, learn: bool) -> Outcome:
         """Draw and draft ahead. hidden: from DeviceStep.forward."""
         batch = loaded.batch
         outcome, last = self._step.finish(batch, hidden, plan.bound, learn)
@@ -100,16 +100,16 @@ class EagerSteps:
         return unpack(packet.send(self._step.rows.ints.device)["step"], shape)
 
 
-class CapturedSteps(EagerSteps):
+class CapturedExecutor(Executor):
     """Captures steps that come again, for a CPU: one for each shape, in memory that later steps of that shape are copied to. A step
     that holds a part of a prompt, processes logits or scores tokens runs operation by operation."""
 
     def __init__(self, step: DeviceStep) -> None:
         super().__init__(step)
-        self._kept: dict[tuple[StepShape, int, bool], Loaded] = {}
+        self._kept: dict[tuple[StepShape, int, bool], LoadedStep] = {}
         """By shape, nodes drafted ahead and whether all draw greedily; the one used longest ago comes first."""
 
-    def repeated(self, plan: StepPlan) -> Loaded | None:
+    def repeated(self, plan: StepPlan) -> LoadedStep | None:
         loaded = super().repeated(plan)
         if loaded is None and plan.rows and not (plan.masks or plan.score_ids):
             shape = StepShape.of(plan)
@@ -119,7 +119,7 @@ class CapturedSteps(EagerSteps):
                     loaded = self._last = self._kept[key] = self._kept.pop(key)
         return loaded
 
-    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> Loaded:
+    def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         loaded = super().load(plan, batch, padded)
         if batch.shape.chunked or not batch.plain or is_behind(plan):
             return loaded
@@ -139,7 +139,7 @@ class CapturedSteps(EagerSteps):
         super().forget()
         self._kept.clear()
 
-    def run(self, loaded: Loaded, plan: StepPlan) -> Outcome:
+    def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         learn = self._step.drafter.learns()
         loaded.runs += 1
         if loaded.captured is None or learn:  # a captured step teaches a drafter nothing

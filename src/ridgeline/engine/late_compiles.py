@@ -17,7 +17,7 @@ from ridgeline.core.events import LateWork
 log = logging.getLogger(__name__)
 
 
-class Late:
+class LateCompiles:
     """Collects from `watch` on; `take` hands over what has come since the last call. clock: seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,5 +1,5 @@
-"""What serving launches beyond what the rehearsal has launched, found without a GPU: Triton picks each kernel's variant as
-for a Hopper GPU, and nothing is compiled or run. In a process without Triton's interpreter (see test_rehearsal)."""
+"""What serving launches beyond what warm-up has launched, found without a GPU: Triton picks each kernel's variant as
+for a Hopper GPU, and nothing is compiled or run. In a process without Triton's interpreter (see test_warm_up)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
-from ridgeline.engine import rehearsal, runner
-from ridgeline.engine.execute import EagerSteps
-from ridgeline.engine.graphs import GraphSteps
+from ridgeline.engine import runner, warm_up
+from ridgeline.engine.executor import Executor
+from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.shape import Sizes
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
-from ridgeline.ops.triton import ahead, attention, hopper, kernels, launch, table
+from ridgeline.ops.triton import ahead, hopper, kernels, launch, table
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -84,11 +84,11 @@ class PaperDriver:
 def pretend() -> None:
     """The CPU passes for an H200, and products take no time."""
     driver.set_active(PaperDriver())
-    attention._processors = lambda device: PROCESSORS
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     kernels._on_gpu = lambda device: True
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
-    for name, said in (("overlap", {"PDL": True, "launch_pdl": True}), ("is_hopper", True)):
+    pretended = {"overlap": {"PDL": True, "launch_pdl": True}, "is_hopper": True, "processors": PROCESSORS}
+    for name, said in pretended.items():
         own = getattr(launch, name)
         for module in list(sys.modules.values()):
             if getattr(module, name, None) is own:
@@ -107,9 +107,9 @@ def open_runner(
     sizes = Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
     if captured:
-        made.steps = GraphSteps(made._step, sizes, Uncaptured)
+        made.executor = GraphExecutor(made._step, sizes, Uncaptured)
     else:
-        made.steps = EagerSteps(made._step)
+        made.executor = Executor(made._step)
     return made
 
 
@@ -164,9 +164,9 @@ CHUNKS: Sequence[list[int]] = (
 BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
 """Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there; the long tests run all of these."""
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
-"""Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
+"""DrafterMemory rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 FEW = 4
-"""Rows up to which a kernel is another one in short contexts (see attention._Call.lone)."""
+"""Rows up to which a kernel is another one in short contexts (see attention.SPLIT)."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)
 SPREAD: list[tuple[int, ...]] = [(0,), (1,), (3, 0), (4, 1, 2)]
 """Drafts of rows, in turns."""
@@ -178,7 +178,7 @@ SAMPLINGS = (
 
 
 def missed(case: str, every: bool = False) -> list[str]:
-    """Variants of kernels that steps ask for and the rehearsal did not, each with the first step that did. every: steps with
+    """Variants of kernels that steps ask for and warm-up did not, each with the first step that did. every: steps with
     drafts have all of CHUNKS beside them."""
     pretend()
     found: list[str] = []
@@ -186,9 +186,9 @@ def missed(case: str, every: bool = False) -> list[str]:
         drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
         made = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
         with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
-            rehearsal.launch_all(made._step.of_each_kind(), made.steps, made._sizes)
-            assert len(found) > 10, "nothing was rehearsed"
-            if isinstance(held := made.steps, GraphSteps):  # the rehearsal has run what their capture runs first
+            warm_up.launch_all(made._step.one_layer_of_each_kind(), made.executor, made._sizes)
+            assert len(found) > 10, "warm-up launched nothing"
+            if isinstance(held := made.executor, GraphExecutor):  # warm-up has run what their capture runs first
                 for key in held.all_keys():
                     held._captured[key] = Uncaptured(partial(held.work(key), made._step))
             late = []

@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 @dataclass(slots=True)
-class FlyingStep:
+class StepInFlight:
     """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
     got anything but one query token that draws, by place in the step. drafts: speculation's record of it."""
 
@@ -32,7 +32,7 @@ class FlyingStep:
     shares: dict[int, Share] = field(default_factory=dict)
     drafts: StepDrafts = NO_STEP_DRAFTS
 
-    def state_rows(self, forms: deque[FlyingStep]) -> None:
+    def state_rows(self, forms: deque[StepInFlight]) -> None:
         """Write its rows into the plan. forms: the last step of each form of late; a step like one of them has its very arrays."""
         plan, requests, shares = self.plan, self.requests, self.shares
         for place, form in enumerate(forms):
