@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli.flags import (
-    Given,
+    Arguments,
     _actions,
     add_sampling,
-    check_places,
+    check_output_paths,
     parser_for,
     read_flags,
     read_sampling,
@@ -19,14 +19,13 @@ from ridgeline.cli.flags import (
 )
 from ridgeline.cli.foreign import FOREIGN
 from ridgeline.cli.main import COMMANDS, main
-from ridgeline.cli.serve import SHIPPED_NAME
-from ridgeline.cli.serve import read as configuration
+from ridgeline.cli.serve import SHIPPED_NAME, resolve_arguments
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import CONFIGS, option_fields, option_types, resolve
 from ridgeline.core.sampling import SamplingParams
 
 
-def read(*words: str) -> Given:
+def read(*words: str) -> Arguments:
     return read_flags(parser_for("serve", "", CONFIGS), words)
 
 
@@ -81,7 +80,7 @@ OWN = {
     "compress": {"device"},
     "ladder": {"dtype"},
 }
-"""Options of a command's own that have a configuration's name, and are read where that puts them (Given.flags)."""
+"""Options of a command's own that have a configuration's name, and are read where that puts them (Arguments.flags)."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -97,7 +96,7 @@ def test_file_and_rest() -> None:
     parser = parser_for("fit", "", CONFIGS)
     parser.add_argument("--on")
     given = read_flags(parser, ["--config", "a.toml", "--on", "H100"])
-    assert given.config == Path("a.toml") and given.rest.on == "H100" and given.flags == {}
+    assert given.config == Path("a.toml") and given.options.on == "H100" and given.flags == {}
 
 
 def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,15 +118,15 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[1]
     for name, one in FOREIGN.items():
         asks = [name] if one.values == () else [name, "8" if one.values is None else one.values[0]]
-        if one.asked:
+        if one.accepted:
             assert not read_flags(parser_for("serve", "", CONFIGS), asks).flags
-        others = [[name, "17"]] if one.values else [] if one.asked else [asks]
+        others = [[name, "17"]] if one.values else [] if one.accepted else [asks]
         for words in others:
-            with pytest.raises(ConfigError, match=f"^{name}.* is not supported: {one.said}"):
+            with pytest.raises(ConfigError, match=f"^{name}.* is not supported: {one.reason}"):
                 read_flags(parser_for("serve", "", CONFIGS), words)
     parser = parser_for("bench", "", ())
     parser.add_argument("--dp")
-    assert read_flags(parser, ["--dp", "3"]).rest.dp == "3"
+    assert read_flags(parser, ["--dp", "3"]).options.dp == "3"
     with pytest.raises(ConfigError, match="Unknown option '--swap-space'"):
         read_flags(parser, ["--swap-space", "3"])
 
@@ -139,9 +138,9 @@ def test_no_option_here_is_foreign() -> None:
 
 
 def test_the_shipped_model_has_a_name() -> None:
-    assert configuration(read()).service.served_model_name == SHIPPED_NAME
-    assert configuration(read("--served-model-name", "mine")).service.served_model_name == "mine"
-    assert configuration(read("some/model")).service.served_model_name is None
+    assert resolve_arguments(read()).service.served_model_name == SHIPPED_NAME
+    assert resolve_arguments(read("--served-model-name", "mine")).service.served_model_name == "mine"
+    assert resolve_arguments(read("some/model")).service.served_model_name is None
 
 
 def test_sampling_flags() -> None:
@@ -190,17 +189,17 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("kept")
-    check_places({"out": str(file), "plot": str(tmp_path / "new"), "html": ""}, "out", "plot", "html", "svg")
-    check_places({"out": str(tmp_path / "new" / "deep")}, "out", folder=True)
+    check_output_paths({"out": str(file), "plot": str(tmp_path / "new"), "html": ""}, "out", "plot", "html", "svg")
+    check_output_paths({"out": str(tmp_path / "new" / "deep")}, "out", folder=True)
     assert file.read_text() == "kept" and not (tmp_path / "new").exists()
     for given, folder in ((tmp_path, False), (tmp_path / "no" / "file", False), (file / "b", True), (file, True)):
         with pytest.raises(ConfigError, match="--save-as ") as error:
-            check_places({"save_as": str(given)}, "save_as", folder=folder)
+            check_output_paths({"save_as": str(given)}, "save_as", folder=folder)
         assert str(given) in error.value.message
     (tmp_path / "empty").mkdir()
-    check_places({"out": str(tmp_path / "empty")}, "out", folder=True)
+    check_output_paths({"out": str(tmp_path / "empty")}, "out", folder=True)
     with pytest.raises(ConfigError, match=f"--out {tmp_path} is not empty: give a folder"):
-        check_places({"out": str(tmp_path)}, "out", folder=True)
+        check_output_paths({"out": str(tmp_path)}, "out", folder=True)
 
 
 @pytest.mark.parametrize("command", ["calibrate", "ladder", "compare", "roofline", "bench run"])

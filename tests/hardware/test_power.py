@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.hardware import power
-from ridgeline.hardware.power import Counter, DraftRows, Meter, power_counter
+from ridgeline.hardware.power import BackgroundReading, Counter, Meter, power_counter
 
 
 class Clock:
@@ -60,16 +60,16 @@ def test_a_slow_counter_holds_nobody_up_and_its_joules_come_later() -> None:
         return next(shown)
 
     clock = Clock()
-    behind = DraftRows(read)
-    meter = Meter(Counter("nvml", lambda seconds, busy: behind()), clock)
+    reading = BackgroundReading(read)
+    meter = Meter(Counter("nvml", lambda seconds, busy: reading()), clock)
     clock.now += 1
     assert meter.take(0.1) == 0.0, "the reading is not there yet"
     there.release()
-    behind._asked.result(10)
+    reading._pending.result(10)
     clock.now += 1
     assert meter.take(0.1) == 60.0
     there.release()
-    behind._asked.result(10)
+    reading._pending.result(10)
     clock.now += 1
     assert meter.take(0.1) == 30.0
     there.release()

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
-from ridgeline.hardware.probe import Device, Machine, _cgroup_limit, meant, probe, process_age_s, visible
+from ridgeline.hardware.probe import (
+    Device,
+    Machine,
+    _cgroup_limit,
+    probe,
+    process_age_s,
+    resolve_accelerator,
+    visible_gpus,
+)
 
 GPUS = tuple(Device("cuda", f"gpu {index}", 1, 1) for index in range(4))
 
@@ -25,8 +33,8 @@ def test_the_processor_that_is_meant_is_this_one() -> None:
     for features, words in (((), "desktop"), (("avx512_bf16",), "with bf16"), (("avx512_bf16", "amx_bf16"), "AMX")):
         machine = Machine("x", 2, features, Device("cpu", "x", 1, 1, features), GPUS)
         for name in ("cpu", "CPU"):
-            assert words in meant(name, lambda found=machine: found).name
-        assert meant("h200").name == "NVIDIA H200 SXM" and "EPYC" in meant("epyc").name
+            assert words in resolve_accelerator(name, lambda found=machine: found).name
+        assert resolve_accelerator("h200").name == "NVIDIA H200 SXM" and "EPYC" in resolve_accelerator("epyc").name
 
 
 def test_the_first_gpu_unless_told_otherwise() -> None:
@@ -41,7 +49,7 @@ def test_the_first_gpu_unless_told_otherwise() -> None:
     [(None, [0, 1, 2, 3]), ("", []), ("-1", []), ("2,0", [2, 0]), ("1,9,2", [1]), ("GPU-a,GPU-b", [0, 1])],
 )
 def test_visible_devices(listed: str | None, indices: list[int]) -> None:
-    assert visible(GPUS, listed) == tuple(GPUS[index] for index in indices)
+    assert visible_gpus(GPUS, listed) == tuple(GPUS[index] for index in indices)
 
 
 def test_a_container_has_less(tmp_path: Path) -> None:

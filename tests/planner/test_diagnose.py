@@ -13,7 +13,7 @@ from ridgeline.planner.diagnose import CURES, Observation, diagnose, observe
 
 # An 8B in bf16 on an H200, 64 requests of 2,000 tokens: 16.1 GB of weights (15.0 a step), 16.8 GB of KV.
 DECODING = Observation(
-    running=64.0, waiting=0.0, most_running=512.0, kv_used=0.2, held=128_000.0, busy=0.98, bubble=0.01,
+    running=64.0, waiting=0.0, max_running=512.0, kv_used=0.2, kv_tokens=128_000.0, busy=0.98, bubble=0.01,
     prompt_share=0.1, hit_rate=0.1, mfu=0.1, mbu=0.85, step_s=8.9e-3, step_bytes=31.8e9, weight_bytes=15.0e9,
     kv_bytes_per_token=131_072.0, bandwidth=4.26e12, e2e_s=3.0, queue_s=0.0, prefill_s=0.1, tpot_s=9e-3, outside_s=0.01,
     device="NVIDIA H200",
@@ -39,10 +39,10 @@ def test_the_bottleneck_is_named_with_its_evidence(changes: dict[str, float], na
 
 
 def test_gains_follow_from_bytes() -> None:
-    few = replace(DECODING, held=2_000.0, running=1.0, step_s=4.03e-3, step_bytes=15.3e9)
+    few = replace(DECODING, kv_tokens=2_000.0, running=1.0, step_s=4.03e-3, step_bytes=15.3e9)
     gains = {one.cure.name: one.gain for one in diagnose(few).advice}
     # Of 15.3 GB nearly all are weights; halving them takes away just under half of what bandwidth explains.
-    assert gains["8-bit weights"] == pytest.approx(0.5 * few.weight_share * few.reached)
+    assert gains["8-bit weights"] == pytest.approx(0.5 * few.weight_share * few.bandwidth_share)
     assert 0.4 < gains["8-bit weights"] < 0.5
     crowded = {one.cure.name: one.gain for one in diagnose(DECODING).advice}
     assert crowded["8-bit weights"] < gains["8-bit weights"] * 0.6
@@ -75,4 +75,6 @@ def test_a_snapshot_with_unknown_figures_is_read() -> None:
     }  # fmt: skip
     found = diagnose(observe(snapshot))
     assert found.bottleneck == "none"
-    assert json.loads(json.dumps(command._plain({"bottleneck": found.bottleneck, "gain": math.nan})))["gain"] is None
+    assert (
+        json.loads(json.dumps(command._json_value({"bottleneck": found.bottleneck, "gain": math.nan})))["gain"] is None
+    )

@@ -1,4 +1,4 @@
-"""Measure a server with OpenAI's API under load: latencies from the scheduled time, throughput, goodput.
+"""Measure a server of the OpenAI API under load: latencies from the scheduled time, throughput, goodput.
 
 `ridgeline bench run URL --rate 4 --slo ttft=200ms,tpot=100ms` writes run.json, requests.jsonl and report.html.
 """
@@ -34,7 +34,7 @@ from ridgeline.bench.server_process import serving
 from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.bench.traces import read_trace
 from ridgeline.bench.workload import describe
-from ridgeline.cli.flags import Given, Parser, add_options, check_places, parser_for
+from ridgeline.cli.flags import Arguments, Parser, add_options, check_output_paths, parser_for
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
@@ -47,7 +47,7 @@ SECONDS_PER_RUN = 30.0
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """Which rates are tried."""
+    """Rates of a sweep."""
 
     rates: str = option(
         "", "rates of the runs in requests per second, as in 1,2,4 (default: --rate or 1, then doubled)"
@@ -56,10 +56,10 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """When the SLO counts as met, and how precise the search is."""
+    """Condition under which the SLO counts as met, and precision of the search."""
 
     attain: float = option(0.9, "share of all offered requests that must meet the SLO, if --slo has no attain")
-    precision: float = option(0.05, "the search ends when the highest rate is known to this share")
+    precision: float = option(0.05, "relative precision of the found rate at which the search ends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class MockConfig:
     ttft_ms: float = option(200.0, "milliseconds from a request to its first chunk")
     itl_ms: float = option(50.0, "milliseconds between chunks")
     per_chunk: int = option(1, "tokens in a chunk")
-    slots: int | None = option(None, "most requests served at once; others wait")
+    slots: int | None = option(None, "maximum number of concurrent requests; others wait")
     failing: float = option(0.0, "share of requests answered with an error")
 
 
@@ -89,28 +89,28 @@ class MockConfig:
 
 
 async def run_once(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
     """Measure a server once."""
-    async with Session(asked, rest.get("target"), progress) as session:
-        found = await session.measure()
-        whys = await session.whys(found)
-    return Outcome(f"Benchmark of {found.name}", [found], whys=whys), show.run_table(found)
+    async with Session(settings, options.get("target"), progress) as session:
+        run = await session.measure()
+        whys = await session.whys(run)
+    return Outcome(f"Benchmark of {run.name}", [run], whys=whys), show.run_table(run)
 
 
 async def run_sweep(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
     """Raise the rate until the server is saturated."""
-    (config,) = split_options(_mine(rest, SweepConfig), SweepConfig, origin="flag")
-    told_rates = SweepConfig(**config).rates
-    if told_rates and asked.load.rate is not None:
+    (config,) = split_options(_options_of(options, SweepConfig), SweepConfig, origin="flag")
+    listed_rates = SweepConfig(**config).rates
+    if listed_rates and settings.load.rate is not None:
         raise ConfigError(
             "--rates lists all rates, and --rate starts the doubling: leave one of them out.", param="rate"
         )
-    rates = _numbers("rates", told_rates) if told_rates else doubling(asked.load.rate or 1.0)
-    async with Session(asked, rest.get("target"), progress) as session:
-        runs = await sweep(lambda rate: session.measure(_at(asked, rate)), rates, progress.print_run)
+    rates = _numbers("rates", listed_rates) if listed_rates else doubling(settings.load.rate or 1.0)
+    async with Session(settings, options.get("target"), progress) as session:
+        runs = await sweep(lambda rate: session.measure(_with_rate(settings, rate)), rates, progress.print_run)
     last = runs[-1]
     ended = "the server was not saturated at any rate"
     if saturated(last):
@@ -121,87 +121,93 @@ async def run_sweep(
 
 
 async def run_search(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
     """Find the highest rate that meets the SLO."""
-    (values,) = split_options(_mine(rest, SearchConfig), SearchConfig, origin="flag")
+    (values,) = split_options(_options_of(options, SearchConfig), SearchConfig, origin="flag")
     config = SearchConfig(**values)
-    if not asked.result.slo:
+    if not settings.result.slo:
         raise ConfigError("A search needs --slo, as in --slo ttft=200ms,tpot=100ms.", param="slo")
     if not 0 < config.attain <= 1 or not 0 < config.precision < 1:
         raise ConfigError("--attain must be above 0 and at most 1, --precision between 0 and 1.", param="attain")
-    async with Session(asked, rest.get("target"), progress) as session:
-        start = asked.load.rate or 1.0
-        found = await search(
-            lambda rate: session.measure(_at(asked, rate)), start, config.attain, config.precision, progress.print_run
+    async with Session(settings, options.get("target"), progress) as session:
+        start = settings.load.rate or 1.0
+        result = await search(
+            lambda rate: session.measure(_with_rate(settings, rate)),
+            start,
+            config.attain,
+            config.precision,
+            progress.print_run,
         )
-    progress.console.print(f"\n{_answer(found, asked, config)}", markup=False, soft_wrap=True)
-    return Outcome("Highest rate within the SLO", found.runs, note=_answer(found, asked, config)), show.runs_table(
-        found.runs
+    progress.console.print(f"\n{_answer(result, settings, config)}", markup=False, soft_wrap=True)
+    return Outcome("Highest rate within the SLO", result.runs, note=_answer(result, settings, config)), show.runs_table(
+        result.runs
     )
 
 
-def _answer(found: SearchResult, asked: BenchConfig, config: SearchConfig) -> str:
-    slo = Slo.parse(asked.result.slo)
+def _answer(result: SearchResult, settings: BenchConfig, config: SearchConfig) -> str:
+    slo = Slo.parse(settings.result.slo)
     goal = f"{slo} was met" if slo.of_windows else f"{config.attain:.0%} of offered requests met {slo}"
-    if found.best is None:
-        return f"{goal} at none of the measured rates; the lowest was {min(run.facts['rate'] for run in found.runs):g} requests/s."
-    good = len(found.best.good) / max(found.best.seconds, 1e-9)
-    edge = "" if found.bounded else "; no higher rate was measured"
-    if found.stopped:
-        edge = f" (the search stopped: {found.stopped})"
-    doubt = f" Warning: {words}." if (words := too_short_reason(found.best)) else ""
-    met = f"Up to {found.rate:.4g} requests/s, {goal}{edge}: {good:.4g} good requests/s"
-    return f"{met}, {found.best.attainment:.1%} of offered.{doubt}"
+    if result.best is None:
+        return f"{goal} at none of the measured rates; the lowest was {min(run.facts['rate'] for run in result.runs):g} requests/s."
+    good = len(result.best.good) / max(result.best.seconds, 1e-9)
+    edge = "" if result.bounded else "; no higher rate was measured"
+    if result.stopped:
+        edge = f" (the search stopped: {result.stopped})"
+    warning = f" Warning: {trouble_text}." if (trouble_text := too_short_reason(result.best)) else ""
+    sentence = f"Up to {result.rate:.4g} requests/s, {goal}{edge}: {good:.4g} good requests/s"
+    return f"{sentence}, {result.best.attainment:.1%} of offered.{warning}"
 
 
 async def run_compare(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
-    """Two runs, or two servers one after the other."""
+    """Compare two saved runs, or measure two servers one after the other and compare them."""
     runs = []
-    for name in (rest["first"], rest["second"]):
+    for name in (options["first"], options["second"]):
         if Path(name).exists():
-            found = read_run(Path(name))
+            run = read_run(Path(name))
         else:
-            async with Session(asked, name, progress) as session:
-                found = await session.measure(label=name)
-            progress.print_run(found)
-        runs.append(replace(found, facts={**found.facts, "label": found.facts.get("label") or name}))
+            async with Session(settings, name, progress) as session:
+                run = await session.measure(label=name)
+            progress.print_run(run)
+        runs.append(replace(run, facts={**run.facts, "label": run.facts.get("label") or name}))
     changes = compare(*runs)
     outcome = Outcome(f"{runs[0].name} and {runs[1].name}", runs, differences=changes)
     return outcome, show.differences_table(changes, (runs[0].name, runs[1].name), pairs=paired(*runs))
 
 
 async def run_policies(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
-    """The same load on servers of our own that batch in different ways."""
-    (values,) = split_options(_mine(rest, PoliciesConfig), PoliciesConfig, origin="flag")
+    """Start one server per batching policy and measure all of them under the same load."""
+    (values,) = split_options(_options_of(options, PoliciesConfig), PoliciesConfig, origin="flag")
     config = PoliciesConfig(**values)
     if not config.policies.split():
         raise ConfigError(
             "--policies is empty: give values of `ridgeline serve --batching`, as in --policies 'static:8 continuous'.",
             param="policies",
         )
-    model = [rest["target"]] if "target" in rest else []
+    model = [options["target"]] if "target" in options else []
     runs = []
     for policy in config.policies.split():
         async with (
             serving([*model, *shlex.split(config.serve), "--batching", policy]) as url,
-            Session(asked, url, progress) as session,
+            Session(settings, url, progress) as session,
         ):
             runs.append(await session.measure(label=policy))
         progress.print_run(runs[-1])
     return Outcome("Batching policies", runs, differences=compare(runs[0], runs[-1])), show.runs_table(runs)
 
 
-async def run_trace(asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]) -> int:
-    """Describe a trace."""
-    if idle := [name for name in ("slo", "out", "label") if name in rest]:
-        raise ConfigError(f"--{idle[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=idle[0])
-    figures = describe(read_trace(Path(rest["target"])))
-    if asked.result.json:
+async def run_trace(settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]) -> int:
+    """Print statistics of a trace."""
+    if unused := [name for name in ("slo", "out", "label") if name in options]:
+        raise ConfigError(
+            f"--{unused[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=unused[0]
+        )
+    figures = describe(read_trace(Path(options["target"])))
+    if settings.result.json:
         _print_json(figures)
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -211,9 +217,9 @@ async def run_trace(asked: BenchConfig, progress: RunProgress, rest: Mapping[str
     return 0
 
 
-async def run_mock(asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]) -> int:
-    """Serve at a known speed until interrupted."""
-    (values,) = split_options(_mine(rest, MockConfig), MockConfig, origin="flag")
+async def run_mock(settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]) -> int:
+    """Run the mock server until interrupted."""
+    (values,) = split_options(_options_of(options, MockConfig), MockConfig, origin="flag")
     config = MockConfig(**values)
     if not (0 <= config.ttft_ms < math.inf and 0 <= config.itl_ms < math.inf):
         raise ConfigError("--ttft-ms and --itl-ms must be finite and not below 0.", param="ttft_ms")
@@ -229,18 +235,18 @@ async def run_mock(asked: BenchConfig, progress: RunProgress, rest: Mapping[str,
     return 0
 
 
-def _at(asked: BenchConfig, rate: float) -> LoadConfig:
-    return replace(asked.load, rate=rate)
+def _with_rate(settings: BenchConfig, rate: float) -> LoadConfig:
+    return replace(settings.load, rate=rate)
 
 
 def _numbers(name: str, text: str) -> list[float]:
     try:
-        found = [float(word) for word in text.replace(",", " ").split()]
+        numbers = [float(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        found = []
-    if not found or min(found) <= 0:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
         raise ConfigError(f"--{name} is {text!r}: give numbers above 0, as in 1,2,4.", param=name)
-    return found
+    return numbers
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------
@@ -266,8 +272,8 @@ ACTIONS: Mapping[str, tuple[str, tuple[type, ...], tuple[tuple[str, str, str], .
     "trace": ("describe a trace", (ResultConfig,), (("target", "FILE", "file of the trace"),)),
     "mock": ("start a mock server of known speed", (MockConfig,), ()),
 }
-"""Action -> its help, its options, its words (name, how it is shown, help)."""
-_OPTIONAL_WORDS = (_SERVER, _MODEL)
+"""Action -> help, configurations whose fields are its options, positional arguments (name, metavar, help)."""
+_OPTIONAL_ARGUMENTS = (_SERVER, _MODEL)
 _RUNS: Mapping[str, Action] = {
     "run": run_once,
     "sweep": run_sweep,
@@ -278,57 +284,68 @@ _RUNS: Mapping[str, Action] = {
 
 
 def parser() -> Parser:
-    found = parser_for("bench", __doc__ or "", (), model=False)
-    actions = found.add_subparsers(dest="action", metavar=f"{{{','.join(ACTIONS)}}}", required=True)
-    for name, (text, configs, words) in ACTIONS.items():
-        one = actions.add_parser(
+    parser = parser_for("bench", __doc__ or "", (), model=False)
+    actions = parser.add_subparsers(dest="action", metavar=f"{{{','.join(ACTIONS)}}}", required=True)
+    for name, (text, configs, arguments) in ACTIONS.items():
+        subparser = actions.add_parser(
             name, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
         )
-        for word in words:
-            one.add_argument(word[0], nargs="?" if word in _OPTIONAL_WORDS else None, metavar=word[1], help=word[2])
-        add_options(one, configs)
-    return found
+        for argument in arguments:
+            subparser.add_argument(
+                argument[0],
+                nargs="?" if argument in _OPTIONAL_ARGUMENTS else None,
+                metavar=argument[1],
+                help=argument[2],
+            )
+        add_options(subparser, configs)
+    return parser
 
 
-def run(given: Given) -> int:
-    rest = {**vars(given.rest), **given.flags}
-    action = str(rest["action"])
-    if "url" in rest and ("target" in rest or action in ("compare", "policies")):
+def run(args: Arguments) -> int:
+    options = {**vars(args.options), **args.flags}
+    action = str(options["action"])
+    if "url" in options and ("target" in options or action in ("compare", "policies")):
         raise ConfigError("The server or model is given as an argument: leave --url out.", param="url")
-    asked = read_asked(rest)
-    if action in ("sweep", "search", "curve") and asked.load.duration is None and asked.workload.max_requests is None:
-        asked = replace(asked, load=replace(asked.load, duration=SECONDS_PER_RUN))
+    settings = read_settings(options)
+    if (
+        action in ("sweep", "search", "curve")
+        and settings.load.duration is None
+        and settings.workload.max_requests is None
+    ):
+        settings = replace(settings, load=replace(settings.load, duration=SECONDS_PER_RUN))
     with RunProgress() as progress:
         if action in ("trace", "mock"):
-            return uvloop.run((run_mock if action == "mock" else run_trace)(asked, progress, rest))
-        check_places({"out": asked.result.out or default_folder()}, "out", folder=True)
-        # By name, because a model's formulas bring torch, and a load generator should be light.
+            return uvloop.run((run_mock if action == "mock" else run_trace)(settings, progress, options))
+        check_output_paths({"out": settings.result.out or default_folder()}, "out", folder=True)
+        # Imported on demand: the formulas of a model import torch, which the other actions do not need.
         act: Action = import_module("ridgeline.cli.bench_curve").run_curve if action == "curve" else _RUNS[action]
-        outcome, table = uvloop.run(act(asked, progress, rest))
-    return _end(asked, outcome, table)
+        outcome, table = uvloop.run(act(settings, progress, options))
+    return _end(settings, outcome, table)
 
 
-def read_asked(rest: Mapping[str, Any]) -> BenchConfig:
-    """The four configurations from what was given; what an action does not take was not given."""
-    values = split_options({name: rest[name] for name in _names(CONFIGS) if name in rest}, *CONFIGS, origin="flag")
+def read_settings(options: Mapping[str, Any]) -> BenchConfig:
+    """Build the four configurations. Fields that an action does not offer keep their defaults."""
+    values = split_options(
+        {name: options[name] for name in _names(CONFIGS) if name in options}, *CONFIGS, origin="flag"
+    )
     target, workload, load, result = values
     return BenchConfig(TargetConfig(**target), WorkloadConfig(**workload), LoadConfig(**load), ResultConfig(**result))
 
 
-def _end(asked: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
-    """Write, print, and say by the exit status whether the figures can be believed."""
-    folder = save(outcome, asked.result.out)
-    if asked.result.json:
+def _end(settings: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
+    """Write and print the results. Returns exit status 1 if a run is not valid, otherwise 0."""
+    folder = save(outcome, settings.result.out)
+    if settings.result.json:
         _print_json(run_json(outcome.runs[0]) if len(outcome.runs) == 1 else summary(outcome))
     else:
         Console().print(table, highlight=False)
     print(f"\nreport: {folder / REPORT_FILE}", file=sys.stderr)
-    invalid = [why for one in outcome.runs if (why := invalid_reason(one))]
-    if not any(one.completed for one in outcome.runs):
-        invalid.append("no request was answered")
-    for why in invalid:
-        print(f"ridgeline: not valid: {why}.", file=sys.stderr)
-    return 1 if invalid else 0
+    problems = [reason for run in outcome.runs if (reason := invalid_reason(run))]
+    if not any(run.completed for run in outcome.runs):
+        problems.append("no request was answered")
+    for reason in problems:
+        print(f"ridgeline: not valid: {reason}.", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _print_json(value: Any) -> None:
@@ -339,9 +356,9 @@ def _names(configs: Sequence[type]) -> list[str]:
     return [name for config in configs for name in config.__dataclass_fields__]  # type: ignore[attr-defined]
 
 
-def _mine(rest: Mapping[str, Any], config: type) -> dict[str, Any]:
-    """The given options of one configuration."""
-    return {name: rest[name] for name in _names([config]) if name in rest}
+def _options_of(options: Mapping[str, Any], config: type) -> dict[str, Any]:
+    """Select the options that belong to fields of `config`."""
+    return {name: options[name] for name in _names([config]) if name in options}
 
 
 __all__ = ["ACTIONS", "parser", "run"]

@@ -1,4 +1,4 @@
-"""`ridgeline bench curve`: apart from the other actions because a model's formulas need the model's description."""
+"""`ridgeline bench curve`. A module of its own, because the formulas of a model import torch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
-from ridgeline.hardware.probe import meant, probe
+from ridgeline.hardware.probe import probe, resolve_accelerator
 
 
 async def run_curve(
-    asked: BenchConfig, progress: RunProgress, rest: Mapping[str, Any]
+    settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]
 ) -> tuple[Outcome, RenderableType]:
-    """Throughput, latency and efficiency against concurrency, in closed loops."""
+    """Measure throughput, latency and efficiency at several concurrencies (closed loop)."""
     names = CurveConfig.__dataclass_fields__
-    (values,) = split_options({name: rest[name] for name in names if name in rest}, CurveConfig, origin="flag")
+    (values,) = split_options({name: options[name] for name in names if name in options}, CurveConfig, origin="flag")
     config = CurveConfig(**values)
     for name in ("rate", "concurrency"):
-        if getattr(asked.load, name) is not None:
+        if getattr(settings.load, name) is not None:
             raise ConfigError(f"--levels sets the concurrency of each run: leave --{name} out.", param=name)
     limits = _limits(config)
     runs, points = [], []
-    async with Session(asked, rest.get("target"), progress) as session:
+    async with Session(settings, options.get("target"), progress) as session:
         for level in _levels(config.levels):
-            load = replace(asked.load, rate=None, concurrency=level)
+            load = replace(settings.load, rate=None, concurrency=level)
             before = await session.metric(STEPS)
             runs.append(await session.measure(load, label=f"concurrency {level}"))
             after = await session.metric(STEPS)
@@ -53,12 +53,15 @@ def _levels(text: str) -> list[int]:
 
 
 def _limits(config: CurveConfig) -> Limits | None:
-    """The model and its device; None when neither is named. Raises ConfigError for half of it."""
+    """Hardware limits for MFU and MBU; None if neither model nor device is given.
+
+    Raises ConfigError if only one of them is known.
+    """
     if not config.model_folder and not config.on:
         return None
     if not config.model_folder:
         raise ConfigError("--on needs --model-folder: MFU and MBU depend on device and model.", param="model_folder")
-    device = meant(config.on) if config.on else probe().device().accelerator
+    device = resolve_accelerator(config.on) if config.on else probe().device().accelerator
     if device is None:
         raise ConfigError("The device of this machine is not in the hardware table: give one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder

@@ -15,86 +15,89 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, finite, parser_for, whole
+from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.roofline import read_spec
-from ridgeline.cli.serve import read
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
-from ridgeline.hardware.probe import meant
+from ridgeline.hardware.probe import resolve_accelerator
 from ridgeline.planner.breakeven import BreakEven
 from ridgeline.planner.cost import Owned, Service
 from ridgeline.planner.energy import Energy, yearly_kwh
 from ridgeline.planner.kv import kv_need, sequences, uniform
 
 _SHAPE = ("layers", "heads", "kv_heads", "head_dim")
-_LEAST = {"residual": 0, "upkeep": 0, "pue": 1, "carbon_g_kwh": 0, "usd_kwh": 0}
-"""Options that may be smaller or must be larger than just above 0."""
+_MINIMUM = {"residual": 0, "upkeep": 0, "pue": 1, "carbon_g_kwh": 0, "usd_kwh": 0}
+"""Smallest allowed value, for options whose lower limit is not "above 0"."""
 _OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One result: its name in JSON (with its unit), what it is in words, its value, and how it is shown."""
+    """One result of a calculator."""
 
     name: str
-    words: str
+    """Key in the JSON output; contains the unit."""
+    label: str
+    """Description in the table."""
     value: float
     text: str
+    """The value as the table shows it."""
 
 
 def parser() -> Parser:
-    found = parser_for("calc", __doc__ or "", (), model=False)
-    kinds = found.add_subparsers(dest="kind", metavar="{kv,cost,energy,breakeven}", required=True)
+    parser = parser_for("calc", __doc__ or "", (), model=False)
+    kinds = parser.add_subparsers(dest="kind", metavar="{kv,cost,energy,breakeven}", required=True)
     for kind, (text, options, _) in KINDS.items():
-        one = kinds.add_parser(
+        subparser = kinds.add_parser(
             kind, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
         )
         if kind == "kv":
-            one.add_argument(
+            subparser.add_argument(
                 "given_model",
                 nargs="?",
                 metavar="MODEL",
                 help="model folder or hub name (or give --layers, --heads and --head-dim)",
             )
-        for name, (kind_of, words) in options.items():
-            one.add_argument(
-                f"--{name.replace('_', '-')}", dest=name, type=kind_of, metavar=_metavar(kind_of), help=words
+        for name, (value_type, help_text) in options.items():
+            subparser.add_argument(
+                f"--{name.replace('_', '-')}", dest=name, type=value_type, metavar=_metavar(value_type), help=help_text
             )
-        one.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return found
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
 
 
-def run(given: Given) -> int:
-    rest = vars(given.rest)
-    lines = KINDS[rest["kind"]][2](given, rest)
-    if "json" in rest:
-        print(json.dumps({one.name: one.value if math.isfinite(one.value) else None for one in lines}, indent=2))
+def run(args: Arguments) -> int:
+    options = vars(args.options)
+    lines = KINDS[options["kind"]][2](args, options)
+    if "json" in options:
+        print(json.dumps({line.name: line.value if math.isfinite(line.value) else None for line in lines}, indent=2))
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for one in lines:
-        table.add_row(one.words, one.text)
+    for line in lines:
+        table.add_row(line.label, line.text)
     Console().print(table, highlight=False)
     return 0
 
 
 def _metavar(kind: Callable[[str], Any]) -> str:
-    return "N" if kind is whole else "X" if kind is finite else "NAME"
+    return "N" if kind is whole_number else "X" if kind is finite_number else "NAME"
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------------
 
 
-def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
-    """The cache of a model, or of a shape, for a batch of sequences."""
-    spec = _attention(given, rest)
-    dtype = rest.get("cache_dtype", spec.dtype)
+def kv(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
+    """Size of the KV cache of a model or a shape, for a batch of sequences."""
+    spec = _attention(args, options)
+    dtype = options.get("cache_dtype", spec.dtype)
     if dtype not in KV_FORMATS:
         raise ConfigError(
             f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(KV_FORMATS)}.", param="cache_dtype"
         )
-    need = kv_need(spec, _count(rest, "batch", 1), _count(rest, "tokens", 2048), dtype)
+    need = kv_need(spec, _count(options, "batch", 1), _count(options, "tokens", 2048), dtype)
     lines = [
         Line("token_bytes", "one token", need.token_bytes, bytes_text(need.token_bytes)),
         Line(
@@ -112,23 +115,25 @@ def kv(given: Given, rest: Mapping[str, Any]) -> list[Line]:
         ),
         Line("times_less", "rule of thumb / batch", need.saving, f"{need.saving:.2f}"),
     ]
-    if "on" in rest:
-        one = meant(rest["on"])
-        fit = sequences(spec, need.tokens, one.memory_bytes, dtype)
-        what = "with the weights" if spec.vocab_size else "without weights"
-        lines.append(Line("sequences_that_fit", f"sequences that fit on {one.name}, {what}", fit, f"{fit:,}"))
+    if "on" in options:
+        accelerator = resolve_accelerator(options["on"])
+        fit = sequences(spec, need.tokens, accelerator.memory_bytes, dtype)
+        weights_note = "with the weights" if spec.vocab_size else "without weights"
+        lines.append(
+            Line("sequences_that_fit", f"sequences that fit on {accelerator.name}, {weights_note}", fit, f"{fit:,}")
+        )
     return lines
 
 
-def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
-    """The model that was named, or one of the shape that was given."""
-    shaped = [name for name in _SHAPE if name in rest]
+def _attention(args: Arguments, options: Mapping[str, Any]) -> ModelSpec:
+    """Spec of MODEL, or of a model with the shape given by --layers, --heads and --head-dim."""
+    shaped = [name for name in _SHAPE if name in options]
     if not shaped:
-        return read_spec(read(given).model)
-    if "model" in given.flags:
+        return read_spec(resolve_arguments(args).model)
+    if "model" in args.flags:
         raise ConfigError(f"MODEL and {_flag(shaped[0])} are given: leave one of them out.", param="model")
-    layers, heads, head_dim = (_count(rest, name, None) for name in ("layers", "heads", "head_dim"))
-    kv_heads = _count(rest, "kv_heads", heads)
+    layers, heads, head_dim = (_count(options, name, None) for name in ("layers", "heads", "head_dim"))
+    kv_heads = _count(options, "kv_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor.", param="kv_heads")
     return uniform(layers, heads, head_dim, kv_heads=kv_heads)
@@ -137,78 +142,79 @@ def _attention(given: Given, rest: Mapping[str, Any]) -> ModelSpec:
 # --- money and energy ---------------------------------------------------------------------------------------------------
 
 
-def cost(given: Given, rest: Mapping[str, Any]) -> list[Line]:
-    """What tokens and requests cost on hardware that is rented, or owned (--price)."""
-    if "price" in rest and "usd_hour" in rest:
+def cost(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
+    """Cost of tokens and requests on rented hardware, or on owned hardware (--price)."""
+    if "price" in options and "usd_hour" in options:
         raise ConfigError(
             "--usd-hour is for rented hardware and --price for owned hardware: give one of them.", param="usd_hour"
         )
-    if "price" not in rest and (idle := [name for name in (*_OWNED, "utilization") if name in rest]):
-        raise ConfigError(f"{_flag(idle[0])} applies to owned hardware: give --price too.", param=idle[0])
-    usd_hour = _owned(rest).usd_hour(_number(rest, "utilization", 1.0)) if "price" in rest else _rent(rest)
-    tokens_s = _number(rest, "tokens_s", None)
-    found = Service(usd_hour, tokens_s, _number(rest, "prefills_min", 0.0), _number(rest, "output_tokens", 1.0))
+    if "price" not in options and (unused := [name for name in (*_OWNED, "utilization") if name in options]):
+        raise ConfigError(f"{_flag(unused[0])} applies to owned hardware: give --price too.", param=unused[0])
+    usd_hour = _owned(options).usd_hour(_number(options, "utilization", 1.0)) if "price" in options else _rent(options)
+    tokens_s = _number(options, "tokens_s", None)
+    service = Service(usd_hour, tokens_s, _number(options, "prefills_min", 0.0), _number(options, "output_tokens", 1.0))
     lines = [
-        _usd("usd_hour", "one hour of the hardware", found.usd_hour),
-        _usd("usd_million_output_tokens", "1M output tokens", found.usd_million_tokens),
+        _usd("usd_hour", "one hour of the hardware", service.usd_hour),
+        _usd("usd_million_output_tokens", "1M output tokens", service.usd_million_tokens),
     ]
-    if "output_tokens" in rest:
-        answers = f"answers of 1K requests, {found.output_tokens:g} tokens each"
-        lines.append(_usd("usd_thousand_answers", answers, found.decode_usd_thousand))
-    if "prefills_min" in rest:
-        lines.append(_usd("usd_thousand_prefills", "prompts of 1K requests", found.prefill_usd_thousand))
-    if "output_tokens" in rest:
-        lines.append(_usd("usd_thousand_requests", "1K requests, prompts and answers", found.usd_thousand_requests))
+    if "output_tokens" in options:
+        answers = f"answers of 1K requests, {service.output_tokens:g} tokens each"
+        lines.append(_usd("usd_thousand_answers", answers, service.decode_usd_thousand))
+    if "prefills_min" in options:
+        lines.append(_usd("usd_thousand_prefills", "prompts of 1K requests", service.prefill_usd_thousand))
+    if "output_tokens" in options:
+        lines.append(_usd("usd_thousand_requests", "1K requests, prompts and answers", service.usd_thousand_requests))
     return lines
 
 
-def energy(given: Given, rest: Mapping[str, Any]) -> list[Line]:
-    """What a device burns, per year and per token, with cooling (PUE) and carbon as stated factors."""
+def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
+    """Energy of a device per year and per token. PUE (cooling) and carbon intensity are inputs."""
     factors = {
-        name: _number(rest, name, None) for name in ("tokens_s", "pue", "carbon_g_kwh", "usd_kwh") if name in rest
+        name: _number(options, name, None) for name in ("tokens_s", "pue", "carbon_g_kwh", "usd_kwh") if name in options
     }
-    found = Energy(_watts(rest), **factors)
-    low, high = found.peak_watts
-    chip = yearly_kwh(found.watts)
+    figures = Energy(_watts(options), **factors)
+    low, high = figures.peak_watts
+    chip = yearly_kwh(figures.watts)
     lines = [
-        Line("watts", "power", found.watts, f"{found.watts:,.0f} W, peaks of {low:,.0f} to {high:,.0f} W"),
-        Line("chip_kwh_year", "one year, chip alone", chip, f"{chip:,.0f} kWh"),
-        Line("site_kwh_year", f"with cooling (PUE {found.pue:g})", found.site_kwh_year, f"{found.site_kwh_year:,.0f} kWh"),
-        Line("carbon_kg_year", f"CO2 at {found.carbon_g_kwh:g} g/kWh", found.carbon_kg_year, f"{found.carbon_kg_year:,.0f} kg"),
+        Line("watts", "power", figures.watts, f"{figures.watts:,.0f} W, peaks of {low:,.0f} to {high:,.0f} W"),
+        Line("chip_kwh_year", "one year, device only", chip, f"{chip:,.0f} kWh"),
+        Line("site_kwh_year", f"with cooling (PUE {figures.pue:g})", figures.site_kwh_year, f"{figures.site_kwh_year:,.0f} kWh"),
+        Line("carbon_kg_year", f"CO2 at {figures.carbon_g_kwh:g} g/kWh", figures.carbon_kg_year,
+             f"{figures.carbon_kg_year:,.0f} kg"),
     ]  # fmt: skip
-    if found.tokens_s:
-        joules, kwh = found.joules_per_token, found.kwh_million_tokens
+    if figures.tokens_s:
+        joules, kwh = figures.joules_per_token, figures.kwh_million_tokens
         lines += [
-            Line("joules_per_token", "one output token, chip alone", joules, f"{joules:.3g} J"),
+            Line("joules_per_token", "one output token, device only", joules, f"{joules:.3g} J"),
             Line("kwh_million_tokens", "1M output tokens, with cooling", kwh, f"{kwh:.3g} kWh"),
             _usd(
                 "usd_million_tokens",
-                f"electricity of 1M output tokens at ${found.usd_kwh:g}/kWh",
-                found.usd_million_tokens,
+                f"electricity of 1M output tokens at ${figures.usd_kwh:g}/kWh",
+                figures.usd_million_tokens,
             ),
         ]
     return lines
 
 
-def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
-    """From how many hours of use on an own device is cheaper than a rented one."""
-    owned, rent, used = _owned(rest), _rent(rest), _number(rest, "utilization", 1.0)
-    found = BreakEven(owned, rent)
-    months, saved = found.payback_months(used), found.saved_usd(used)
+def breakeven(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
+    """Utilization above which buying a device is cheaper than renting it, and the payback time."""
+    owned, rent, utilization = _owned(options), _rent(options), _number(options, "utilization", 1.0)
+    comparison = BreakEven(owned, rent)
+    months, saved = comparison.payback_months(utilization), comparison.saved_usd(utilization)
     return [
         _usd("rented_usd_hour", "rented, one hour of use", rent),
-        _usd("owned_usd_hour", f"owned, one hour of use at {used:.0%} utilization", owned.usd_hour(used)),
+        _usd("owned_usd_hour", f"owned, one hour of use at {utilization:.0%} utilization", owned.usd_hour(utilization)),
         Line(
             "breakeven_utilization",
             "owning is cheaper above a utilization of",
-            found.utilization,
-            f"{found.utilization:.1%}"
-            if math.isfinite(found.utilization)
+            comparison.utilization,
+            f"{comparison.utilization:.1%}"
+            if math.isfinite(comparison.utilization)
             else "never: its energy costs more than the rent",
         ),
         Line(
             "payback_months",
-            f"payback time at {used:.0%} utilization",
+            f"payback time at {utilization:.0%} utilization",
             months,
             f"{months:,.1f} months" if math.isfinite(months) else "never",
         ),
@@ -216,49 +222,51 @@ def breakeven(given: Given, rest: Mapping[str, Any]) -> list[Line]:
     ]
 
 
-def _owned(rest: Mapping[str, Any]) -> Owned:
-    one = meant(rest["on"]) if "on" in rest else None
-    price = rest.get("price", one.buy.usd if one is not None and one.buy is not None else None)
+def _owned(options: Mapping[str, Any]) -> Owned:
+    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
+    price = options.get(
+        "price", accelerator.buy.usd if accelerator is not None and accelerator.buy is not None else None
+    )
     if price is None:
         raise ConfigError("The price of the device is unknown: give --price.", param="price")
-    given = {name: _number(rest, name, None) for name in _OWNED if name in rest}
-    if one is not None and one.watts and "watts" not in given:
-        given["watts"] = one.watts
-    return Owned(_number(rest, "price", price), **given)
+    fields = {name: _number(options, name, None) for name in _OWNED if name in options}
+    if accelerator is not None and accelerator.watts and "watts" not in fields:
+        fields["watts"] = accelerator.watts
+    return Owned(_number(options, "price", price), **fields)
 
 
-def _rent(rest: Mapping[str, Any]) -> float:
-    if "usd_hour" in rest:
-        return _number(rest, "usd_hour", None)
-    one = meant(rest["on"]) if "on" in rest else None
-    if one is None or one.rent is None:
+def _rent(options: Mapping[str, Any]) -> float:
+    if "usd_hour" in options:
+        return _number(options, "usd_hour", None)
+    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
+    if accelerator is None or accelerator.rent is None:
         raise ConfigError("The price of an hour is unknown: give --usd-hour.", param="usd_hour")
-    return one.rent.usd
+    return accelerator.rent.usd
 
 
-def _watts(rest: Mapping[str, Any]) -> float:
-    one = meant(rest["on"]) if "on" in rest else None
-    return _number(rest, "watts", one.watts or None if one is not None else None)
+def _watts(options: Mapping[str, Any]) -> float:
+    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
+    return _number(options, "watts", accelerator.watts or None if accelerator is not None else None)
 
 
 # --- reading and showing ------------------------------------------------------------------------------------------------
 
 
-def _number(rest: Mapping[str, Any], name: str, untold: float | None) -> float:
-    """A number above 0, or at least what _LEAST says (or `untold`). Raises ConfigError naming the option."""
-    value = rest.get(name, untold)
+def _number(options: Mapping[str, Any], name: str, default: float | None) -> float:
+    """Value of an option, or `default`. Raises ConfigError if it is missing or out of range (_MINIMUM)."""
+    value = options.get(name, default)
     if value is None:
         raise ConfigError(f"{_flag(name)} is missing: give a value.", param=name)
-    if name in rest and (value < _LEAST[name] if name in _LEAST else value <= 0):
-        least = f"of at least {_LEAST[name]:g}" if name in _LEAST else "above 0"
-        raise ConfigError(f"{_flag(name)} is {value:g}: give a number {least}.", param=name)
+    if name in options and (value < _MINIMUM[name] if name in _MINIMUM else value <= 0):
+        minimum = f"of at least {_MINIMUM[name]:g}" if name in _MINIMUM else "above 0"
+        raise ConfigError(f"{_flag(name)} is {value:g}: give a number {minimum}.", param=name)
     if name in ("residual", "utilization") and value > 1:
         raise ConfigError(f"{_flag(name)} is {value:g}: give a share of at most 1.", param=name)
     return value
 
 
-def _count(rest: Mapping[str, Any], name: str, untold: int | None) -> int:
-    return int(_number(rest, name, untold))
+def _count(options: Mapping[str, Any], name: str, default: int | None) -> int:
+    return int(_number(options, name, default))
 
 
 def _flag(name: str) -> str:
@@ -269,35 +277,35 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:,.2f} GB ({bytes_text(count)})"
 
 
-def _usd(name: str, words: str, value: float) -> Line:
-    return Line(name, words, value, f"${value:,.3f}" if abs(value) < 1000 else f"${value:,.0f}")
+def _usd(name: str, label: str, value: float) -> Line:
+    return Line(name, label, value, f"${value:,.3f}" if abs(value) < 1000 else f"${value:,.0f}")
 
 
 Option = tuple[Callable[[str], Any], str]
 _ON: dict[str, Option] = {
-    "on": (str, "accelerator of the hardware table that provides price, power and memory if not given")
+    "on": (str, "accelerator of the hardware table; supplies price, power and memory that are not given")
 }
 _LIFE: dict[str, Option] = {
-    "price": (finite, "price of the device with its share of the server, in dollars"),
-    "years": (finite, "years of use (default: 4)"),
-    "residual": (finite, "resale value after these years, as a share of the price (default: 0)"),
-    "upkeep": (finite, "yearly cost of repair, room and staff, as a share of the price (default: 0.05)"),
-    "watts": (finite, "power in use, with its share of the server"),
-    "pue": (finite, "PUE: power of the site divided by power of its machines (default: 1.2)"),
-    "usd_kwh": (finite, "price of electricity in dollars per kWh (default: 0.12)"),
-    "utilization": (finite, "share of all hours in which the device is used (default: 1)"),
+    "price": (finite_number, "price of the device with its share of the server, in dollars"),
+    "years": (finite_number, "years of use (default: 4)"),
+    "residual": (finite_number, "resale value after these years, as a share of the price (default: 0)"),
+    "upkeep": (finite_number, "yearly cost of repair, space and staff, as a share of the price (default: 0.05)"),
+    "watts": (finite_number, "power in use, with its share of the server"),
+    "pue": (finite_number, "PUE: power of the site divided by power of its machines (default: 1.2)"),
+    "usd_kwh": (finite_number, "price of electricity in dollars per kWh (default: 0.12)"),
+    "utilization": (finite_number, "share of all hours in which the device is used (default: 1)"),
 }
-KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any]], list[Line]]]] = {
+KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str, Any]], list[Line]]]] = {
     "kv": (
         "size of the KV cache of a model or a shape",
         {
-            "batch": (whole, "number of sequences (default: 1)"),
-            "tokens": (whole, "tokens per sequence (default: 2048)"),
+            "batch": (whole_number, "number of sequences (default: 1)"),
+            "tokens": (whole_number, "tokens per sequence (default: 2048)"),
             "cache_dtype": (str, f"dtype of the cache: {', '.join(KV_FORMATS)} (default: the model's)"),
-            "layers": (whole, "number of layers, instead of MODEL"),
-            "heads": (whole, "number of query heads"),
-            "kv_heads": (whole, "number of key-value heads (default: --heads)"),
-            "head_dim": (whole, "dimension of a head"),
+            "layers": (whole_number, "number of layers, instead of MODEL"),
+            "heads": (whole_number, "number of query heads"),
+            "kv_heads": (whole_number, "number of key-value heads (default: --heads)"),
+            "head_dim": (whole_number, "dimension of a head"),
             **_ON,
         },
         kv,
@@ -305,10 +313,10 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
     "cost": (
         "cost per token and per request on rented or owned hardware",
         {
-            "usd_hour": (finite, "price of one hour of the hardware, in dollars"),
-            "tokens_s": (finite, "output tokens per second"),
-            "prefills_min": (finite, "prompts processed per minute; adds the cost of prompts"),
-            "output_tokens": (finite, "mean tokens per answer"),
+            "usd_hour": (finite_number, "price of one hour of the hardware, in dollars"),
+            "tokens_s": (finite_number, "output tokens per second"),
+            "prefills_min": (finite_number, "prompts processed per minute; adds the cost of prompts"),
+            "output_tokens": (finite_number, "mean tokens per answer"),
             **_LIFE,
             **_ON,
         },
@@ -317,19 +325,19 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Given, Mapping[str, Any
     "energy": (
         "energy per token, energy and CO2 per year",
         {
-            "watts": (finite, "power of the device, in watts"),
-            "tokens_s": (finite, "output tokens per second"),
+            "watts": (finite_number, "power of the device, in watts"),
+            "tokens_s": (finite_number, "output tokens per second"),
             "pue": _LIFE["pue"],
-            "carbon_g_kwh": (finite, "grams of CO2 per kWh (default: 450)"),
+            "carbon_g_kwh": (finite_number, "grams of CO2 per kWh (default: 450)"),
             "usd_kwh": _LIFE["usd_kwh"],
             **_ON,
         },
         energy,
     ),
     "breakeven": (
-        "from which utilization buying is cheaper than renting",
-        {"usd_hour": (finite, "price of one rented hour, in dollars"), **_LIFE, **_ON},
+        "utilization above which buying is cheaper than renting",
+        {"usd_hour": (finite_number, "price of one rented hour, in dollars"), **_LIFE, **_ON},
         breakeven,
     ),
 }
-"""Calculator -> its help, its options (name -> type, help), and its function."""
+"""Calculator -> help, options (name -> type, help), function."""

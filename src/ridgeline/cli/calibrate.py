@@ -1,8 +1,7 @@
 """Measure steps of this model on this machine and fit the cost model to them, for accurate predictions.
 
-Runs decode steps, prefills and both together in this process (with --load-format dummy a config.json is enough) and
-writes the factors with their errors, leave-one-out among them, for `ridgeline serve --calibration` and `ridgeline roofline
---calibration`.
+Runs decode steps, prefills and mixed steps in this process. With --load-format dummy a config.json is enough. Writes the fitted
+factors and their errors (also leave-one-out) to a file for `ridgeline serve --calibration` and `ridgeline roofline --calibration`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgeline.bench.steps import FIT_SHAPES, Bounds, measure, shapes
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
+from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_for, whole_number
 from ridgeline.cli.roofline import read_spec
-from ridgeline.cli.serve import read
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import Stages
 from ridgeline.core.calibration import FACTORS, Calibration, Errors
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -35,95 +34,98 @@ from ridgeline.planner.svg import si
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Most tokens of cache that one measured shape may hold: what a slow machine computes in seconds."""
+class CacheLimits:
+    """Maximum tokens in the KV cache of one measured step, so that a slow machine computes it in seconds."""
 
     cpu: int = 6_000
     cuda: int = 110_000
 
 
 def parser() -> Parser:
-    found = parser_for("calibrate", __doc__ or "", (ModelConfig, EngineConfig))
-    group = found.add_argument_group("measurement options")
+    parser = parser_for("calibrate", __doc__ or "", (ModelConfig, EngineConfig))
+    group = parser.add_argument_group("measurement options")
     group.add_argument("--out", metavar="FILE", help="file to write (default: calibration.json)")
     group.add_argument(
-        "--repeats", type=whole, metavar="N", help="measurements of each prompt after one warm-up (default: 3)"
+        "--repeats", type=whole_number, metavar="N", help="measurements of each prompt after one warm-up (default: 3)"
     )
     group.add_argument(
         "--most-tokens",
-        type=whole,
+        type=whole_number,
         metavar="N",
-        help="most tokens in the KV cache of a measured step (default: by device)",
+        help="maximum tokens in the KV cache of a measured step (default: 6000 on a CPU, 110000 on a GPU)",
     )
-    return found
+    return parser
 
 
-def run(given: Given) -> int:
-    rest = vars(given.rest)
-    repeats = rest.get("repeats", 3)
-    out = rest.get("out", "calibration.json")
-    check_places({"out": out}, "out")
-    for name, value in (("repeats", repeats), ("most_tokens", rest.get("most_tokens", 1))):
+def run(args: Arguments) -> int:
+    options = vars(args.options)
+    repeats = options.get("repeats", 3)
+    out = options.get("out", "calibration.json")
+    check_output_paths({"out": out}, "out")
+    for name, value in (("repeats", repeats), ("most_tokens", options.get("most_tokens", 1))):
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more.", param=name)
-    if "calibration" in given.flags:
+    if "calibration" in args.flags:
         raise ConfigError(
             "`ridgeline calibrate` writes a calibration and reads none: give --out instead of --calibration.",
             param="calibration",
         )
-    resolved = read(given)
+    resolved = resolve_arguments(args)
     spec = read_spec(resolved.model)
     console = Console(stderr=True)
     with Stages(console) as stages:
         local = LocalEngine.start(resolved.model, replace(resolved.engine, calibration=""), stages)
         try:
-            wanted = shapes(FIT_SHAPES, bounds(local, rest.get("most_tokens")))
-            steps = measure(local, wanted, repeats, lambda done, total: stages("steps", done, total))
+            step_shapes = shapes(FIT_SHAPES, bounds(local, options.get("most_tokens")))
+            steps = measure(local, step_shapes, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()
     device = probe().device(resolved.engine.device)
-    where = place(torch.device(device.kind))
-    found = calibrate(guess(spec, device), steps, where, datetime.now(UTC).strftime("%Y-%m-%d"))
-    Path(out).write_text(found.to_json(), encoding="utf-8")
-    show(Console(), found, steps)
+    device_name = place(torch.device(device.kind))
+    calibration = calibrate(guess(spec, device), steps, device_name, datetime.now(UTC).strftime("%Y-%m-%d"))
+    Path(out).write_text(calibration.to_json(), encoding="utf-8")
+    show(Console(), calibration, steps)
     console.print(f"\n[dim]written to {out}[/dim]", highlight=False)
     return 0
 
 
 def bounds(local: LocalEngine, most_tokens: int | None) -> Bounds:
-    """What this engine's rows, context and cache allow."""
+    """Largest step that the rows, the context and the KV cache of this engine allow."""
     facts = local.engine.setup.facts
-    patience = Patience()
-    allowed = most_tokens or (patience.cpu if facts["device"] == "cpu" else patience.cuda)
-    room = int(facts["blocks"]) * int(facts["page_tokens"])
+    limits = CacheLimits()
+    limit = most_tokens or (limits.cpu if facts["device"] == "cpu" else limits.cuda)
+    capacity = int(facts["blocks"]) * int(facts["page_tokens"])
     return Bounds(
-        facts["max_num_seqs"], min(facts["max_len"], facts["max_request_tokens"]), min(allowed, room * 9 // 10)
+        facts["max_num_seqs"], min(facts["max_len"], facts["max_request_tokens"]), min(limit, capacity * 9 // 10)
     )
 
 
 def guess(spec: ModelSpec, device: Device) -> CostModel:
-    """The uncalibrated model on this device; one that is not in the table is measured instead."""
+    """Uncalibrated cost model of this device. A device that is not in the hardware table is measured."""
     row = device.accelerator
     if row is not None:
         return CostModel(spec, row.peak(matrix_dtype(spec)), row.bandwidth)
-    place = torch.device(device.kind)
-    return CostModel(spec, matmul_rate(place, torch.bfloat16, 4096), read_bandwidth(place, 1 << 30))
+    torch_device = torch.device(device.kind)
+    return CostModel(spec, matmul_rate(torch_device, torch.bfloat16, 4096), read_bandwidth(torch_device, 1 << 30))
 
 
-def show(console: Console, found: Calibration, steps: list[Measured]) -> None:
-    """Each step measured and predicted, the factors, and the errors."""
+def show(console: Console, calibration: Calibration, steps: list[Measured]) -> None:
+    """Print measured and predicted time of each step, the fitted factors, and the errors."""
     table = Table("step", "measured", "predicted", "error", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
-    for one in steps:
-        predicted = found.cost.step_s(one.work(found.cost.spec))
-        error = f"{predicted / one.seconds - 1:+.1%}"
-        table.add_row(one.label, f"{one.seconds * 1e3:.3f} ms", f"{predicted * 1e3:.3f} ms", error)
+    for step in steps:
+        predicted = calibration.cost.step_s(step.work(calibration.cost.spec))
+        error = f"{predicted / step.seconds - 1:+.1%}"
+        table.add_row(step.label, f"{step.seconds * 1e3:.3f} ms", f"{predicted * 1e3:.3f} ms", error)
     console.print(table)
     console.print()
-    factors = ", ".join(f"{name} {_factor(name, getattr(found.cost, name))}" for name in FACTORS)
-    console.print(f"[bold]{found.device}[/bold], {found.steps} steps: {factors}", highlight=False, soft_wrap=True)
-    console.print(f"error on these steps: {_errors(found.fitted)}; on steps left out of the fit: {_errors(found.unseen)}",
+    factors = ", ".join(f"{name} {_factor(name, getattr(calibration.cost, name))}" for name in FACTORS)
+    console.print(
+        f"[bold]{calibration.device}[/bold], {calibration.steps} steps: {factors}", highlight=False, soft_wrap=True
+    )
+    console.print(f"error on these steps: {_errors(calibration.fitted)}; "
+                  f"on steps left out of the fit: {_errors(calibration.unseen)}",
                   highlight=False, soft_wrap=True)  # fmt: skip
 
 
@@ -131,5 +133,5 @@ def _factor(name: str, value: float) -> str:
     return si(value, "s") if name.endswith("_s") else f"{value:.3g}"
 
 
-def _errors(found: Errors) -> str:
-    return f"median {found.median:.1%}, 90th percentile {found.p90:.1%}"
+def _errors(errors: Errors) -> str:
+    return f"median {errors.median:.1%}, 90th percentile {errors.p90:.1%}"

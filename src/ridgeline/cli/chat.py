@@ -1,6 +1,6 @@
-"""Chat with a model in the terminal: with --url on a running server, otherwise on one that is started for the chat.
+"""Chat with a model in the terminal. --url names a running server; without it, a server is started for the chat.
 
-/clear forgets the conversation, /exit (or the end of the input) ends it, Ctrl-C stops an answer.
+/clear forgets the conversation, /exit (or the end of the input) ends the chat, Ctrl-C stops an answer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from ridgeline.cli.client import Answer, ChatClient
-from ridgeline.cli.flags import Given, Parser, add_sampling, parser_for, read_sampling
+from ridgeline.cli.flags import Arguments, Parser, add_sampling, parser_for, read_sampling
 from ridgeline.cli.hosted import Hosted, private
-from ridgeline.cli.serve import read
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
@@ -24,37 +24,39 @@ PROMPT = "> "
 
 
 def parser() -> Parser:
-    found = parser_for("chat", __doc__ or "", (ModelConfig, EngineConfig))
-    found.add_argument("--url", metavar="URL", help="a running server (http://127.0.0.1:8000)")
-    found.add_argument("--api-key", dest="key", metavar="TEXT", help="its key")
-    found.add_argument("--system", metavar="TEXT", help="system message")
-    add_sampling(found, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop"))
-    return found
+    parser = parser_for("chat", __doc__ or "", (ModelConfig, EngineConfig))
+    parser.add_argument("--url", metavar="URL", help="address of a running server, as in http://127.0.0.1:8000")
+    parser.add_argument("--api-key", dest="key", metavar="TEXT", help="API key of the server that --url names")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_sampling(parser, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop"))
+    return parser
 
 
-def run(given: Given) -> int:
+def run(args: Arguments) -> int:
     console = Console(stderr=True)
-    url = getattr(given.rest, "url", None)
-    if url is not None and (idle := [*given.flags, *(["config"] if given.config else [])]):
+    url = getattr(args.options, "url", None)
+    if url is not None and (unused := [*args.flags, *(["config"] if args.config else [])]):
         raise ConfigError(
-            f"{idle[0]} configures a server that this command starts, but --url names a running one: leave one of them out.",
-            param=idle[0],
+            f"{unused[0]} configures a server that this command starts, but --url names a running one: leave one of them out.",
+            param=unused[0],
         )
-    if url is None and hasattr(given.rest, "key"):
+    if url is None and hasattr(args.options, "key"):
         raise ConfigError("--api-key is the key of the server that --url names: give --url, too.", param="key")
     with ExitStack() as stack:
         if url is None:
             with Stages(console) as stages:
-                url = stack.enter_context(Hosted(private(read(given)), stages))
-        client = ChatClient(url, getattr(given.rest, "key", None))
-        client.connection().close()  # a wrong address is refused before anything is typed
-        answered = talk(client, getattr(given.rest, "system", None), read_sampling(given), console)
+                url = stack.enter_context(Hosted(private(resolve_arguments(args)), stages))
+        client = ChatClient(url, getattr(args.options, "key", None))
+        client.connection().close()  # reports an invalid address before the user types
+        answered = talk(client, getattr(args.options, "system", None), read_sampling(args), console)
     return 0 if answered or sys.stdin.isatty() else 1
 
 
 def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], console: Console) -> bool:
-    """Send each line of standard input as a message. Answers go to standard output, times to standard error. Returns False if
-    a request failed."""
+    """Send each line of standard input as a message; print answers to standard output and times to standard error.
+
+    Returns: False if a request failed.
+    """
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     answered = True
@@ -78,7 +80,7 @@ def talk(client: ChatClient, system: str | None, options: Mapping[str, Any], con
 
 
 def times(answer: Answer) -> str:
-    """One line about an answer: time to first token, tokens per second, token counts."""
+    """Summarize an answer in one line: time to first token, tokens per second, token counts."""
     words = [f"TTFT {answer.ttft_s * 1e3:.0f} ms"] if answer.ttft_s is not None else ["no text"]
     if answer.tokens_per_s is not None:
         words.append(f"{answer.tokens_per_s:.1f} tokens/s")
@@ -99,7 +101,7 @@ def _print_answer(client: ChatClient, messages: list[dict[str, Any]], options: M
 
 
 def _lines() -> Iterator[str]:
-    """Lines of the terminal or of a pipe, without empty ones, until /exit or the end."""
+    """Yield the non-empty lines of a terminal or a pipe, until /exit or the end of the input."""
     typed = sys.stdin.isatty()
     if typed:
         _line_editing()
@@ -118,6 +120,6 @@ def _lines() -> Iterator[str]:
 
 
 def _line_editing() -> None:
-    """History and editing keys for `input`, where Python was built with them."""
+    """Enable history and editing keys for `input`, if Python was built with readline."""
     with suppress(ModuleNotFoundError):
         import readline  # noqa: F401

@@ -1,4 +1,4 @@
-"""A small client of the chat API: one streamed answer at a time, with its times. Standard library only."""
+"""A small client of the chat API: streams one answer at a time and measures its latency. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class Answer:
-    """The result of one request. Times in seconds from the moment it was sent; ttft_s is None until the first text."""
+    """The result of one request. Times are seconds since the request was sent; ttft_s is None until text arrives."""
 
     text: str = ""
     finish_reason: str = ""
@@ -30,14 +30,14 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens per second after the first one; None when there is no second."""
+        """Output tokens per second after the first token; None for fewer than two tokens."""
         decoding = self.total_s - (self.ttft_s or 0.0)
         return (self.output_tokens - 1) / decoding if self.output_tokens > 1 and decoding > 0 else None
 
 
 @dataclass(slots=True)
 class ChatClient:
-    """Talks to the server at `url` ("http://host:port", with or without /v1)."""
+    """Client of the server at `url` ("http://host:port", with or without /v1)."""
 
     url: str
     api_key: str | None = None
@@ -45,9 +45,9 @@ class ChatClient:
     """The answer of the last `stream`, complete when its iterator is exhausted."""
 
     def stream(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[str]:
-        """Pieces of the answer as they arrive; closing the iterator closes the connection, which cancels the request.
+        """Yield pieces of the answer as they arrive. Closing the iterator closes the connection, which cancels the request.
 
-        Raises RidgelineError with the server's own words, or ConfigError when there is no server.
+        Raises RidgelineError with the message of the server, or ConfigError if no server answers.
         """
         answer = self.last = Answer()
         body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **options}
@@ -56,7 +56,7 @@ class ChatClient:
         try:
             response = self._send(connection, body)
             for event in _events(response):
-                piece = _take(answer, event)
+                piece = _record(answer, event)
                 answer.total_s = time.perf_counter() - started
                 if piece:
                     if answer.ttft_s is None:
@@ -67,7 +67,7 @@ class ChatClient:
             connection.close()
 
     def connection(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet. Raises ConfigError for what is not an address."""
+        """A connection that is not open yet. Raises ConfigError if `url` is not a valid address."""
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         try:
@@ -88,12 +88,12 @@ class ChatClient:
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self.url, error) from None
         if response.status != 200:
-            raise RidgelineError(f"{self.url} answered {response.status}: {_words(response.read())}")
+            raise RidgelineError(f"{self.url} answered {response.status}: {_error_message(response.read())}")
         return response
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """JSON of every `data:` line until [DONE]. Raises RidgelineError for an error event or a stream that breaks off."""
+    """Yield the JSON of each `data:` line until [DONE]. Raises RidgelineError for an error event or a truncated stream."""
     try:
         for line in response:
             if not line.startswith(b"data:"):
@@ -112,8 +112,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise RidgelineError("The answer ended early: the server closed the connection.")
 
 
-def _take(answer: Answer, event: Mapping[str, Any]) -> str:
-    """Note what an event says; returns its text."""
+def _record(answer: Answer, event: Mapping[str, Any]) -> str:
+    """Record usage and finish reason of an event in `answer`. Returns the text of the event."""
     usage = event.get("usage")
     if usage:
         answer.prompt_tokens = usage["prompt_tokens"]
@@ -126,8 +126,8 @@ def _take(answer: Answer, event: Mapping[str, Any]) -> str:
     return piece
 
 
-def _words(body: bytes) -> str:
-    """The message of an error body, or its beginning."""
+def _error_message(body: bytes) -> str:
+    """The message of an error response, or the beginning of its body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -2,9 +2,9 @@
 for CI.
 
 REFERENCE and CANDIDATE are model folders, hub names, or addresses (http://...) of servers of the OpenAI API; REFERENCE may
-also be a file that --save-reference wrote. The exit status is 1 if a limit is broken. The divergence uses the most probable
-tokens that both sides report (--top) and treats all others as one token: it is a lower bound, close to the true value for
-20 tokens. Questions (--tasks) are asked through the API; for that, a model folder is served on a port of this machine.
+also be a file that --save-reference wrote. The exit status is 1 if a limit is broken. The KL divergence uses the most probable
+tokens that both models report (--top) and treats all other tokens as one. It is a lower bound, close to the true value for
+20 tokens. Questions (--tasks) are sent through the API; for that, a model folder is served on a port of this machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, check_places, finite, parser_for, whole
+from ridgeline.cli.flags import Arguments, Parser, check_output_paths, finite_number, parser_for, whole_number
 from ridgeline.cli.hosted import Hosted, private
-from ridgeline.cli.serve import read
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import Stages
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
@@ -58,35 +58,39 @@ _SHOWN = {
 
 
 def parser() -> Parser:
-    found = parser_for("compare", __doc__ or "", (EngineConfig,), model=False)
-    found.add_argument("reference", metavar="REFERENCE", help="folder, hub name, address of a server, or stored scores")
-    found.add_argument("candidate", metavar="CANDIDATE", nargs="?", help="folder, hub name, or address of a server")
-    text = found.add_argument_group("texts")
-    text.add_argument("--text", metavar="FILE", help='text file, or JSON lines with the key "text"')
-    text.add_argument("--window", type=whole, metavar="N", help=f"tokens scored in one sequence (default: {WINDOW})")
-    text.add_argument(
+    parser = parser_for("compare", __doc__ or "", (EngineConfig,), model=False)
+    parser.add_argument(
+        "reference", metavar="REFERENCE", help="folder, hub name, address of a server, or stored scores"
+    )
+    parser.add_argument("candidate", metavar="CANDIDATE", nargs="?", help="folder, hub name, or address of a server")
+    texts = parser.add_argument_group("texts")
+    texts.add_argument("--text", metavar="FILE", help='text file, or JSON lines with the key "text"')
+    texts.add_argument(
+        "--window", type=whole_number, metavar="N", help=f"tokens scored in one sequence (default: {WINDOW})"
+    )
+    texts.add_argument(
         "--overlap",
-        type=whole,
+        type=whole_number,
         metavar="N",
         help="tokens at the start of a window that repeat the end of the previous one (default: 0)",
     )
-    text.add_argument(
+    texts.add_argument(
         "--tasks", metavar="FILE", help="JSON lines with questions and their answers (docs/compression.md)"
     )
-    text.add_argument(
+    texts.add_argument(
         "--limit-tokens",
-        type=whole,
+        type=whole_number,
         metavar="N",
         help="stop after the window in which this number of tokens is reached",
     )
-    _add_models(found)
-    limits = found.add_argument_group("limits")
+    _add_models(parser)
+    limits = parser.add_argument_group("limits")
     for name, (figure, side) in LIMITS.items():
-        words = f"fail if {figure} is {'above' if side == 'max' else 'below'} this"
-        limits.add_argument(f"--{name.replace('_', '-')}", type=finite, metavar="X", help=words)
-    found.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
-    found.add_argument("--out", metavar="FILE", help="also write the JSON to a file")
-    return found
+        help_text = f"fail if {figure} is {'above' if side == 'max' else 'below'} this"
+        limits.add_argument(f"--{name.replace('_', '-')}", type=finite_number, metavar="X", help=help_text)
+    parser.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON to a file")
+    return parser
 
 
 def _add_models(parser: Parser) -> None:
@@ -114,9 +118,9 @@ def _add_models(parser: Parser) -> None:
     )
     models.add_argument(
         "--top",
-        type=whole,
+        type=whole_number,
         metavar="N",
-        help=f"most probable tokens compared at each position (default: {MAX_LOGPROBS})",
+        help=f"number of most probable tokens compared at each position (default: {MAX_LOGPROBS})",
     )
     models.add_argument(
         "--save-reference",
@@ -125,94 +129,100 @@ def _add_models(parser: Parser) -> None:
     )
 
 
-def run(given: Given) -> int:
-    rest = vars(given.rest)
-    candidate, save = rest.get("candidate"), rest.get("save_reference")
-    check_places(rest, "out", "save_reference")
-    if candidate is None and save is None:
+def run(args: Arguments) -> int:
+    options = vars(args.options)
+    candidate, save_path = options.get("candidate"), options.get("save_reference")
+    check_output_paths(options, "out", "save_reference")
+    if candidate is None and save_path is None:
         raise ConfigError("There is no candidate to compare: give CANDIDATE or --save-reference FILE.")
-    top = rest.get("top", MAX_LOGPROBS)
+    top = options.get("top", MAX_LOGPROBS)
     if not 1 <= top <= MAX_LOGPROBS:
         raise ConfigError(f"--top is {top}: give a whole number from 1 to {MAX_LOGPROBS}.", param="top")
-    questions = read_tasks(Path(rest["tasks"])) if "tasks" in rest and candidate is not None else []
-    limits = {name: rest[name] for name in LIMITS if name in rest}
+    questions = read_tasks(Path(options["tasks"])) if "tasks" in options and candidate is not None else []
+    limits = {name: options[name] for name in LIMITS if name in options}
     if candidate is None and limits:
         raise ConfigError("Limits need a candidate: give CANDIDATE.", param=next(iter(limits)))
-    sides = Sides(given, rest)
+    sides = Sides(args, options)
     check_limits(limits, texts=sides.has_texts, tasks=bool(questions), drop=not sides.is_stored)
-    sides.reach()
+    sides.check_servers()
     with Stages(Console(stderr=True)) as stages:
         drift = None
         if not questions or sides.has_texts:
             drift = _drift(sides, top, stages)
-        tasks = sides.answered(questions, stages) if questions else None
+        tally = sides.answer_questions(questions, stages) if questions else None
     if candidate is None:
         return 0
-    found = Comparison(rest["reference"], candidate, top, drift, tasks)
-    checks = judge(found.figures, limits)
-    told = report(found, checks)
-    if "out" in rest:
-        Path(rest["out"]).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    if rest["json"]:
-        print(json.dumps(told))
+    comparison = Comparison(options["reference"], candidate, top, drift, tally)
+    checks = judge(comparison.figures, limits)
+    summary = report(comparison, checks)
+    if "out" in options:
+        Path(options["out"]).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if options["json"]:
+        print(json.dumps(summary))
     else:
-        show(Console(), found, checks)
-    return 0 if told["passed"] else 1
+        show(Console(), comparison, checks)
+    return 0 if summary["passed"] else 1
 
 
 def _drift(sides: Sides, top: int, stages: Stages) -> Drift | None:
-    """What both say of the texts; None where only a reference was wanted, which is kept."""
+    """Score the texts with both models and compare. None if there is no candidate.
+
+    Also saves the scores of the reference if --save-reference is given.
+    """
     sequences = sides.windows()
     reference = sides.scores("reference", sequences, top, stages)
-    sides.keep(sequences, reference)
+    sides.save_reference(sequences, reference)
     if not sides.has_candidate:
         return None
-    other = sides.scores("candidate", sequences, top, stages)
-    parts = [token_drift(ours, theirs) for ours, theirs in zip(reference, other, strict=True)]
-    return measure(by_document(parts, [one.document for one in sequences]))
+    candidate = sides.scores("candidate", sequences, top, stages)
+    drifts = [
+        token_drift(reference_scores, candidate_scores)
+        for reference_scores, candidate_scores in zip(reference, candidate, strict=True)
+    ]
+    return measure(by_document(drifts, [window.document for window in sequences]))
 
 
 class Sides:
-    """The two models of a comparison, one in memory at a time, and the sequences both are asked about."""
+    """Reference and candidate of a comparison, one in memory at a time, and the sequences that both score."""
 
-    def __init__(self, given: Given, rest: Mapping[str, Any]) -> None:
-        self._resolved = read(given)
-        self._rest = rest
+    def __init__(self, args: Arguments, options: Mapping[str, Any]) -> None:
+        self._resolved = resolve_arguments(args)
+        self._options = options
         self._stored: StoredScorer | None = None
-        named = Path(rest["reference"])
-        if named.is_file():
-            self._stored = StoredScorer(named)
+        source = Path(options["reference"])
+        if source.is_file():
+            self._stored = StoredScorer(source)
         self._check()
 
     def _check(self) -> None:
-        """Raise ConfigError for an option that cannot be meant, or that nobody would read."""
-        rest = self._rest
-        for name, least in (("window", 2), ("overlap", 0), ("limit_tokens", 1)):
-            if name not in rest:
+        """Raise ConfigError for an option that is out of range or would have no effect."""
+        options = self._options
+        for name, minimum in (("window", 2), ("overlap", 0), ("limit_tokens", 1)):
+            if name not in options:
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if rest[name] < least:
-                raise ConfigError(f"{flag} is {rest[name]}: give {least} or more.", param=name)
-            if "text" not in rest and self._stored is None:
+            if options[name] < minimum:
+                raise ConfigError(f"{flag} is {options[name]}: give {minimum} or more.", param=name)
+            if "text" not in options and self._stored is None:
                 raise ConfigError(f"{flag} applies to texts: give --text FILE.", param=name)
         for side in ("reference", "candidate"):
             for name in (f"{side}_model", f"{side}_key_env"):
-                if name in rest and not str(rest.get(side)).startswith(_SCHEMES):
+                if name in options and not str(options.get(side)).startswith(_SCHEMES):
                     raise ConfigError(
                         f"--{name.replace('_', '-')} applies to a server, and {side.upper()} is not a URL: leave it out.",
                         param=name,
                     )
-            variable = rest.get(f"{side}_key_env")
+            variable = options.get(f"{side}_key_env")
             if variable is not None and not os.environ.get(variable):
                 raise ConfigError(
                     f"The environment variable {variable} is not set: set it to the API key of the server.",
                     param=f"{side}_key_env",
                 )
 
-    def reach(self) -> None:
-        """Raise ConfigError for a server that does not answer, before a model is loaded to be compared with it."""
+    def check_servers(self) -> None:
+        """Raise ConfigError for a server that does not answer, before any model is loaded."""
         for side in ("reference", "candidate"):
-            if str(self._rest.get(side)).startswith(_SCHEMES):
+            if str(self._options.get(side)).startswith(_SCHEMES):
                 try:
                     self._endpoint(side).call("/v1/models")
                 except EngineFailed as error:
@@ -224,121 +234,126 @@ class Sides:
 
     @property
     def has_texts(self) -> bool:
-        """Whether there is something to score: texts that were given, or those of stored scores."""
-        return "text" in self._rest or self._stored is not None
+        """Whether there are texts to score: those of --text, or those of stored scores."""
+        return "text" in self._options or self._stored is not None
 
     @property
     def has_candidate(self) -> bool:
-        return "candidate" in self._rest
+        return "candidate" in self._options
 
     @property
     def is_stored(self) -> bool:
-        """Whether the reference is a file, which answers no questions."""
+        """Whether the reference is a file of scores. Such a reference cannot answer questions."""
         return self._stored is not None
 
-    def keep(self, sequences: list[Window], scores: list[Scores]) -> None:
-        """Write the reference's scores where --save-reference says."""
-        if "save_reference" in self._rest:
-            store(Path(self._rest["save_reference"]), self._rest["reference"], sequences, scores)
+    def save_reference(self, sequences: list[Window], scores: list[Scores]) -> None:
+        """Write the scores of the reference to the file that --save-reference names, if any."""
+        if "save_reference" in self._options:
+            store(Path(self._options["save_reference"]), self._options["reference"], sequences, scores)
 
     def windows(self) -> list[Window]:
-        rest = self._rest
-        if "text" not in rest:
+        options = self._options
+        if "text" not in options:
             if self._stored is None:
                 raise ConfigError("There is nothing to compare: give --text FILE or --tasks FILE.", param="text")
             return self._stored.windows()
-        longest = rest.get("window", WINDOW)
+        length = options.get("window", WINDOW)
         for side in ("reference", "candidate"):
-            with suppress(_NotHere):
-                most = read_model(self._folder(side))[0].max_len - 1
-                if "window" in rest and longest > most:
+            with suppress(_NoFolder):
+                limit = read_model(self._folder(side))[0].max_len - 1
+                if "window" in options and length > limit:
                     raise ConfigError(
-                        f"--window is {longest}: give at most {most}, what fits into the context of the model.",
+                        f"--window is {length}: give at most {limit}, so that it fits into the context of the model.",
                         param="window",
                     )
-                longest = min(longest, most)
-        texts = read_texts(Path(rest["text"]))
+                length = min(length, limit)
+        texts = read_texts(Path(options["text"]))
         tokenizer = self.tokenizer
-        found = windows(
-            texts, lambda one: tokenizer.encode(one, add_special_tokens=True), longest, rest.get("overlap", 0)
+        sequences = windows(
+            texts, lambda text: tokenizer.encode(text, add_special_tokens=True), length, options.get("overlap", 0)
         )
-        if not found:
+        if not sequences:
             raise ConfigError(
-                f"--text {rest['text']} is too short to score: give a text of at least 2 tokens.", param="text"
+                f"--text {options['text']} is too short to score: give a text of at least 2 tokens.", param="text"
             )
         kept, tokens = [], 0
-        for one in found:
-            if tokens < rest.get("limit_tokens", 1 << 60):
-                kept.append(one)
-                tokens += one.tokens
+        for sequence in sequences:
+            if tokens < options.get("limit_tokens", 1 << 60):
+                kept.append(sequence)
+                tokens += sequence.tokens
         return kept
 
     def scores(self, side: str, sequences: list[Window], top: int, stages: Stages) -> list[Scores]:
-        """What the side says of the sequences. Raises ConfigError or EngineFailed."""
-        named = self._rest[side]
+        """Score the sequences with one model. Raises ConfigError or EngineFailed."""
+        source = self._options[side]
         if side == "reference" and self._stored is not None:
             return self._stored.score(sequences, top, stages)
-        if named.startswith(_SCHEMES):
+        if source.startswith(_SCHEMES):
             scorer: Scorer = ServerScorer(self._endpoint(side), self.tokenizer)
             return scorer.score(sequences, top, stages)
-        model = replace(self._model(side), max_model_len=max(len(one.ids) for one in sequences) + 1)
+        model = replace(self._model(side), max_model_len=max(len(window.ids) for window in sequences) + 1)
         engine = LocalEngine.start(model, self._resolved.engine, stages)
         try:
-            return EngineScorer(named, engine).score(sequences, top, stages)
+            return EngineScorer(source, engine).score(sequences, top, stages)
         finally:
             engine.close()
 
-    def answered(self, questions: list[Question], stages: Stages) -> Tally:
-        """How many questions each side answers rightly; a stored reference answers none."""
+    def answer_questions(self, questions: list[Question], stages: Stages) -> Tally:
+        """Count correct answers of both models. A stored reference has none."""
         reference = None if self.is_stored else self._ask("reference", questions, stages)
         return count(questions, self._ask("candidate", questions, stages), reference)
 
     def _ask(self, side: str, questions: list[Question], stages: Stages) -> list[bool]:
-        if self._rest[side].startswith(_SCHEMES):
+        if self._options[side].startswith(_SCHEMES):
             return ask(self._endpoint(side), questions, stages)
         with Hosted(private(replace(self._resolved, model=self._model(side))), stages) as url:
             return ask(Endpoint(url), questions, stages)
 
     def _endpoint(self, side: str) -> Endpoint:
-        key = os.environ.get(self._rest.get(f"{side}_key_env", ""), "")
-        return Endpoint(self._rest[side], self._rest.get(f"{side}_model", ""), key)
+        key = os.environ.get(self._options.get(f"{side}_key_env", ""), "")
+        return Endpoint(self._options[side], self._options.get(f"{side}_model", ""), key)
 
     def _model(self, side: str) -> ModelConfig:
-        """What the options say of a side in this process; the number format is the candidate's alone."""
-        plain = self._resolved.model
-        quantization = plain.quantization if side == "candidate" else ""
-        return replace(plain, model=self._rest[side], quantization=quantization)
+        """Configuration of a model that runs in this process. --quantization applies to the candidate only."""
+        config = self._resolved.model
+        quantization = config.quantization if side == "candidate" else ""
+        return replace(config, model=self._options[side], quantization=quantization)
 
     def _folder(self, side: str) -> Path:
-        named = self._rest.get(side)
-        if named is None or named.startswith(_SCHEMES) or (side == "reference" and self._stored is not None):
-            raise _NotHere
+        source = self._options.get(side)
+        if source is None or source.startswith(_SCHEMES) or (side == "reference" and self._stored is not None):
+            raise _NoFolder
         return resolve_model(self._model(side))
 
     def _tokenizer_folder(self) -> Path:
-        if "tokenizer" in self._rest:
-            return resolve_model(ModelConfig(model=self._rest["tokenizer"], load_format="dummy"))
+        if "tokenizer" in self._options:
+            return resolve_model(ModelConfig(model=self._options["tokenizer"], load_format="dummy"))
         for side in ("reference", "candidate"):
-            with suppress(_NotHere):
+            with suppress(_NoFolder):
                 return self._folder(side)
         raise ConfigError(
             "The tokenizer is unknown, because no model folder is given: give --tokenizer FOLDER.", param="tokenizer"
         )
 
 
-class _NotHere(Exception):
-    """A side of which no folder is known."""
+class _NoFolder(Exception):
+    """Raised for a side that is not a model folder: a server, a stored reference, or none."""
 
 
-def show(console: Console, found: Comparison, checks: list[Check]) -> None:
-    """The figures with their intervals, and what the limits say."""
+def show(console: Console, comparison: Comparison, checks: list[Check]) -> None:
+    """Print the figures with their confidence intervals, and the result of each limit."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    figures, drift, tasks = found.figures, found.drift, found.tasks
-    for name, (words, form) in _SHOWN.items():
-        if (one := figures.get(name)) is None:
+    figures, drift, tasks = comparison.figures, comparison.drift, comparison.tasks
+    for name, (label, template) in _SHOWN.items():
+        if (estimate := figures.get(name)) is None:
             continue
-        interval = "" if one.low is None or one.high is None else f"{form.format(one.low)} .. {form.format(one.high)}"
-        table.add_row(words, form.format(one.value + 0.0), f"[dim]{interval}[/dim]")  # nothing is not less than nothing
+        interval = (
+            ""
+            if estimate.low is None or estimate.high is None
+            else f"{template.format(estimate.low)} .. {template.format(estimate.high)}"
+        )
+        # + 0.0 turns -0.0 into 0.0.
+        table.add_row(label, template.format(estimate.value + 0.0), f"[dim]{interval}[/dim]")
     console.print(table)
     if drift is not None:
         console.print(
@@ -352,7 +367,7 @@ def show(console: Console, found: Comparison, checks: list[Check]) -> None:
         console.print(f"[dim]{counted(tasks.questions, 'question')}: {', '.join(rows)}[/dim]", highlight=False)
     for check in checks:
         word = "[green]kept[/green]" if check.passed else "[red]broken[/red]"
-        known = figures[LIMITS[check.limit][0]].low is not None
-        doubt = " [dim](uncertain: the limit is inside the interval)[/dim]" if known and not check.certain else ""
+        has_interval = figures[LIMITS[check.limit][0]].low is not None
+        note = " [dim](uncertain: the limit is inside the interval)[/dim]" if has_interval and not check.certain else ""
         flag = escape(f"--{check.limit.replace('_', '-')} {check.bound:g}")
-        console.print(f"{word}  {flag}: {check.value:.5g}{doubt}", highlight=False)
+        console.print(f"{word}  {flag}: {check.value:.5g}{note}", highlight=False)

@@ -1,4 +1,4 @@
-"""Check whether a model fits into this machine (or another one), and print the command that works.
+"""Check whether a model fits into the memory of this machine (or another one), and print the command that serves it.
 
 Reads only config.json. The exit status is 1 if the model does not fit.
 """
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, parser_for
-from ridgeline.cli.serve import read
+from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -24,7 +24,7 @@ from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
-from ridgeline.hardware.probe import Device, meant, probe
+from ridgeline.hardware.probe import Device, probe, resolve_accelerator
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -32,24 +32,24 @@ from ridgeline.speculation.build import memory_of_drafters
 
 
 def parser() -> Parser:
-    found = parser_for("fit", __doc__ or "", (ModelConfig, EngineConfig))
-    found.add_argument(
+    parser = parser_for("fit", __doc__ or "", (ModelConfig, EngineConfig))
+    parser.add_argument(
         "--on",
         metavar="NAME",
         help="accelerator of the hardware table to plan for (H100, L4, ...; default: this machine)",
     )
-    found.add_argument("--memory", metavar="N", help="memory of the device to plan for, in bytes (24G)")
-    return found
+    parser.add_argument("--memory", metavar="N", help="memory of the device to plan for, in bytes, as in 24G")
+    return parser
 
 
-def run(given: Given) -> int:
-    resolved = read(given)
+def run(args: Arguments) -> int:
+    resolved = resolve_arguments(args)
     model, engine = resolved.model, resolved.engine
-    # As for dummy weights only the small files of a hub model are fetched: no weight is needed to know its size.
+    # "dummy" fetches only the small files of a hub model; sizes of weights follow from config.json.
     folder = resolve_model(replace(model, load_format="dummy"))
     spec = served_spec(read_model(folder)[0], model)
-    device = _device(given, engine.device)
-    admission(engine.batching)  # a command that is shown has to start
+    device = _device(args, engine.device)
+    admission(engine.batching)  # raises for an invalid --batching: the printed command must start
     cost = _cost(spec, engine, device)
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
@@ -70,14 +70,14 @@ def run(given: Given) -> int:
 
 
 def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
-    heads = "+".join(dict.fromkeys(f"{one.n_heads}/{one.n_kv_heads}" for one in spec.layers))
+    heads = "+".join(dict.fromkeys(f"{layer.n_heads}/{layer.n_kv_heads}" for layer in spec.layers))
     table.add_row(
         "model",
         f"{spec.architecture}, {counted(len(spec.layers), 'layer')} of width {spec.d_model}, query/KV heads {heads}",
     )
     table.add_row("parameters", count_text(spec.params))
     table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {spec.dtype}")
-    windows = sorted({one.window for one in spec.layers if one.window is not None})
+    windows = sorted({layer.window for layer in spec.layers if layer.window is not None})
     note = f" (some layers keep the last {', '.join(map(str, windows))} tokens)" if windows else ""
     table.add_row("KV per token", bytes_text(spec.kv_bytes_per_token()) + note)
     table.add_row("context", f"{spec.max_len} tokens, {bytes_text(spec.kv_bytes(spec.max_len))} of KV cache when full")
@@ -86,7 +86,7 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
 
 
 def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | None:
-    """What predicts steps: the calibration that was named, or the table's row; None where there is neither."""
+    """Cost model of --calibration, or of the hardware table; None if there is neither."""
     if engine.calibration:
         return load_calibration(Path(engine.calibration), spec).cost
     row = device.accelerator
@@ -101,26 +101,27 @@ def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | Non
     full = counted(plan.sequences, "sequence")
     table.add_row("concurrency", f"{full} of {plan.max_len} tokens, at most {counted(plan.max_rows, 'request')}")
     if cost is not None:
-        word = "calibrated" if cost.calibrated else "uncalibrated"
+        basis = "calibrated" if cost.calibrated else "uncalibrated"
         table.add_row(
-            "one request", f"about {cost.decode_s([min(1024, spec.max_len)]) * 1e3:.2f} ms per token ({word})"
+            "one request", f"about {cost.decode_s([min(1024, spec.max_len)]) * 1e3:.2f} ms per token ({basis})"
         )
 
 
-def _device(given: Given, wanted: str) -> Device:
-    """The device to plan for: --on, --memory, or this machine's."""
-    name, memory = getattr(given.rest, "on", None), getattr(given.rest, "memory", None)
-    device = probe().device(wanted)
-    if name is None and wanted == "cuda" and device.kind == "cpu":
+def _device(args: Arguments, device_option: str) -> Device:
+    """Device to plan for: that of --on and --memory, otherwise the device of this machine."""
+    name, memory = getattr(args.options, "on", None), getattr(args.options, "memory", None)
+    device = probe().device(device_option)
+    if name is None and device_option == "cuda" and device.kind == "cpu":
         raise ConfigError(
             "--device is cuda, but this machine has no GPU: give one with --on, as in --on h100.", param="device"
         )
     if name is not None:
-        row = meant(name)
-        kind = "cpu" if row.kind == "cpu" else "cuda"  # memory is planned alike on every device that is not a processor
-        if wanted not in ("auto", kind):
+        row = resolve_accelerator(name)
+        kind = "cpu" if row.kind == "cpu" else "cuda"  # memory planning is the same for all accelerators
+        if device_option not in ("auto", kind):
             raise ConfigError(
-                f"--on {row.name} and --device {wanted} contradict each other: leave one of them out.", param="device"
+                f"--on {row.name} and --device {device_option} contradict each other: leave one of them out.",
+                param="device",
             )
         device = Device(kind, row.name, row.memory_bytes, row.memory_bytes)
     if memory is not None:

@@ -1,4 +1,4 @@
-"""Flags derived from the configuration dataclasses: one per field, with the other names its users know."""
+"""Command-line flags derived from the configuration dataclasses: one per field, with aliases of other servers."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _EPILOG = (
-    "Whole numbers may end in k, m, g (powers of 1000) or K, M, G (powers of 1024). Every option can also be set by the "
-    f"environment ({ENVIRONMENT}MAX_MODEL_LEN=8K) or in a file (--config); flags win over the environment, the "
-    "environment over the file. --help=WORD shows the options whose help mentions WORD."
+    "Whole numbers may end in k, m, g (powers of 1000) or K, M, G (powers of 1024). Every option can also be set by an "
+    f"environment variable ({ENVIRONMENT}MAX_MODEL_LEN=8K) or in a file (--config). Flags override the environment, and the "
+    "environment overrides the file. --help=WORD shows the options whose help mentions WORD."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a user typed. flags: configuration field -> text (or bool), only what was given. config: the file named by
-    --config. rest: the command's own arguments."""
+class Arguments:
+    """Parsed command line."""
 
     flags: dict[str, Any]
+    """Configuration field -> text, or bool for a switch. Contains only fields that the user gave."""
     config: Path | None
-    rest: argparse.Namespace
+    """File of --config."""
+    options: argparse.Namespace
+    """Arguments of this command that are not configuration fields."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are ConfigErrors, so that every mistake ends in the same way."""
+    """An ArgumentParser that raises ConfigError, so that `main` reports every usage error in the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
 
-def whole(text: str) -> int:
-    """A whole number on the command line, as configuration fields take them (8K, 1.5M)."""
+def whole_number(text: str) -> int:
+    """Argparse type: a whole number, with the suffixes of configuration fields (8K, 1.5M)."""
     try:
         return read_integer(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {WHOLE}") from None
 
 
-def finite(text: str) -> float:
-    """A number on the command line; nan and inf are none, since every limit lets them through."""
+def finite_number(text: str) -> float:
+    """Argparse type: a finite number. Rejects nan and inf, because comparisons with limits do not catch them."""
     try:
         if math.isfinite(value := float(text)):
             return value
@@ -65,7 +67,7 @@ def finite(text: str) -> float:
 
 
 def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool = True) -> Parser:
-    """A parser with one flag per field of `configs`, and MODEL as first word if the command takes one."""
+    """Create a parser with one flag per field of `configs`. model: the first positional argument is MODEL."""
     parser = Parser(
         prog=f"ridgeline {command}",
         description=text,
@@ -82,81 +84,83 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
 
 
 def add_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> None:
-    """One flag per field of `configs`, a group for each."""
+    """Add one flag per field of `configs`, in one group per configuration."""
     types = option_types(configs)
     for config in configs:
         group = parser.add_argument_group(f"{config.__name__.removesuffix('Config').lower()} options", config.__doc__)
-        for one in fields(config):
-            plain, _ = types[one.name]
-            names = [f"--{one.name.replace('_', '-')}", *one.metadata["flags"]]
-            words = one.metadata["help"].replace("%", "%%") + _default_words(one.default)
-            if plain is bool:
-                group.add_argument(*names, dest=one.name, action=argparse.BooleanOptionalAction, help=words)
+        for field in fields(config):
+            value_type, _ = types[field.name]
+            names = [f"--{field.name.replace('_', '-')}", *field.metadata["flags"]]
+            help_text = field.metadata["help"].replace("%", "%%") + _default_text(field.default)
+            if value_type is bool:
+                group.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
             else:
-                choices = [word for word in CHOICES.get(one.name, ()) if word]
-                metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[plain]
-                group.add_argument(*names, dest=one.name, metavar=metavar, help=words)
+                choices = [word for word in CHOICES.get(field.name, ()) if word]
+                metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[value_type]
+                group.add_argument(*names, dest=field.name, metavar=metavar, help=help_text)
 
 
-def read_flags(parser: Parser, argv: Sequence[str]) -> Given:
-    """Read a command's arguments. Raises ConfigError with the nearest flag for one that does not exist."""
-    words, own = [_dashed(word) for word in argv], _names(parser)
-    if "--enforce-eager" in own:  # it runs an engine
+def read_flags(parser: Parser, argv: Sequence[str]) -> Arguments:
+    """Parse the arguments of a command. Raises ConfigError for an unknown flag and names the most similar one."""
+    words, flag_names = [_with_dashes(word) for word in argv], _names(parser)
+    if "--enforce-eager" in flag_names:  # only commands that run an engine have it
         notes: list[str] = []
-        words = list(without_foreign(words, own, notes))
+        words = list(without_foreign(words, flag_names, notes))
         for note in notes:
             print(f"ridgeline: {note}", file=sys.stderr)
-    space, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
         raise _unknown(parser, unknown[0])
     known = option_types()
-    given = {name: value for name, value in vars(space).items() if name in known}
-    model = getattr(space, "given_model", None)
+    flags = {name: value for name, value in vars(namespace).items() if name in known}
+    model = getattr(namespace, "given_model", None)
     if model is not None:
-        if given.get("model", model) != model:
-            raise ConfigError(f"Two models are given, {model!r} and {given['model']!r}: keep one.", param="model")
-        given["model"] = model
-    config = getattr(space, "config", None)
-    rest = {name: value for name, value in vars(space).items() if name not in (*known, "given_model", "config")}
-    return Given(given, None if config is None else Path(config), argparse.Namespace(**rest))
+        if flags.get("model", model) != model:
+            raise ConfigError(f"Two models are given, {model!r} and {flags['model']!r}: keep one.", param="model")
+        flags["model"] = model
+    config = getattr(namespace, "config", None)
+    options = {name: value for name, value in vars(namespace).items() if name not in (*known, "given_model", "config")}
+    return Arguments(flags, None if config is None else Path(config), argparse.Namespace(**options))
 
 
 def search_help(parser: Parser, word: str) -> str:
-    """Help of the options whose name or text has `word`."""
+    """Help of the options whose name or help text contains `word`."""
     formatter = parser._get_formatter()
-    found = 0
+    matches = 0
     for action in _actions(parser):
-        words = " ".join((*action.option_strings, action.help or ""))
-        if word.lower().replace("_", "-") in words.lower() and action.help != argparse.SUPPRESS:
+        searched = " ".join((*action.option_strings, action.help or ""))
+        if word.lower().replace("_", "-") in searched.lower() and action.help != argparse.SUPPRESS:
             formatter.add_argument(action)
-            found += 1
-    if found:
+            matches += 1
+    if matches:
         return formatter.format_help()
-    near = difflib.get_close_matches(word, [name.strip("-") for name in _names(parser)], n=3, cutoff=0.5)
-    return f"No option mentions {word!r}." + (f" Similar options: {', '.join(near)}.\n" if near else "\n")
+    similar = difflib.get_close_matches(word, [name.strip("-") for name in _names(parser)], n=3, cutoff=0.5)
+    return f"No option mentions {word!r}." + (f" Similar options: {', '.join(similar)}.\n" if similar else "\n")
 
 
-def check_places(rest: Mapping[str, Any], *names: str, folder: bool = False) -> None:
-    """Raise ConfigError for an option whose file (or folder) cannot be written, before the work whose result it takes. A file is
-    replaced; a folder that holds anything is not touched."""
+def check_output_paths(options: Mapping[str, Any], *names: str, folder: bool = False) -> None:
+    """Raise ConfigError for an output path that cannot be written. Call it before the work starts.
+
+    An existing file is accepted, because it will be replaced. A folder must be empty or not exist.
+    """
     for name in names:
-        if not (given := rest.get(name)):
+        if not (value := options.get(name)):
             continue
-        place = Path(given).absolute()
-        above = place if folder else place.parent
-        while folder and not above.exists():
-            above = above.parent
-        flag = f"--{name.replace('_', '-')} {given}"
-        if not folder and place.is_dir():
+        path = Path(value).absolute()
+        parent = path if folder else path.parent
+        while folder and not parent.exists():
+            parent = parent.parent
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not folder and path.is_dir():
             raise ConfigError(f"{flag} is a folder: give the name of a file.", param=name)
-        if folder and place.is_dir() and os.access(place, os.R_OK) and any(place.iterdir()):
+        if folder and path.is_dir() and os.access(path, os.R_OK) and any(path.iterdir()):
             raise ConfigError(f"{flag} is not empty: give a folder that does not exist yet.", param=name)
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise ConfigError(f"{flag} cannot be written: {above} is not a writable folder.", param=name)
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ConfigError(f"{flag} cannot be written: {parent} is not a writable folder.", param=name)
 
 
-def _dashed(word: str) -> str:
-    """`--max_model_len=4` as `--max-model-len=4`."""
+def _with_dashes(word: str) -> str:
+    """Write underscores of a flag as dashes: `--max_model_len=4` -> `--max-model-len=4`."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
@@ -166,25 +170,25 @@ def _names(parser: Parser) -> list[str]:
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """A parser's actions and those of its subcommands, each option once."""
-    found: dict[tuple[str, ...], argparse.Action] = {}
+    """Actions of a parser and of its subcommands, without duplicates."""
+    actions: dict[tuple[str, ...], argparse.Action] = {}
     for action in parser._actions:
-        found[(*action.option_strings, action.dest)] = action
+        actions[(*action.option_strings, action.dest)] = action
         if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                found.update({(*inner.option_strings, inner.dest): inner for inner in _actions(one)})
-    return list(found.values())
+            for subparser in action.choices.values():
+                actions.update({(*nested.option_strings, nested.dest): nested for nested in _actions(subparser)})
+    return list(actions.values())
 
 
 def _unknown(parser: Parser, word: str) -> ConfigError:
     name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, _names(parser), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists the options."
-    what = "option" if name.startswith("-") else "argument"
-    return ConfigError(f"Unknown {what} {name!r}: {hint}")
+    similar = difflib.get_close_matches(name, _names(parser), n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"`{parser.prog} --help` lists the options."
+    kind = "option" if name.startswith("-") else "argument"
+    return ConfigError(f"Unknown {kind} {name!r}: {hint}")
 
 
-def _default_words(default: Any) -> str:
+def _default_text(default: Any) -> str:
     if default is None or default == "":
         return ""
     return f" (default: {default})"
@@ -195,21 +199,23 @@ def _model_help() -> str:
 
 
 def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
-    """Flags for fields of SamplingParams."""
+    """Add flags for fields of SamplingParams."""
     group = parser.add_argument_group("sampling options")
     types = get_type_hints(SamplingParams)
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         if name == "stop":
-            group.add_argument(flag, action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+            group.add_argument(
+                flag, action="append", metavar="TEXT", help="stop string: ends the answer; may be repeated"
+            )
         else:
-            number = finite if types[name] is float else whole
-            group.add_argument(flag, type=number, metavar="X" if number is finite else "N")
+            number = finite_number if types[name] is float else whole_number
+            group.add_argument(flag, type=number, metavar="X" if number is finite_number else "N")
 
 
-def read_sampling(given: Given) -> dict[str, Any]:
-    """Values of the sampling flags that were given, as SamplingParams takes them."""
-    found = {name: getattr(given.rest, name) for name in SAMPLING if hasattr(given.rest, name)}
-    if "stop" in found:
-        found["stop"] = tuple(found["stop"])
-    return found
+def read_sampling(args: Arguments) -> dict[str, Any]:
+    """Values of the sampling flags that were given, as arguments of SamplingParams."""
+    values = {name: getattr(args.options, name) for name in SAMPLING if hasattr(args.options, name)}
+    if "stop" in values:
+        values["stop"] = tuple(values["stop"])
+    return values

@@ -1,5 +1,7 @@
-"""Options of other servers that have none here: start scripts bring them along. One that asks for what is so anyway is left out
-and said; one that asks for something else is refused."""
+"""Options of other servers that have no equivalent here, so that their start scripts keep working.
+
+An option that requests what Ridgeline does anyway is dropped with a note. An option that requests something else is an error.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +12,56 @@ from ridgeline.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """said: what is so here. values: those that ask for it; None: any, and empty: it is a switch. asked: whether the switch asks
-    for it."""
+class ForeignOption:
+    """How an option of another server is handled."""
 
-    said: str
+    reason: str
+    """What Ridgeline does instead; the text of the note and of the error."""
     values: tuple[str, ...] | None = ()
-    asked: bool = True
+    """Accepted values. None: any value. Empty: a switch without a value."""
+    accepted: bool = True
+    """Whether the switch is accepted; False: always an error."""
 
 
-_ONE = Foreign("a server runs on one device, so start one server per device", ("1",))
-_LOGS = Foreign("requests are counted and never logged")
+_ONE_DEVICE = ForeignOption("a server runs on one device, so start one server per device", ("1",))
+_NO_REQUEST_LOG = ForeignOption("requests are counted and never logged")
 _TEMPLATE = "the chat template defines the format of tool calls and reasoning"
-FOREIGN: Mapping[str, Foreign] = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE),
-    **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _LOGS),
-    "--trust-remote-code": Foreign("code in a model folder is never executed, and a model that needs it is refused"),
-    "--enable-chunked-prefill": Foreign("long prompts always run in chunks"),
-    "--no-enable-chunked-prefill": Foreign("long prompts always run in chunks", asked=False),
-    "--kv-cache-dtype": Foreign("the KV cache has the dtype of the model", ("auto",)),
-    "--scheduling-policy": Foreign("requests run in the order of priority and arrival", ("priority", "fcfs")),
-    "--swap-space": Foreign("preempted requests are recomputed, never swapped", None),
-    "--enable-auto-tool-choice": Foreign(_TEMPLATE),
-    "--tool-call-parser": Foreign(_TEMPLATE, None),
-    "--reasoning-parser": Foreign(_TEMPLATE, None),
-    "--enable-lora": Foreign("merge the adapter into the weights", asked=False),
+FOREIGN: Mapping[str, ForeignOption] = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE_DEVICE),
+    **dict.fromkeys(
+        ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_DEVICE
+    ),
+    **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _NO_REQUEST_LOG),
+    "--trust-remote-code": ForeignOption(
+        "code in a model folder is never executed, and a model that needs it is refused"
+    ),
+    "--enable-chunked-prefill": ForeignOption("long prompts always run in chunks"),
+    "--no-enable-chunked-prefill": ForeignOption("long prompts always run in chunks", accepted=False),
+    "--kv-cache-dtype": ForeignOption("the KV cache has the dtype of the model", ("auto",)),
+    "--scheduling-policy": ForeignOption("requests run in the order of priority and arrival", ("priority", "fcfs")),
+    "--swap-space": ForeignOption("preempted requests are recomputed, never swapped", None),
+    "--enable-auto-tool-choice": ForeignOption(_TEMPLATE),
+    "--tool-call-parser": ForeignOption(_TEMPLATE, None),
+    "--reasoning-parser": ForeignOption(_TEMPLATE, None),
+    "--enable-lora": ForeignOption("merge the adapter into the weights", accepted=False),
 }
 
 
-def without_foreign(words: Sequence[str], own: Sequence[str], notes: list[str]) -> Iterator[str]:
-    """The words of a command line but for foreign options, of which notes get a sentence each. own: options of the command, which
-    win. Raises ConfigError for one that asks for what is not so."""
-    rest = iter(words)
-    for word in rest:
+def without_foreign(words: Sequence[str], flag_names: Sequence[str], notes: list[str]) -> Iterator[str]:
+    """Yield the words of a command line without foreign options. Appends a sentence to `notes` for each dropped option.
+
+    flag_names: options of the command; they take precedence over foreign options of the same name.
+    Raises ConfigError for an option that is not supported.
+    """
+    words_left = iter(words)
+    for word in words_left:
         name, equals, value = word.partition("=")
-        found = None if name in own else FOREIGN.get(name)
-        if found is None:
+        option = None if name in flag_names else FOREIGN.get(name)
+        if option is None:
             yield word
             continue
-        if found.values != () and not equals:
-            value = next(rest, "")
-        if not found.asked or (found.values and value not in found.values):
-            raise ConfigError(f"{' '.join(filter(None, (name, value)))} is not supported: {found.said}.")
-        notes.append(f"{name} is not needed: {found.said}.")
+        if option.values != () and not equals:
+            value = next(words_left, "")
+        if not option.accepted or (option.values and value not in option.values):
+            raise ConfigError(f"{' '.join(filter(None, (name, value)))} is not supported: {option.reason}.")
+        notes.append(f"{name} is not needed: {option.reason}.")

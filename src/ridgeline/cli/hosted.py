@@ -1,4 +1,4 @@
-"""A server in a thread of this process, for commands that need one and were not pointed at any."""
+"""A server in a thread of this process, for commands that need one when the user names none."""
 
 from __future__ import annotations
 
@@ -22,32 +22,37 @@ from ridgeline.service.supervisor import Supervisor
 
 
 def private(resolved: Resolved) -> Resolved:
-    """The same for this machine alone: plain HTTP on a free port of the loopback interface, no key, no path of a proxy."""
-    plain: dict[str, Any] = {"ssl_certfile": None, "ssl_keyfile": None, "ssl_keyfile_password": None, "root_path": ""}
-    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None, **plain))
+    """Restrict a configuration to this machine: plain HTTP on a free loopback port, without API key and proxy path."""
+    disabled: dict[str, Any] = {
+        "ssl_certfile": None,
+        "ssl_keyfile": None,
+        "ssl_keyfile_password": None,
+        "root_path": "",
+    }
+    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None, **disabled))
 
 
 class Hosted:
-    """`with Hosted(resolved, progress) as url`: listens on a free port of this machine alone, ends with the block.
+    """Context manager that runs a server: `with Hosted(private(resolved), progress) as url`.
 
-    The same service and engine process as `ridgeline serve`, so that there is one way to an answer.
+    Uses the same service and engine process as `ridgeline serve`.
     """
 
     def __init__(self, resolved: Resolved, progress: Callable[[str, int, int], None]) -> None:
         self._resolved = resolved
         self._progress = progress
         self._folder = resolve_model(resolved.model)
-        self._known = threading.Event()
+        self._start_ended = threading.Event()
         self._stop = asyncio.Event()
         self._url = ""
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="hosted-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hosted-server", daemon=True)
 
     def __enter__(self) -> str:
-        """The server's address once it answers. Raises what kept it from starting."""
+        """Wait until the server answers; returns its address. Re-raises the error of a failed start."""
         self._thread.start()
-        self._known.wait()
+        self._start_ended.wait()
         if self._error is not None:
             raise self._error
         return self._url
@@ -59,13 +64,13 @@ class Hosted:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             uvloop.run(self._serve())
-        except Exception as error:  # whatever it is, it belongs to the thread that waits for the address
+        except Exception as error:  # __enter__ raises it in the calling thread
             self._error = error
         finally:
-            self._known.set()
+            self._start_ended.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -84,7 +89,7 @@ class Hosted:
                     self._progress(loading.stage, loading.done, loading.total)
             opening.result()
             self._url = server.url
-            self._known.set()
+            self._start_ended.set()
             await run_until(self._stop, server.keep_open())
         finally:
             await server.stop()

@@ -1,4 +1,4 @@
-"""`ridgeline COMMAND`: finds the command's module, and turns our errors into one line and an exit status."""
+"""Entry point of `ridgeline COMMAND`: imports the module of the command, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Protocol
 
 import ridgeline
-from ridgeline.cli.flags import Given, Parser, read_flags, search_help
+from ridgeline.cli.flags import Arguments, Parser, read_flags, search_help
 from ridgeline.core.errors import ConfigError, RequestError, RidgelineError
 
 COMMANDS: Mapping[str, str] = {
@@ -19,31 +19,31 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "bench": "measure a server under load: latency, throughput, goodput",
-    "compress": "make a model smaller: quantize or prune it, and report size, speed and quality",
+    "compress": "make a model smaller: quantize or prune it; report size, speed and quality",
     "compare": "compare a model with a reference: perplexity, drift, limits for CI",
     "ladder": "measure speed, memory and drift step by step: eager, compiled, int8, int4, speculation",
-    "fit": "check whether a model fits into this machine, and print the command that works",
+    "fit": "check whether a model fits into memory, and print the command that serves it",
     "roofline": "roofline of a model on an accelerator: the limit of each operation",
     "calc": "calculators: KV cache, cost, energy, renting or buying",
     "calibrate": "measure steps on this machine, for accurate predictions of step times",
-    "diagnose": "find the bottleneck of a running server, and what to do about it",
+    "diagnose": "find the bottleneck of a running server, and suggest remedies",
     "collect-env": "describe this machine for a bug report",
 }
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """Interface of a command's module."""
 
     def parser(self) -> Parser: ...
 
-    def run(self, given: Given) -> int: ...
+    def run(self, args: Arguments) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (2 for a mistake of the user's, 1 for one of ours)."""
+    """Run a command. Returns the exit status: 2 for a usage error, 1 for a failure."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a letter gets another one
+        if isinstance(stream, io.TextIOWrapper):  # print "?" for characters that the terminal cannot encode
             stream.reconfigure(errors="replace")
     try:
         return _run(words)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone; nothing may be written any more
+    except BrokenPipeError:  # the reader of standard output has closed the pipe
         _drop_output()
         return 141
     except OSError as error:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is still to be written to standard output goes nowhere."""
+    """Redirect standard output to /dev/null, so that the final flush does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -81,17 +81,17 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(ridgeline.__version__)
         return 0
-    name, rest = words[0], words[1:]
+    name, arguments = words[0], words[1:]
     if name not in COMMANDS:
         raise ConfigError(f"Unknown command {name!r}. Commands are {', '.join(COMMANDS)}.")
-    # By name, because a command loads only what it needs: `serve` must start without torch, `generate` cannot.
+    # Imported on demand, so that a command loads only what it needs: `serve` must start without torch.
     command: Command = import_module(f"ridgeline.cli.{name.replace('-', '_')}")  # type: ignore[assignment]
     parser = command.parser()
-    searched = [word.partition("=")[2] for word in rest if word.startswith("--help=")]
-    if searched:
-        print(search_help(parser, searched[0]), end="")
+    help_words = [word.partition("=")[2] for word in arguments if word.startswith("--help=")]
+    if help_words:
+        print(search_help(parser, help_words[0]), end="")
         return 0
-    return command.run(read_flags(parser, rest))
+    return command.run(read_flags(parser, arguments))
 
 
 def usage() -> str:

@@ -1,5 +1,5 @@
-"""Roofline of a model on an accelerator: for each operation of prefill and decode, what limits it (compute or memory) and its
-shortest possible time; and the predicted time of whole steps.
+"""Roofline of a model on an accelerator: for each operation of prefill and decode, the limit (compute or memory) and the shortest
+possible time. Also predicts the time of whole steps.
 
 Reads only config.json. Shortest times follow from the accelerator's specification. Predictions use a calibration (`ridgeline
 calibrate`); without one they are marked as uncalibrated.
@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ridgeline.cli.flags import Given, Parser, check_places, parser_for, whole
-from ridgeline.cli.serve import read
+from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_for, whole_number
+from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import ModelConfig
@@ -26,7 +26,7 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.probe import meant, probe
+from ridgeline.hardware.probe import probe, resolve_accelerator
 from ridgeline.hardware.table import Accelerator
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -38,75 +38,82 @@ from ridgeline.planner.svg import document, si
 
 
 def parser() -> Parser:
-    found = parser_for("roofline", __doc__ or "", (ModelConfig,))
+    parser = parser_for("roofline", __doc__ or "", (ModelConfig,))
     load = Load()
-    group = found.add_argument_group("workload")
+    group = parser.add_argument_group("workload")
     group.add_argument(
         "--on", metavar="NAME", help="accelerator of the hardware table (H100, L4, mi300x, cpu; default: this machine)"
     )
-    group.add_argument("--batch", type=whole, metavar="N", help=f"sequences in a decode step (default: {load.batch})")
     group.add_argument(
-        "--context", type=whole, metavar="N", help=f"tokens per sequence in a decode step (default: {load.context})"
+        "--batch", type=whole_number, metavar="N", help=f"sequences in a decode step (default: {load.batch})"
     )
-    group.add_argument("--prompt", type=whole, metavar="N", help=f"tokens in the prefill step (default: {load.prompt})")
+    group.add_argument(
+        "--context",
+        type=whole_number,
+        metavar="N",
+        help=f"tokens per sequence in a decode step (default: {load.context})",
+    )
+    group.add_argument(
+        "--prompt", type=whole_number, metavar="N", help=f"tokens in the prefill step (default: {load.prompt})"
+    )
     group.add_argument("--calibration", metavar="FILE", help="file that `ridgeline calibrate` wrote (default: none)")
-    group = found.add_argument_group("output")
+    group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument("--html", metavar="FILE", help="write a self-contained HTML page with chart and tables")
     group.add_argument("--svg", metavar="FILE", help="write the chart as SVG")
-    return found
+    return parser
 
 
-def run(given: Given) -> int:
-    resolved = read(given)
+def run(args: Arguments) -> int:
+    resolved = resolve_arguments(args)
     spec = read_spec(resolved.model)
-    rest = vars(given.rest)
-    check_places(rest, "html", "svg")
-    accelerator, word = _accelerator(rest.get("on"))
-    load = _load(rest, spec.max_len)
-    found = roofline(spec, accelerator, load)
+    options = vars(args.options)
+    check_output_paths(options, "html", "svg")
+    accelerator, caveat = _accelerator(options.get("on"))
+    load = _load(options, spec.max_len)
+    result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
-    steps = {one.name: cost.step_s(step_work(spec, shares(one.name, load))) for one in found.phases}
-    told = (*notes(found, cost, steps), *word)
-    if "svg" in rest:
-        Path(rest["svg"]).write_text(document(roofline_chart(found, steps)), encoding="utf-8")
-    if "html" in rest:
-        Path(rest["html"]).write_text(roofline_page(found, steps, told), encoding="utf-8")
-    if "json" in rest:
-        print(json.dumps(facts(found, cost, steps), indent=2))
+    steps = {phase.name: cost.step_s(step_work(spec, step_rows(phase.name, load))) for phase in result.phases}
+    lines = (*notes(result, cost, steps), *caveat)
+    if "svg" in options:
+        Path(options["svg"]).write_text(document(roofline_chart(result, steps)), encoding="utf-8")
+    if "html" in options:
+        Path(options["html"]).write_text(roofline_page(result, steps, lines), encoding="utf-8")
+    if "json" in options:
+        print(json.dumps(facts(result, cost, steps), indent=2))
     else:
-        _show(Console(), found, told)
+        _show(Console(), result, lines)
     return 0
 
 
-def _load(rest: Mapping[str, Any], longest: int) -> Load:
-    """The load that is looked at; what was not said is no longer than the model's context of `longest` tokens."""
-    usual = Load()
-    usual = replace(usual, context=min(usual.context, longest), prompt=min(usual.prompt, longest))
-    load = replace(usual, **{name: rest[name] for name in ("batch", "context", "prompt") if name in rest})
+def _load(options: Mapping[str, Any], max_len: int) -> Load:
+    """Load of the options. Defaults are cut to the context of the model (`max_len` tokens)."""
+    default = Load()
+    default = replace(default, context=min(default.context, max_len), prompt=min(default.prompt, max_len))
+    load = replace(default, **{name: options[name] for name in ("batch", "context", "prompt") if name in options})
     for name, value in asdict(load).items():
         if value < 1:
             raise ConfigError(f"--{name} is {value}: give 1 or more.", param=name)
-        if name != "batch" and value > longest:
-            raise ConfigError(f"--{name} is {value}: give at most {longest}, the context of the model.", param=name)
+        if name != "batch" and value > max_len:
+            raise ConfigError(f"--{name} is {value}: give at most {max_len}, the context of the model.", param=name)
     return load
 
 
 def read_spec(model: ModelConfig) -> ModelSpec:
-    """The spec a model would be served with, from its small files alone."""
+    """Spec that the model would be served with. Reads only its small files, no weights."""
     folder = resolve_model(replace(model, load_format="dummy"))
     return served_spec(read_model(folder)[0], model)
 
 
-def shares(phase: str, load: Load) -> list[tuple[int, int]]:
-    """(cached, new) tokens of the rows of a phase's step."""
+def step_rows(phase: str, load: Load) -> list[tuple[int, int]]:
+    """(cached, new) tokens of each row in a step of `phase`."""
     return [(load.context, 1)] * load.batch if phase == "decode" else [(0, load.prompt)]
 
 
 def _accelerator(name: str | None) -> tuple[Accelerator, tuple[str, ...]]:
-    """A row of the table, and what to say of it where it only stands for this machine."""
+    """Accelerator of the hardware table, and a note if a generic CPU row represents this processor."""
     if name is not None and name.lower() != "cpu":
-        return meant(name), ()
+        return resolve_accelerator(name), ()
     machine = probe()
     device = machine.device(name or "auto")
     row = device.accelerator
@@ -124,16 +131,17 @@ def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostMo
     return CostModel(spec, accelerator.peak(matrix_dtype(spec)), accelerator.bandwidth)
 
 
-def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[str, ...]:
-    """What a reader should know beside the tables, in sentences."""
-    load, capacity = found.load, found.capacity
-    decode, prefill = found.phase("decode"), found.phase("prefill")
-    word = (
+def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[str, ...]:
+    """Sentences that explain the tables: step times, memory, cost, unverified values."""
+    load, capacity = result.load, result.capacity
+    decode, prefill = result.phase("decode"), result.phase("prefill")
+    basis = (
         "calibrated" if cost.calibrated else "uncalibrated: a rough estimate; run `ridgeline calibrate` on that machine"
     )
     lines = [
         f"A decode step of {counted(load.batch, 'sequence')} with {counted(load.context, 'token')} each takes at least "
-        f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s ({word}).",
+        f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s "
+        f"({basis}).",
         f"A prefill of {counted(load.prompt, 'token')} takes at least {si(prefill.floor_s, 's')}, predicted "
         f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s.",
     ]
@@ -141,73 +149,74 @@ def notes(found: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[st
         free = capacity.memory_bytes - capacity.weight_bytes - capacity.kv_bytes
         lines.append(f"Weights {bytes_text(capacity.weight_bytes)} and cache {bytes_text(capacity.kv_bytes)} fit: "
                      f"{bytes_text(free)} are left.")  # fmt: skip
-        near = found.accelerator.on_chip
-        if near is not None and capacity.weight_bytes <= near.bytes:
+        on_chip = result.accelerator.on_chip
+        if on_chip is not None and capacity.weight_bytes <= on_chip.bytes:
             lines.append(
-                f"All weights fit into the {near.kind} of {bytes_text(near.bytes)}, which is read at {si(near.bandwidth, 'B/s')}: "
-                "steps may be faster than these limits, which assume reads from memory."
+                f"All weights fit into the {on_chip.kind} of {bytes_text(on_chip.bytes)}, which is read at "
+                f"{si(on_chip.bandwidth, 'B/s')}: steps may be faster than these limits, which assume reads from memory."
             )
     else:
         lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory. "
-                     + _spilled(found))  # fmt: skip
-    rent = found.accelerator.rent
+                     + _spilled(result))  # fmt: skip
+    rent = result.accelerator.rent
     if rent is not None:
         price = usd_per_unit(rent.usd, load.batch / steps["decode"]) * 1e6
         lines.append(
             f"Rented at ${rent.usd:.2f} an hour ({rent.date}): ${price:.3f} per million output tokens at this load."
         )
-    if found.accelerator.unverified:
-        lines.append(f"Unverified values in the hardware table: {', '.join(found.accelerator.unverified)}.")
+    if result.accelerator.unverified:
+        lines.append(f"Unverified values in the hardware table: {', '.join(result.accelerator.unverified)}.")
     return tuple(lines)
 
 
-def _spilled(found: Roofline) -> str:
-    if math.isinf(found.capacity.spill_s):
+def _spilled(result: Roofline) -> str:
+    if math.isinf(result.capacity.spill_s):
         return "This device cannot read host memory: use a smaller load or a larger device."
-    slower = found.decode_slowdown
-    if slower < 1.05:
-        return f"The transfer takes {si(found.capacity.spill_s, 's')} per step and can overlap with the rest of a decode step."
-    return f"Decoding gets {slower:.1f} times slower, because each step reads them over the link."
+    slowdown = result.decode_slowdown
+    if slowdown < 1.05:
+        return f"The transfer takes {si(result.capacity.spill_s, 's')} per step and can overlap with the rest of a decode step."
+    return f"Decoding gets {slowdown:.1f} times slower, because each step reads them over the link."
 
 
-def facts(found: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[str, Any]:
-    """The same as data: bytes, FLOPs and seconds."""
-    accelerator = found.accelerator
+def facts(result: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[str, Any]:
+    """The results for JSON, in bytes, FLOPs and seconds."""
+    accelerator = result.accelerator
     return {
-        "model": {"architecture": found.spec.architecture, "params": found.spec.params, "dtype": found.spec.dtype,
-                  "quantization": found.spec.quantization, "weight_bytes": found.spec.weight_bytes,
-                  "kv_bytes_per_token": found.spec.kv_bytes_per_token()},
-        "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(matrix_dtype(found.spec)),
+        "model": {"architecture": result.spec.architecture, "params": result.spec.params, "dtype": result.spec.dtype,
+                  "quantization": result.spec.quantization, "weight_bytes": result.spec.weight_bytes,
+                  "kv_bytes_per_token": result.spec.kv_bytes_per_token()},
+        "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(matrix_dtype(result.spec)),
                         "bandwidth": accelerator.bandwidth, "memory_bytes": accelerator.memory_bytes,
-                        "ridge_flop_per_byte": found.ridge, "source": accelerator.source},
-        "load": asdict(found.load),
-        "fits": found.capacity.fits,
-        "spilled_bytes": found.capacity.spilled_bytes,
+                        "ridge_flop_per_byte": result.ridge, "source": accelerator.source},
+        "load": asdict(result.load),
+        "fits": result.capacity.fits,
+        "spilled_bytes": result.capacity.spilled_bytes,
         "calibrated": cost.calibrated,
-        "phases": {one.name: _phase_facts(one, steps[one.name]) for one in found.phases},
+        "phases": {phase.name: _phase_facts(phase, steps[phase.name]) for phase in result.phases},
     }  # fmt: skip
 
 
-def _phase_facts(found: Phase, predicted_s: float) -> dict[str, Any]:
+def _phase_facts(phase: Phase, predicted_s: float) -> dict[str, Any]:
     operations = [
-        {"name": one.name, "count": one.count, "flops": one.flops, "bytes": one.bytes,
-         "activation_bytes": one.activation_bytes, "intensity": one.intensity, "bound": one.bound, "floor_s": one.seconds}
-        for one in found.points
+        {"name": operation.name, "count": operation.count, "flops": operation.flops, "bytes": operation.bytes,
+         "activation_bytes": operation.activation_bytes, "intensity": operation.intensity, "bound": operation.bound,
+         "floor_s": operation.seconds}
+        for operation in phase.points
     ]  # fmt: skip
-    return {"tokens": found.tokens, "flops": found.flops, "bytes": found.bytes, "intensity": found.intensity,
-            "bound": found.bound, "floor_s": found.floor_s, "serial_floor_s": found.serial_s, "predicted_s": predicted_s,
+    return {"tokens": phase.tokens, "flops": phase.flops, "bytes": phase.bytes, "intensity": phase.intensity,
+            "bound": phase.bound, "floor_s": phase.floor_s, "serial_floor_s": phase.serial_s, "predicted_s": predicted_s,
             "operations": operations}  # fmt: skip
 
 
-def _show(console: Console, found: Roofline, told: Sequence[str]) -> None:
-    one = found.accelerator
-    peak = si(one.peak(matrix_dtype(found.spec)), "FLOP/s")
+def _show(console: Console, result: Roofline, lines: Sequence[str]) -> None:
+    accelerator = result.accelerator
+    peak = si(accelerator.peak(matrix_dtype(result.spec)), "FLOP/s")
     console.print(
-        f"[bold]{found.spec.architecture}[/bold], {count_text(found.spec.params)} parameters, {found.spec.dtype} on "
-        f"[bold]{one.name}[/bold]: {peak} dense, {si(one.bandwidth, 'B/s')}, ridge {found.ridge:.0f} FLOP/B",
+        f"[bold]{result.spec.architecture}[/bold], {count_text(result.spec.params)} parameters, {result.spec.dtype} on "
+        f"[bold]{accelerator.name}[/bold]: {peak} dense, {si(accelerator.bandwidth, 'B/s')}, ridge {result.ridge:.0f} FLOP/B",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for phase in found.phases:
+    for phase in result.phases:
         title = f"{phase.name}: {counted(phase.tokens, 'token')}, {phase.bound}-bound, {si(phase.intensity, 'FLOP/B')}"
         table = Table(*HEAD, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in table.columns[1:]:
@@ -217,5 +226,5 @@ def _show(console: Console, found: Roofline, told: Sequence[str]) -> None:
         console.print()
         console.print(table)
     console.print()
-    for line in told:
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""Start the server: the OpenAI API for one model. Without MODEL it serves the model shipped with Ridgeline.
+"""Start the server: the OpenAI API for one model. Without MODEL, it serves the model shipped with Ridgeline.
 
-This process is the service; it starts the process of the engine and never loads torch itself.
+This process is the service. It starts the engine process, and does not import torch itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from ridgeline.cli.flags import Given, Parser, parser_for
-from ridgeline.cli.show import Stages, chosen, configuration, stages_text
+from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.show import Stages, configuration, engine_options, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.policy import admission
@@ -32,7 +32,7 @@ from ridgeline.service.listen import bind
 from ridgeline.speculation.options import check_files, read_wanted
 
 SHIPPED_NAME = "ridgeline-14m"
-"""What the API calls the model that comes with Ridgeline."""
+"""Name of the shipped model in the API."""
 
 
 def parser() -> Parser:
@@ -40,13 +40,13 @@ def parser() -> Parser:
 
 
 class Announcer:
-    """Tells the terminal how the start goes: bars while loading, then configuration, address and a first request.
+    """Prints the progress of the start: bars while loading, then configuration, address and an example request.
 
-    started: time.perf_counter() at which the user began to wait, before anything was imported for the service.
+    started: time.perf_counter() when the command began, before the service was imported.
     """
 
-    def __init__(self, given: Given, folder: Path, console: Console, stages: Stages, started: float) -> None:
-        self._given = given
+    def __init__(self, args: Arguments, folder: Path, console: Console, stages: Stages, started: float) -> None:
+        self._args = args
         self._folder = folder
         self._console = console
         self._stages = stages
@@ -58,9 +58,9 @@ class Announcer:
     def loading(self, stage: str, done: int, total: int) -> None:
         self._stages(stage, done, total)
 
-    def restarting(self, lost: str) -> None:
+    def restarting(self, reason: str) -> None:
         self._started = time.perf_counter()
-        text = f"restarting the engine: {lost}; requests get 503 until it is ready"
+        text = f"restarting the engine: {reason}; requests get 503 until it is ready"
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def restarted(self, url: str) -> None:
@@ -69,7 +69,7 @@ class Announcer:
 
     def ready(self, url: str, facts: Mapping[str, Any]) -> None:
         self._stages.__exit__(None, None, None)
-        resolved = read(self._given, chosen(facts))
+        resolved = resolve_arguments(self._args, engine_options(facts))
         self._console.print(configuration(resolved))
         seconds = time.perf_counter() - self._started
         self._console.print(f"\n[bold]ready[/bold] in {seconds:.1f} s: {url}/v1", highlight=False)
@@ -80,18 +80,20 @@ class Announcer:
         )
 
 
-def read(given: Given, settled: Mapping[str, Any] | None = None) -> Resolved:
-    """The configuration of this process: what was typed, its environment, the file that was named, and what model and
-    hardware settled."""
-    found = resolve(given.flags, environ=os.environ, file=given.config, hardware=settled)
-    if found.model.model:
-        return found
-    named = {"served_model_name": SHIPPED_NAME, **(settled or {})}
-    return resolve(given.flags, environ=os.environ, file=given.config, hardware=named)
+def resolve_arguments(args: Arguments, hardware: Mapping[str, Any] | None = None) -> Resolved:
+    """Resolve the configuration from flags, environment and --config file.
+
+    hardware: options that the engine derived from model and hardware. They replace defaults only.
+    """
+    resolved = resolve(args.flags, environ=os.environ, file=args.config, hardware=hardware)
+    if resolved.model.model:
+        return resolved
+    with_name = {"served_model_name": SHIPPED_NAME, **(hardware or {})}
+    return resolve(args.flags, environ=os.environ, file=args.config, hardware=with_name)
 
 
 def first_request(url: str, folder: Path, service: ServiceConfig) -> str:
-    """A curl line that gets an answer from this server."""
+    """An example request to this server, as a curl command."""
     if has_template(folder) or service.chat_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     else:
@@ -101,7 +103,7 @@ def first_request(url: str, folder: Path, service: ServiceConfig) -> str:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a model folder brings a chat template."""
+    """Whether a model folder contains a chat template."""
     config = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (
         config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
@@ -109,42 +111,43 @@ def has_template(folder: Path) -> bool:
 
 
 def check(resolved: Resolved) -> None:
-    """Raise ConfigError for options that the engine or the service would refuse after both have begun. Those with a fixed set
-    of values have been checked by `resolve`."""
+    """Raise ConfigError for options that engine or service would reject after both have started.
+
+    `resolve` has already checked the options with a fixed set of values.
+    """
     admission(resolved.engine.batching)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
     if resolved.service.allowed_origins:
-        # Only here: what it needs is imported while the engine's process imports torch.
+        # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
     if resolved.service.allowed_hosts:
         import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 
 
-def run(given: Given) -> int:
+def run(args: Arguments) -> int:
     started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    resolved = read(given)
+    resolved = resolve_arguments(args)
     check(resolved)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
         folder = _find_models(resolved)
-        begun = begin(resolved.model, resolved.engine)
-        cleanup.callback(begun.process.kill)  # it has ended already, unless the service never came to speak to it
-        # Only now: what the service is made of is imported while the engine's process imports torch.
+        engine_process = begin(resolved.model, resolved.engine)
+        cleanup.callback(engine_process.process.kill)  # no effect if the service has stopped it
+        # Imported late, so that this import runs while the engine process imports torch.
         server = import_module("ridgeline.service.server")
         console = Console(stderr=True)
         stages = cleanup.enter_context(Stages(console))
-        announcer = Announcer(given, folder, console, stages, started)
-        uvloop.run(server.serve(resolved, folder, listeners, begun, announcer))
+        announcer = Announcer(args, folder, console, stages, started)
+        uvloop.run(server.serve(resolved, folder, listeners, engine_process, announcer))
     return 0
 
 
 def _find_models(resolved: Resolved) -> Path:
-    """The folder of the served model. Raises ConfigError when it, or the reference model beside it, cannot be had."""
+    """Folder of the served model. Raises ConfigError if it or the reference model (--shadow-model) is not available."""
     folder = resolve_model(resolved.model)
     if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
-        resolve_model(
-            replace(resolved.model, model=reference, revision=None)
-        )  # a name that is none is an error now, not a warning later
+        # Checked here, so that an invalid name is an error now and not a warning later.
+        resolve_model(replace(resolved.model, model=reference, revision=None))
     return folder

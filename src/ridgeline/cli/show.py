@@ -1,4 +1,4 @@
-"""How the command line shows things: progress of a start-up, the resolved configuration, sizes."""
+"""Output of the command line: progress bars, the resolved configuration, formatted sizes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FACTS = {
 }
 
 
-def chosen(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the engine settled, by the names of their fields, from its facts."""
+def engine_options(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Configuration fields that the engine chose, from the facts that it reports."""
     return {name: facts[fact] for name, fact in _FACTS.items() if fact in facts}
 
 
 class Stages:
-    """One bar per stage of a start-up (weights, graphs, ...), on a terminal only."""
+    """Progress bars, one per stage of a start-up (weights, graphs, ...). Draws on a terminal only."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -59,7 +59,7 @@ class Stages:
 
 
 def configuration(resolved: Resolved) -> Group:
-    """Every option with its value and origin; what is only the default shares the last paragraph."""
+    """Table of options with value and origin, then one paragraph with all defaults."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     defaults = []
     for name, value, origin in resolved.rows():
@@ -71,8 +71,8 @@ def configuration(resolved: Resolved) -> Group:
 
 
 def stages_text(seconds: Mapping[str, float]) -> str:
-    """Stages of a start-up that can be seen in tenths of a second: "weights 3.1 s, kernels 0.8 s"."""
-    return ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items() if spent >= 0.05)
+    """Durations of the start-up stages, without stages below 0.05 s: "weights 3.1 s, kernels 0.8 s"."""
+    return ", ".join(f"{name} {duration:.1f} s" for name, duration in seconds.items() if duration >= 0.05)
 
 
 def bytes_text(count: float) -> str:

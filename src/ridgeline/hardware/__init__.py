@@ -1,1 +1,1 @@
-"""What accelerators can do (table), what this machine is (probe), and how fast it really reads memory (bandwidth)."""
+"""Hardware: published figures of accelerators, detection of this machine, measured bandwidth, energy counters."""

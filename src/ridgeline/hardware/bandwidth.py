@@ -1,4 +1,4 @@
-"""How fast this machine really reads memory and multiplies: the measured ceilings beside the table's."""
+"""Measures memory bandwidth and matrix-product rate of this machine, for comparison with the hardware table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 
 def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int = 10) -> float:
-    """Bytes per second at which `size_bytes` bytes are read: the better of a sum and a matrix-vector product, which is
-    what decoding does; the best of `repeats`."""
+    """Measure the read bandwidth in bytes per second: the faster of a sum and a matrix-vector product, best of `repeats`."""
     matrix = torch.ones(size_bytes // 4 // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
     seconds = min(_best(matrix.sum, device, repeats), _best(lambda: matrix @ vector, device, repeats))
@@ -18,10 +17,12 @@ def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 10) -> float:
-    """FLOP/s of a square product of `size` (a multiply-add is 2), the best of `repeats`; of numbers in `dtype`, or, on a CPU, in
-    float32, to which kernels widen them, if a small product is faster so: without instructions for 16 bits torch takes forty
-    times as long. Of random numbers: ones toggle fewer transistors, so a chip at its power limit multiplies them faster than
-    anything real."""
+    """Measure FLOP/s of a square matrix product (a multiply-add counts as 2), best of `repeats`.
+
+    On a CPU it uses float32 instead of `dtype` if a small product is faster in float32: without 16-bit instructions, torch is
+    forty times slower in 16 bits, and kernels widen to float32. The matrices are random, because constant matrices switch fewer
+    transistors and run faster on a chip at its power limit.
+    """
 
     def rate(kind: torch.dtype, size: int, repeats: int) -> float:
         left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
@@ -33,17 +34,17 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repe
 
 
 def _best(work: Callable[[], torch.Tensor], device: torch.device, repeats: int) -> float:
-    """Shortest time of one call in seconds, after one to warm up."""
+    """Shortest time of one call in seconds, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
-        _wait(device)
+        _synchronize(device)
         started = time.perf_counter()
         work()
-        _wait(device)
+        _synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A GPU's context, made while this process imports torch."""
+"""Creates the CUDA context in a thread while the process imports torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 
 def open_context(load: Callable[[str], Any] = ctypes.CDLL) -> Thread:
-    """Begin to make the context of the first GPU that this process may use, the one that torch takes if nobody names another.
-    It takes the driver a good part of a second, in which it asks nothing of Python. It stays until the process ends. Where
-    there is no driver, or no GPU that works, nothing happens: torch will say so. load: opens a library by its name; OSError if
-    there is none. -> the thread that does it."""
+    """Start a thread that creates the primary context of the first visible GPU, which is the default device of torch.
+
+    The driver takes several hundred milliseconds and does not hold the GIL. The context stays until the process ends. Without a
+    driver or a working GPU, the thread does nothing, and torch reports the error later.
+    load: opens a library by name; raises OSError if it does not exist.
+    """
     thread = Thread(target=_open, args=(load,), name="context", daemon=True)
     thread.start()
     return thread
@@ -24,6 +26,6 @@ def _open(load: Callable[[str], Any]) -> None:
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    # Each says 0 if it went well (CUDA driver API, cuda.h).
+    # Each call returns 0 on success (CUDA driver API, cuda.h).
     if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

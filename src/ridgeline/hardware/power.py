@@ -1,4 +1,4 @@
-"""How much energy the device takes: counted by the device where it counts, else estimated, and said which."""
+"""Energy of the device: read from its counter if it has one, otherwise estimated."""
 
 from __future__ import annotations
 
@@ -9,76 +9,88 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-EVERY_S = 0.25
-"""Seconds between two readings."""
+MIN_INTERVAL_S = 0.25
+"""Minimum seconds between two readings."""
 IDLE_SHARE = 0.3
-"""Part of the board power that an estimate gives an idle device."""
+"""Estimated power of an idle device, as a share of its board power."""
 RAPL = Path("/sys/class/powercap")
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """kind: "nvml", "rapl" or "estimate". read: joules so far, from (seconds, busy seconds) so far. wraps: joules at which
-    it starts again, 0 for never."""
+    """An energy counter."""
 
     kind: str
+    """One of "nvml", "rapl", "estimate"."""
     read: Callable[[float, float], float]
+    """Returns joules so far. Arguments: seconds and busy seconds so far, for the estimate."""
     wraps: float = 0.0
+    """Joules at which the counter wraps to 0; 0: never."""
 
 
-class DraftRows:
-    """A reading that may take 20 ms, as NVIDIA's library does in a virtual machine, for whoever cannot wait: each call gives the
-    last that has come, and has another thread take the next. So what is told lags by a reading."""
+class BackgroundReading:
+    """Non-blocking access to a slow counter. NVML can take 20 ms in a virtual machine.
+
+    Each call returns the latest value and starts the next reading in a thread, so the value lags by one reading.
+    """
 
     def __init__(self, read: Callable[[], float]) -> None:
-        self._read, self._known = read, read()
-        self._thread = ThreadPoolExecutor(1, "power")
-        self._asked = self._thread.submit(read)
+        self._read, self._latest = read, read()
+        self._executor = ThreadPoolExecutor(1, "power")
+        self._pending = self._executor.submit(read)
 
     def __call__(self) -> float:
-        if self._asked.done():
-            self._known, self._asked = self._asked.result(), self._thread.submit(self._read)
-        return self._known
+        if self._pending.done():
+            self._latest, self._pending = self._pending.result(), self._executor.submit(self._read)
+        return self._latest
 
 
 class Meter:
-    """Joules between readings. clock: seconds that only grow."""
+    """Measures joules between readings. clock: monotonic seconds."""
 
     def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
         self.kind = counter.kind
         self._counter, self._clock = counter, clock
-        self._begun = self._at = clock()
-        self._busy = 0.0
-        self._before = counter.read(0.0, 0.0)
+        self._start = self._last_reading = clock()
+        self._busy_s = 0.0
+        self._last_joules = counter.read(0.0, 0.0)
 
     def take(self, busy_s: float) -> float:
-        """Joules since the last reading, 0 when that was a moment ago. busy_s: what the device has worked since the last
-        call."""
-        self._busy += busy_s
+        """Joules since the last reading; 0 within MIN_INTERVAL_S after it. busy_s: busy seconds since the last call."""
+        self._busy_s += busy_s
         now = self._clock()
-        if now - self._at < EVERY_S:
+        if now - self._last_reading < MIN_INTERVAL_S:
             return 0.0
-        self._at = now
-        joules = self._counter.read(now - self._begun, self._busy)
-        more, self._before = joules - self._before, joules
-        return more if more >= 0 else more + self._counter.wraps
+        self._last_reading = now
+        joules = self._counter.read(now - self._start, self._busy_s)
+        delta, self._last_joules = joules - self._last_joules, joules
+        return delta if delta >= 0 else delta + self._counter.wraps
 
 
 def power_counter(kind: str, watts: float, index: int = 0, rapl: Path = RAPL) -> Counter:
-    """The best counter for a device. kind: "cuda" or "cpu"; watts: its board power, for an estimate; index: of the GPU; rapl: the
-    folder of the processor packages' counters."""
+    """The best available counter of a device.
+
+    Args:
+        kind: "cuda" or "cpu".
+        watts: board power, for the estimate.
+        index: index of the GPU.
+        rapl: folder with the counters of the processor packages.
+    """
     counter = _nvml(index) if kind == "cuda" else _rapl(sorted(rapl.glob("intel-rapl:[0-9]")))
-    return counter or Counter("estimate", lambda seconds, busy: watts * _weighted(seconds, busy))
+    return counter or Counter("estimate", lambda seconds, busy: watts * _full_power_s(seconds, busy))
 
 
-def _weighted(seconds: float, busy: float) -> float:
+def _full_power_s(seconds: float, busy: float) -> float:
+    """Seconds at full power that take the same energy as `busy` seconds of work and idling for the remainder."""
     busy = min(busy, seconds)
     return busy + IDLE_SHARE * (seconds - busy)
 
 
 def board_joules(index: int) -> Callable[[], float] | None:
-    """Joules that an NVIDIA GPU has taken so far, by its own counter in NVIDIA's management library (Volta and later, in
-    millijoules); None where there is none. A reading may take 20 ms."""
+    """Function that reads the energy counter of an NVIDIA GPU in joules (NVML, Volta and later); None if it has no counter.
+
+    A reading can take 20 ms.
+    """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -98,12 +110,12 @@ def _nvml(index: int) -> Counter | None:
     read = board_joules(index)
     if read is None:
         return None
-    behind = DraftRows(read)
-    return Counter("nvml", lambda seconds, busy: behind())
+    reading = BackgroundReading(read)
+    return Counter("nvml", lambda seconds, busy: reading())
 
 
 def _rapl(packages: Sequence[Path]) -> Counter | None:
-    """Running average power limit: the processor packages' counters (readable by root on most systems)."""
+    """Energy counters of the processor packages (RAPL). Most systems allow only root to read them."""
 
     def read(name: str) -> float:
         return sum(int((package / name).read_text()) for package in packages) / 1e6

@@ -1,4 +1,4 @@
-"""What this machine is: asked of the kernel and of NVIDIA's management library, without loading torch."""
+"""Detects processor, memory and GPUs of this machine from the kernel and NVML, without importing torch."""
 
 from __future__ import annotations
 
@@ -18,57 +18,69 @@ _NAME_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that can hold a model. memory_bytes: all of it (CPU: of the machine); free_bytes: not in use now.
-    features: instruction sets of a processor."""
+    """A device that can run a model."""
 
     kind: str
+    """Either "cpu" or "cuda"."""
     name: str
     memory_bytes: int
+    """Total memory (for a CPU: memory of the machine)."""
     free_bytes: int
     features: tuple[str, ...] = ()
+    """Instruction sets of a processor."""
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Its row in the table; None for a GPU that the table does not know. A processor that is not named as the table
-        names it is a plain one: how many of its cores are ours is not in its name."""
-        named = next((one for one in ACCELERATORS if one.name == self.name), None)
-        if named is not None:
-            return named
+        """Row of the device in the hardware table; None for an unknown GPU.
+
+        A processor gets a generic row for its instruction sets, unless its name is exactly that of a row: its name does not tell
+        how many cores this process may use.
+        """
+        row = next((accelerator for accelerator in ACCELERATORS if accelerator.name == self.name), None)
+        if row is not None:
+            return row
         return cpu(self.features) if self.kind == "cpu" else find(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """processor: its name. cores: those this process may use. features: instruction sets that matter to us."""
+    """Processor, memory and GPUs of this machine."""
 
     processor: str
+    """Name of the processor."""
     cores: int
+    """Cores that this process may use."""
     features: tuple[str, ...]
+    """Instruction sets that the kernels use."""
     host: Device
     gpus: tuple[Device, ...]
 
-    def device(self, wanted: str = "auto") -> Device:
+    def device(self, name: str = "auto") -> Device:
         """The device that `--device` names: the first GPU, or the processor."""
-        return self.gpus[0] if self.gpus and wanted != "cpu" else self.host
+        return self.gpus[0] if self.gpus and name != "cpu" else self.host
 
 
 def probe() -> Machine:
-    """Ask this machine. What cannot be found out is 0 or empty; nothing is raised."""
+    """Detect this machine. Unknown figures are 0 or empty; raises nothing."""
     processor, features = _processor(_lines("/proc/cpuinfo"))
     host = Device("cpu", processor, *host_memory(), features)
     cores = len(os.sched_getaffinity(0))
-    return Machine(processor, cores, features, host, visible(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return Machine(
+        processor, cores, features, host, visible_gpus(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    )
 
 
-def meant(name: str, ask: Callable[[], Machine] = probe) -> Accelerator:
-    """The row of the table that a user means, "cpu" the one that stands for the processor of the machine that `ask` finds.
-    Raises ConfigError."""
-    own = ask().host.accelerator if name.lower() == "cpu" else None
-    return own or lookup(name)
+def resolve_accelerator(name: str, detect: Callable[[], Machine] = probe) -> Accelerator:
+    """Row of the hardware table for a name from the user. Raises ConfigError.
+
+    "cpu" is the row for the processor of the machine that `detect` returns.
+    """
+    processor = detect().host.accelerator if name.lower() == "cpu" else None
+    return processor or lookup(name)
 
 
 def host_memory() -> tuple[int, int]:
-    """(all, free) bytes of memory this process may use: what the kernel could give out, and the container allows."""
+    """(total, free) bytes of memory that this process may use, within the limit of its container."""
     memory = _memory(_lines("/proc/meminfo"))
     total, free = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     limit = _cgroup_limit()
@@ -78,27 +90,29 @@ def host_memory() -> tuple[int, int]:
 
 
 def process_age_s(stat: Path = Path("/proc/self/stat")) -> float:
-    """Seconds since this process was started, to a hundredth; 0 where the kernel does not tell."""
+    """Seconds since this process started, with a resolution of 10 ms; 0 if unknown."""
     try:
-        # The name in parentheses may hold anything; of the fields behind it the 20th is the start, in ticks since boot.
+        # The process name in parentheses may contain spaces. The 20th field after it is the start time in ticks since boot.
         started = int(stat.read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
 
 
-def visible(gpus: tuple[Device, ...], listed: str | None) -> tuple[Device, ...]:
-    """GPUs in the order of CUDA_VISIBLE_DEVICES (numbers; a list that breaks off at the first bad one, as CUDA reads
-    it). A list of UUIDs is taken to mean as many as it has."""
+def visible_gpus(gpus: tuple[Device, ...], listed: str | None) -> tuple[Device, ...]:
+    """Select the GPUs that CUDA_VISIBLE_DEVICES lists, in its order.
+
+    As in CUDA, the list ends at the first invalid index. A list of UUIDs selects the first GPUs, as many as it has entries.
+    """
     if listed is None:
         return gpus
-    found = []
+    selected = []
     for position, word in enumerate(word.strip() for word in listed.split(",")):
         index = int(word) if word.isdigit() else position if word.startswith(("GPU-", "MIG-")) else -1
         if not 0 <= index < len(gpus):
             break
-        found.append(gpus[index])
-    return tuple(found)
+        selected.append(gpus[index])
+    return tuple(selected)
 
 
 def _lines(path: str) -> list[str]:
@@ -110,38 +124,41 @@ def _lines(path: str) -> list[str]:
 
 def _processor(lines: Iterable[str]) -> tuple[str, tuple[str, ...]]:
     """(name, instruction sets) from /proc/cpuinfo."""
-    fields = dict(_pair(line) for line in lines if ":" in line)
+    fields = dict(_name_and_value(line) for line in lines if ":" in line)
     flags = fields.get("flags", "").split()
-    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-    return fields.get("model name") or platform.machine(), tuple(flag for flag in wanted if flag in flags)
+    known_features = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    return fields.get("model name") or platform.machine(), tuple(flag for flag in known_features if flag in flags)
 
 
 def _memory(lines: Iterable[str]) -> Mapping[str, int]:
-    """Bytes by name from /proc/meminfo."""
-    found = {}
+    """Sizes in bytes by name, from /proc/meminfo."""
+    sizes = {}
     for line in lines:
         match = re.fullmatch(r"(\w+):\s+(\d+) kB", line.strip())
         if match:
-            found[match[1]] = int(match[2]) * 1024
-    return found
+            sizes[match[1]] = int(match[2]) * 1024
+    return sizes
 
 
 def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """(limit, use) in bytes of this container's memory, when it has a limit; cache that can be dropped is no use."""
+    """(limit, used) bytes of memory of this container (cgroup v2 or v1); None without a limit.
+
+    Inactive file cache does not count as used.
+    """
     for limit, use, stat, key in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         try:
-            most, held = int((root / limit).read_text()), int((root / use).read_text())
+            limit_bytes, used_bytes = int((root / limit).read_text()), int((root / use).read_text())
             stats = dict(line.split() for line in (root / stat).read_text().splitlines())
-            return most, max(0, held - int(stats.get(key, 0)))
+            return limit_bytes, max(0, used_bytes - int(stats.get(key, 0)))
         except (OSError, ValueError):  # no such file, or the word "max"
             continue
     return None
 
 
-def _pair(line: str) -> tuple[str, str]:
+def _name_and_value(line: str) -> tuple[str, str]:
     name, _, value = line.partition(":")
     return name.strip(), value.strip()
 
@@ -151,7 +168,7 @@ class _Memory(ctypes.Structure):
 
 
 def nvidia_gpus() -> tuple[Device, ...]:
-    """GPUs as NVIDIA's driver lists them; empty where there is no driver."""
+    """GPUs in the order of the NVIDIA driver; empty without a driver."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -162,8 +179,8 @@ def nvidia_gpus() -> tuple[Device, ...]:
         count = ctypes.c_uint()
         if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return ()
-        found = [_nvidia_gpu(library, index) for index in range(count.value)]
-        return tuple(one for one in found if one is not None)
+        gpus = [_nvidia_gpu(library, index) for index in range(count.value)]
+        return tuple(gpu for gpu in gpus if gpu is not None)
     finally:
         library.nvmlShutdown()
 

@@ -1,8 +1,8 @@
-"""Published figures of accelerators, each row with its source: the ceilings that predictions are made from.
+"""Published peak figures of accelerators with their sources. Predictions are based on them.
 
-The figures stand in accelerators.toml. Dense and sparse rates are kept apart: 2:4 sparsity doubles a rate on paper alone,
-and data sheets print that number first (H100 SXM: "1,979 TFLOP/s" in bf16 is 989 for a dense matrix). What a machine
-reaches of its ceilings is measured (`hardware.bandwidth`, `planner.calibrate`) and stands beside them.
+The figures are in accelerators.toml. Dense and sparse rates are separate: data sheets often print the rate with 2:4 sparsity
+first (H100 SXM: "1,979 TFLOP/s" in bf16 is 989 for a dense matrix). `hardware.bandwidth` and `planner.calibrate` measure the rates
+that a machine reaches.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of memory. kind: its technology (HBM3, DDR5, SRAM). bandwidth: bytes per second, reading."""
+    """One level of the memory hierarchy."""
 
     kind: str
+    """Technology (HBM3, DDR5, SRAM)."""
     bytes: int
     bandwidth: float
+    """Read bandwidth in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """US dollars, and when and where they were asked: per hour of one device (rent), or for one device (buy)."""
+    """US dollars per hour of one device (rent) or for one device (buy), with date and source."""
 
     usd: float
     date: str
@@ -39,50 +41,53 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One kind of device.
-
-    kind: how programs address it ("cuda", "rocm", "tpu", "cpu", ...). unit: what multiplies in it (scalar, vector, tensor,
-    matrix). software: what it is programmed with. memory: where weights and cache lie; on_chip: a faster level, if its
-    bandwidth is published. flops: dense operations per second by precision, products summed in float32 (int8: int32);
-    sparse: the same with 2:4 (or the maker's own) sparsity. link: bytes per second to its peers, both directions summed;
-    host_link: bytes per second from the host's memory, one direction; 0 where there is none or nobody says.
-    watts: the maker's design power (TDP), 0 where it is not published; short peaks draw 1.1 to 1.5 times as much.
-    pattern: how its driver names it. needs: instruction sets of a processor for which the row may stand.
-    unverified: figures that stand on memory, without a source that was looked up.
-    """
+    """One row of the hardware table."""
 
     name: str
     kind: str
+    """Device type of the software ("cuda", "rocm", "tpu", "cpu", ...)."""
     unit: str
+    """Unit that computes matrix products (scalar, vector, tensor, matrix)."""
     software: str
+    """Programming platform."""
     memory: Level
+    """Memory for weights and KV cache."""
     on_chip: Level | None
+    """A faster level, if its bandwidth is published."""
     flops: Mapping[str, float]
+    """Dense operations per second by precision, accumulated in float32 (int8: int32)."""
     sparse: Mapping[str, float]
+    """The same with 2:4 sparsity (or the vendor's own)."""
     link: float
+    """Bytes per second to peers, sum of both directions; 0: none or not published."""
     host_link: float
+    """Bytes per second from host memory, one direction; 0: none or not published."""
     watts: float
+    """Design power (TDP); 0 if not published. Short peaks take 1.1 to 1.5 times as much."""
     rent: Price | None
     buy: Price | None
     pattern: str
+    """Regular expression for the driver's name of the device."""
     needs: frozenset[str]
+    """Instruction sets that a processor must have so that this row represents it."""
     source: str
     unverified: tuple[str, ...]
+    """Fields whose values were not checked against a source."""
 
     @property
     def memory_bytes(self) -> int:
-        """What the driver reports, where that is known: less than the round number on the box."""
+        """Memory that the driver reports, if known. It is less than the nominal size."""
         return self.memory.bytes
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of its memory."""
+        """Memory bandwidth in bytes per second."""
         return self.memory.bandwidth
 
     def peak(self, dtype: str) -> float:
-        """Dense operations per second in `dtype`, or in the fastest type it can be computed in.
+        """Dense operations per second in `dtype`, or in the type that replaces it if the device has no unit for it.
 
-        Raises ConfigError where it computes in no such type.
+        Raises ConfigError if the device supports none of these types.
         """
         for name in (dtype, *_INSTEAD[dtype]):
             if name in self.flops:
@@ -92,7 +97,7 @@ class Accelerator:
         )
 
     def ridge(self, dtype: str) -> float:
-        """Operations per byte above which a kernel is bound by arithmetic (Williams et al. 2009)."""
+        """Operations per byte above which a kernel is compute-bound (Williams et al. 2009)."""
         return self.peak(dtype) / self.bandwidth
 
 
@@ -105,7 +110,7 @@ _INSTEAD = {
     "tf32": ("float32",),
     "float32": (),
 }
-"""What a precision is widened to where there is no unit for it. bfloat16 goes to float16 only where that is all there is."""
+"""Precision -> replacements in order of preference, for devices without a unit for it."""
 
 
 def _rows() -> Iterator[Accelerator]:
@@ -144,25 +149,25 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(_rows())
 
 
 def find(name: str) -> Accelerator | None:
-    """The accelerator a driver or a user means by `name` ("NVIDIA H100 80GB HBM3", "h200"), or None."""
-    for one in ACCELERATORS:
-        if one.kind != "cpu" and re.search(rf"(?<![A-Za-z0-9])(?:{one.pattern})", name, re.IGNORECASE):
-            return one
+    """Accelerator whose pattern matches `name` ("NVIDIA H100 80GB HBM3", "h200"); None if there is none. Excludes CPUs."""
+    for accelerator in ACCELERATORS:
+        if accelerator.kind != "cpu" and re.search(rf"(?<![A-Za-z0-9])(?:{accelerator.pattern})", name, re.IGNORECASE):
+            return accelerator
     return None
 
 
 def lookup(name: str) -> Accelerator:
-    """The accelerator a user means: by its driver's name, or by words of its name here ("4090", "epyc").
+    """Accelerator by its driver's name, or by words of its name in the table ("4090", "epyc").
 
-    Raises ConfigError with all names of the table.
+    Raises ConfigError that lists all names of the table.
     """
     row = find(name)
     if row is None:
-        wanted = _words(name)
-        row = next((one for one in ACCELERATORS if wanted and wanted <= _words(one.name)), None)
+        words = _words(name)
+        row = next((accelerator for accelerator in ACCELERATORS if words and words <= _words(accelerator.name)), None)
     if row is None:
         raise ConfigError(
-            f"Unknown accelerator {name!r}. The hardware table has {'; '.join(one.name for one in ACCELERATORS)}.",
+            f"Unknown accelerator {name!r}. The hardware table has {'; '.join(accelerator.name for accelerator in ACCELERATORS)}.",
             param="on",
         )
     return row
@@ -173,5 +178,7 @@ def _words(name: str) -> set[str]:
 
 
 def cpu(features: Iterable[str] = ()) -> Accelerator:
-    """The row that stands for a processor with these instruction sets, which the table does not name."""
-    return next(one for one in ACCELERATORS if one.kind == "cpu" and one.needs <= set(features))
+    """Generic row for a processor with these instruction sets."""
+    return next(
+        accelerator for accelerator in ACCELERATORS if accelerator.kind == "cpu" and accelerator.needs <= set(features)
+    )

@@ -1,1 +1,1 @@
-"""What a deployment can reach, needs and costs: roofline, cache, money, energy, and what was measured beside it."""
+"""Planning of a deployment: roofline, cost model calibration, KV cache, cost, energy, and diagnosis of a running server."""

@@ -1,4 +1,4 @@
-"""Least squares with no coefficient below zero, for a handful of columns."""
+"""Non-negative least squares for a small number of columns."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ Array = NDArray[np.float64]
 
 
 def nnls(matrix: Array, target: Array) -> Array:
-    """The vector x >= 0 [columns] that minimizes |matrix @ x - target|, matrix [rows, columns] float64.
+    """Find x >= 0 that minimizes |matrix @ x - target|.
 
-    The active-set method on normal equations (Lawson, Hanson 1974, chapter 23; Bro, de Jong 1997): coefficients come in
-    one at a time where they help most, and go out again where the free solution would be negative.
+    Active-set method on the normal equations. A coefficient with the steepest gradient becomes free in each iteration. It returns
+    to zero if the unconstrained solution makes it negative.
+
+    Args:
+        matrix: [rows, columns] float64.
+        target: [rows] float64.
+    Returns: x [columns].
+    Source: Lawson, Hanson 1974, chapter 23; Bro, de Jong 1997.
     """
-    gram, right = matrix.T @ matrix, matrix.T @ target
-    columns = len(right)
-    found, free = np.zeros(columns), np.zeros(columns, dtype=bool)
-    tolerance = 1e-12 * max(1.0, float(np.abs(right).max(initial=0.0)))
+    gram, moment = matrix.T @ matrix, matrix.T @ target
+    columns = len(moment)
+    solution, free = np.zeros(columns), np.zeros(columns, dtype=bool)
+    tolerance = 1e-12 * max(1.0, float(np.abs(moment).max(initial=0.0)))
     for _ in range(10 * columns):
-        slope = right - gram @ found
-        slope[free] = -np.inf
-        if not columns or slope.max() <= tolerance:
+        gradient = moment - gram @ solution
+        gradient[free] = -np.inf
+        if not columns or gradient.max() <= tolerance:
             break
-        free[int(slope.argmax())] = True
+        free[int(gradient.argmax())] = True
         while True:
-            trial = np.zeros(columns)
-            trial[free] = np.linalg.lstsq(gram[np.ix_(free, free)], right[free], rcond=None)[0]
-            if (trial[free] > 0).all():
-                found = trial
+            candidate = np.zeros(columns)
+            candidate[free] = np.linalg.lstsq(gram[np.ix_(free, free)], moment[free], rcond=None)[0]
+            if (candidate[free] > 0).all():
+                solution = candidate
                 break
-            below = free & (trial <= 0)
-            step = float((found[below] / (found[below] - trial[below])).min())
-            found = found + step * (trial - found)
-            free &= found > 1e-15
-            found[~free] = 0.0
-    return found
+            infeasible = free & (candidate <= 0)
+            step = float((solution[infeasible] / (solution[infeasible] - candidate[infeasible])).min())
+            solution = solution + step * (candidate - solution)
+            free &= solution > 1e-15
+            solution[~free] = 0.0
+    return solution

@@ -1,7 +1,7 @@
-"""Where each operation of a step stands under the roof of an accelerator: FLOPs, bytes, intensity, what binds it, time.
+"""Roofline of each operation of a step: FLOPs, bytes, arithmetic intensity, limit, time.
 
-Roofline: Williams, Waterman, Patterson 2009. Times are floors of the specification, not predictions of a machine; those
-come from `core.cost` and its calibration and are printed beside them.
+Times are lower bounds from the specification of the accelerator. Predictions come from `core.cost` and its calibration.
+Source: Williams, Waterman, Patterson 2009.
 """
 
 from __future__ import annotations
@@ -15,66 +15,70 @@ from ridgeline.hardware.table import Accelerator
 
 _MATRICES = frozenset({"qkv", "out", "gate+up", "down"})
 _MATH = {"fp8": "float8_e4m3"}
-"""Precision that the matrices of a number format are multiplied in, where it is not the model's dtype."""
+"""Precision of matrix products by weight format, if it differs from the dtype of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One kind of operation of a phase, all its runs together, as if it ran alone.
-
-    bytes: of weights, keys and values, which no kernel can avoid. activation_bytes: what comes in and goes out beside them.
-    peak: operations per second of the precision it computes in. seconds: the larger of arithmetic and traffic.
-    """
+    """One kind of operation in a phase; figures are sums over all its runs."""
 
     name: str
     count: int
+    """Number of runs."""
     flops: int
     bytes: int
+    """Bytes of weights, keys and values, which every kernel must read."""
     activation_bytes: int
+    """Bytes of inputs and outputs."""
     peak: float
+    """Peak FLOP/s in the precision of the operation."""
     bandwidth: float
+    """Memory bandwidth in bytes per second."""
 
     @property
-    def moved(self) -> int:
-        """All bytes that cross the memory bus."""
+    def total_bytes(self) -> int:
+        """All bytes that move between memory and chip."""
         return self.bytes + self.activation_bytes
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte moved."""
-        return self.flops / self.moved if self.moved else 0.0
+        """FLOPs per byte of memory traffic."""
+        return self.flops / self.total_bytes if self.total_bytes else 0.0
 
     @property
     def bound(self) -> str:
         """ "compute" or "memory"."""
-        return "compute" if self.flops / self.peak > self.moved / self.bandwidth else "memory"
+        return "compute" if self.flops / self.peak > self.total_bytes / self.bandwidth else "memory"
 
     @property
     def seconds(self) -> float:
-        return max(self.flops / self.peak, self.moved / self.bandwidth)
+        """Lower bound of the time: the larger of compute time and memory time."""
+        return max(self.flops / self.peak, self.total_bytes / self.bandwidth)
 
     @property
     def attained(self) -> float:
-        """FLOP/s at the roof for this intensity."""
+        """FLOP/s on the roof at this intensity."""
         return self.flops / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step, operation by operation. name: "prefill" or "decode"; tokens: query tokens of the step."""
+    """One step, operation by operation."""
 
     name: str
+    """Either "prefill" or "decode"."""
     tokens: int
+    """Query tokens of the step."""
     points: tuple[Point, ...]
 
     @property
     def flops(self) -> int:
-        return sum(one.flops for one in self.points)
+        return sum(point.flops for point in self.points)
 
     @property
     def bytes(self) -> int:
-        """Unavoidable bytes; activations that fusion keeps on the chip are left out."""
-        return sum(one.bytes for one in self.points)
+        """Bytes that no kernel can avoid. Activations are left out, because fusion can keep them on the chip."""
+        return sum(point.bytes for point in self.points)
 
     @property
     def intensity(self) -> float:
@@ -82,25 +86,25 @@ class Phase:
 
     @property
     def serial_s(self) -> float:
-        """Seconds when the operations run one after the other, each at its own roof."""
-        return sum(one.seconds for one in self.points)
+        """Seconds if the operations run one after the other, each at its own roof."""
+        return sum(point.seconds for point in self.points)
 
     @property
     def floor_s(self) -> float:
-        """Seconds below which nothing gets on this device: all arithmetic overlaps all unavoidable traffic."""
-        compute = sum(one.flops / one.peak for one in self.points)
-        return max(compute, sum(one.bytes / one.bandwidth for one in self.points))
+        """Lower bound in seconds on this device: all compute overlaps all unavoidable memory traffic."""
+        compute = sum(point.flops / point.peak for point in self.points)
+        return max(compute, sum(point.bytes / point.bandwidth for point in self.points))
 
     @property
     def bound(self) -> str:
-        """What binds the step as a whole: "compute" or "memory"."""
-        compute = sum(one.flops / one.peak for one in self.points)
-        return "compute" if compute > sum(one.bytes / one.bandwidth for one in self.points) else "memory"
+        """Limit of the step: "compute" or "memory"."""
+        compute = sum(point.flops / point.peak for point in self.points)
+        return "compute" if compute > sum(point.bytes / point.bandwidth for point in self.points) else "memory"
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is looked at: `batch` sequences that decode behind `context` tokens each, and one prompt of `prompt` tokens."""
+    """Workload: `batch` sequences that decode after `context` tokens each, and one prompt of `prompt` tokens."""
 
     batch: int = 1
     context: int = 2048
@@ -109,14 +113,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Whether weights and cache of a load fit. Bytes; spilled: what lies in the host's memory and is read over its link at
-    every step. spill_s: seconds that takes, infinite where there is no link."""
+    """Memory that weights and KV cache of a load need."""
 
     weight_bytes: int
     kv_bytes: int
     memory_bytes: int
+    """Memory of the device."""
     spilled_bytes: int
+    """Bytes that do not fit and are read from host memory in every step."""
     spill_s: float
+    """Seconds per step for reading them; infinite if the device has no host link."""
 
     @property
     def fits(self) -> bool:
@@ -125,7 +131,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A model on an accelerator. ridge: FLOPs per byte above which its matrices are bound by arithmetic."""
+    """Roofline of a model on an accelerator."""
 
     spec: ModelSpec
     accelerator: Accelerator
@@ -135,44 +141,51 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
+        """Arithmetic intensity (FLOP/B) above which matrix products are compute-bound."""
         return self.accelerator.ridge(matrix_dtype(self.spec))
 
     def phase(self, name: str) -> Phase:
-        return next(one for one in self.phases if one.name == name)
+        return next(phase for phase in self.phases if phase.name == name)
 
     @property
     def decode_slowdown(self) -> float:
-        """How many times longer a decode step takes because of what lies in the host's memory (FlexGen, Sheng et al. 2023:
-        the link is read beside the device's own memory, the slower of the two decides)."""
+        """Slowdown of a decode step by reads from host memory.
+
+        Reads over the host link overlap reads from device memory; the slower of the two determines the time.
+        Source: FlexGen (Sheng et al. 2023).
+        """
         floor = self.phase("decode").serial_s
         return max(floor, self.capacity.spill_s) / floor
 
 
 def matrix_dtype(spec: ModelSpec) -> str:
-    """The precision the layers' matrices are multiplied in. Formats of weights alone multiply in the model's dtype."""
+    """Precision of the matrix products. Weight-only formats multiply in the dtype of the model."""
     return _MATH.get(spec.quantization, spec.dtype)
 
 
 def roofline(spec: ModelSpec, accelerator: Accelerator, load: Load = Load()) -> Roofline:
-    """Every operation of a decode step and of a prefill under `accelerator`'s roof.
+    """Roofline of a decode step and of a prefill.
 
-    Raises ConfigError where the accelerator does not compute in the model's precision.
+    Raises ConfigError if the accelerator does not support the precision of the model.
     """
     decode = phase("decode", spec, accelerator, [(load.context, 1)] * load.batch)
     prefill = phase("prefill", spec, accelerator, [(0, load.prompt)])
     return Roofline(spec, accelerator, load, (prefill, decode), capacity(spec, accelerator, load))
 
 
-def phase(name: str, spec: ModelSpec, accelerator: Accelerator, shares: Iterable[tuple[int, int]]) -> Phase:
-    """One step whose rows run `n` query tokens after `start` cached ones, for (start, n) in shares."""
-    rows = list(shares)
+def phase(name: str, spec: ModelSpec, accelerator: Accelerator, rows: Iterable[tuple[int, int]]) -> Phase:
+    """Roofline of one step. rows: (cached, new) tokens of each row."""
+    rows = list(rows)
     peaks = {True: accelerator.peak(matrix_dtype(spec)), False: accelerator.peak(spec.dtype)}
-    points = (_point(one, peaks[one.name in _MATRICES], accelerator.bandwidth) for one in operations(spec, rows))
+    points = (
+        _point(operation, peaks[operation.name in _MATRICES], accelerator.bandwidth)
+        for operation in operations(spec, rows)
+    )
     return Phase(name, sum(count for _, count in rows), tuple(points))
 
 
 def capacity(spec: ModelSpec, accelerator: Accelerator, load: Load) -> Capacity:
-    """What of weights and cache `accelerator` cannot hold, and what reading that from the host costs each step."""
+    """Bytes that do not fit into the memory of `accelerator`, and the time for reading them from the host in each step."""
     weights = spec.weight_bytes
     kv = max(load.batch * spec.kv_bytes(load.context + 1), spec.kv_bytes(load.prompt))
     spilled = max(0, weights + kv - accelerator.memory_bytes)
@@ -181,5 +194,7 @@ def capacity(spec: ModelSpec, accelerator: Accelerator, load: Load) -> Capacity:
     return Capacity(weights, kv, accelerator.memory_bytes, spilled, seconds)
 
 
-def _point(one: Operation, peak: float, bandwidth: float) -> Point:
-    return Point(one.name, one.count, one.flops, one.bytes, one.activation_bytes, peak, bandwidth)
+def _point(operation: Operation, peak: float, bandwidth: float) -> Point:
+    return Point(
+        operation.name, operation.count, operation.flops, operation.bytes, operation.activation_bytes, peak, bandwidth
+    )

@@ -1,6 +1,6 @@
-"""Small charts as SVG: axes, lines, points, guides and a legend, in light and dark, with nothing fetched from outside.
+"""Small SVG charts: axes, lines, points, guides and a legend, for light and dark mode, without external resources.
 
-A `Chart` is a value; `figure` draws it for a page that carries `STYLE` (as `page` does), `document` as a file of its own.
+A `Chart` is plain data. `figure` draws it for a page that contains `STYLE` (see `page`), `document` as a separate file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from html import escape
 _LIGHT = ("#2563eb", "#dc2626", "#059669", "#b45309", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
 _DARK = ("#7aa2ff", "#ff8a80", "#4ade9c", "#f5b35c", "#bda4ff", "#5fd0e6", "#ff8fc0", "#b5d66b")
 COLORS = len(_LIGHT)
-"""How many series differ in color; the next one begins again."""
+"""Number of colors; further series repeat them."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 18.0, 50.0, 46.0
 _LETTER, _LINE = 6.1, 13.0
-"""Width and height of a letter at the labels' size, in pixels: near enough to keep labels apart."""
+"""Approximate width and height of a letter in labels, in pixels; used to keep labels apart."""
 
 
 def _palette(colors: Sequence[str], ink: str, muted: str, grid: str, paper: str) -> str:
@@ -34,32 +34,34 @@ STYLE = (
     "svg.chart .label{paint-order:stroke;stroke:var(--paper);stroke-width:3px}"
     "svg.chart .line{fill:none;stroke-width:2}svg.chart .guide{stroke-dasharray:4 4}"
 )
-"""CSS of all charts. Put it once into a page that holds figures."""
+"""CSS of all charts. A page with figures must contain it once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from `low` to `high`; log: equal ratios are equally far (low must be above 0). unit: behind each number."""
+    """A scale from `low` to `high`."""
 
     label: str
     low: float
     high: float
     log: bool = False
+    """Logarithmic scale; `low` must be above 0."""
     unit: str = ""
+    """Unit after each tick label."""
 
     @classmethod
     def around(cls, values: Iterable[float], label: str, *, log: bool = False, unit: str = "") -> Axis:
-        """An axis that holds all finite values, with some room; a linear one begins at 0 unless values lie below."""
-        found = [value for value in values if math.isfinite(value) and (not log or value > 0)] or [1.0]
-        low, high = min(found), max(found)
+        """An axis that contains all finite values, with a margin. A linear axis starts at 0 unless values are negative."""
+        finite = [value for value in values if math.isfinite(value) and (not log or value > 0)] or [1.0]
+        low, high = min(finite), max(finite)
         if log:
-            room = max(1.15, (high / low) ** 0.06)
-            return cls(label, low / room, high * room, True, unit)
+            margin = max(1.15, (high / low) ** 0.06)
+            return cls(label, low / margin, high * margin, True, unit)
         low = min(0.0, low)
         return cls(label, low, high + 0.05 * ((high - low) or 1.0), False, unit)
 
     def place(self, value: float) -> float:
-        """Where a value lies: 0 at `low`, 1 at `high`."""
+        """Relative position of a value: 0 at `low`, 1 at `high`."""
         if self.log:
             return math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -72,23 +74,25 @@ class Axis:
             return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         digits = (1,) if len(powers) > 4 else (1, 2, 5)
-        found = [digit * 10.0**power for power in powers for digit in digits]
-        return [value for value in found if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
+        ticks = [digit * 10.0**power for power in powers for digit in digits]
+        return [value for value in ticks if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points joined by a line. color: number of the series; dashed: what is predicted or only a limit."""
+    """Points connected by a line."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     color: int = 0
+    """Index of the color."""
     dashed: bool = False
+    """For predictions and limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Dots, each with a label ("" for none; the label is also the tooltip)."""
+    """Dots (x, y, label). The label is also the tooltip; "" for no label."""
 
     name: str
     points: tuple[tuple[float, float, str], ...]
@@ -97,7 +101,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A labelled line through the whole plot at one value: upright at `x`, or level at `y`."""
+    """A labelled line across the plot: vertical at `x`, or horizontal at `y`."""
 
     label: str
     x: float | None = None
@@ -106,7 +110,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A title, two axes and what is drawn between them, in this order. Sizes in pixels."""
+    """A title, two axes, and the marks in drawing order. Sizes are pixels."""
 
     title: str
     x: Axis
@@ -117,7 +121,7 @@ class Chart:
 
 
 def si(value: float, unit: str = "") -> str:
-    """1234.0 -> "1.23k", (0.002, "s") -> "2 ms": three digits, a metric prefix and the unit."""
+    """Format with three digits, a metric prefix and the unit: 1234.0 -> "1.23k", (0.002, "s") -> "2 ms"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}".rstrip()
     power = max(-4, min(6, math.floor(math.log10(abs(value)) / 3 + 1e-12)))
@@ -129,7 +133,7 @@ def si(value: float, unit: str = "") -> str:
 
 
 def figure(chart: Chart) -> str:
-    """The chart as an `<svg>` element for a page that carries STYLE."""
+    """The chart as an `<svg>` element for a page that contains STYLE."""
     plot = _Plot(chart)
     parts = [
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {chart.width:g} {chart.height:g}" '
@@ -150,14 +154,14 @@ def figure(chart: Chart) -> str:
 
 
 def document(chart: Chart) -> str:
-    """The chart as an SVG file of its own, with its colors and background."""
+    """The chart as a separate SVG file with colors and background."""
     paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    head, _, rest = figure(chart).partition(">")
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{STYLE}</style>{paper}{rest}\n'
+    head, _, body = figure(chart).partition(">")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{STYLE}</style>{paper}{body}\n'
 
 
 def page(title: str, body: str, style: str = "") -> str:
-    """A self-contained HTML page around `body` (HTML, escaped by the caller). style: further CSS."""
+    """A self-contained HTML page. body: HTML, escaped by the caller. style: additional CSS."""
     css = (
         "body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;"
         "margin:2rem auto;padding:0 1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums;"
@@ -187,29 +191,29 @@ def _round_step(rough: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A label's place. x, y: its upper left corner."""
+    """Area of a label. x, y: upper left corner."""
 
     x: float
     y: float
     width: float
     height: float = _LINE
 
-    def meets(self, other: _Box) -> bool:
+    def overlaps(self, other: _Box) -> bool:
         across = self.x < other.x + other.width and other.x < self.x + self.width
         return across and self.y < other.y + other.height and other.y < self.y + self.height
 
 
 class _Plot:
-    """The area between the axes of one chart, and the labels placed in it so far."""
+    """The area between the axes of a chart, and the labels that occupy it."""
 
     def __init__(self, chart: Chart) -> None:
         self.chart = chart
         self.right, self.bottom = chart.width - _RIGHT, chart.height - _BOTTOM
-        self._wanted: list[tuple[float, float, str]] = []
-        self._taken: list[_Box] = []
+        self._unplaced: list[tuple[float, float, str]] = []
+        self._occupied: list[_Box] = []
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels of a point; what lies outside is drawn on the border."""
+        """Pixel position of a point. Points outside of the axes move to the border."""
         across, up = self.chart.x.place(x), self.chart.y.place(y)
         across, up = max(0.0, min(1.0, across)), max(0.0, min(1.0, up))
         return _LEFT + across * (self.right - _LEFT), self.bottom - up * (self.bottom - _TOP)
@@ -236,10 +240,10 @@ class _Plot:
         return parts
 
     def line(self, mark: Line) -> str:
-        inside = [self.at(x, y) for x, y in mark.points if math.isfinite(x) and math.isfinite(y)]
-        way = " ".join(f"{x:.1f},{y:.1f}" for x, y in inside)
+        pixels = [self.at(x, y) for x, y in mark.points if math.isfinite(x) and math.isfinite(y)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         dash = ' stroke-dasharray="6 4"' if mark.dashed else ""
-        return f'<polyline class="line" stroke="var(--s{mark.color % COLORS})"{dash} points="{way}"/>'
+        return f'<polyline class="line" stroke="var(--s{mark.color % COLORS})"{dash} points="{path}"/>'
 
     def dots(self, mark: Points) -> list[str]:
         parts = []
@@ -248,9 +252,9 @@ class _Plot:
             title = f"<title>{escape(f'{mark.name}: {label}' if label else mark.name)}</title>"
             place = f'cx="{across:.1f}" cy="{down:.1f}" r="4.5" fill="var(--s{mark.color % COLORS})"'
             parts.append(f"<circle {place}>{title}</circle>")
-            self._taken.append(_Box(across - 5, down - 5, 10, 10))
+            self._occupied.append(_Box(across - 5, down - 5, 10, 10))
             if label:
-                self._wanted.append((across, down, label))
+                self._unplaced.append((across, down, label))
         return parts
 
     def guide(self, mark: Guide) -> list[str]:
@@ -260,29 +264,29 @@ class _Plot:
             line = f'<line class="frame guide" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{self.bottom}"/>'
             width = _LETTER * len(mark.label)
             left = x + 4 if x + 4 + width < self.right else x - 4 - width
-            self._taken.append(_Box(left, self.bottom - 18, width))
+            self._occupied.append(_Box(left, self.bottom - 18, width))
             return [line, f'<text class="muted" x="{left:.1f}" y="{self.bottom - 7:.1f}">{text}</text>']
         _, y = self.at(self.chart.x.low, mark.y or 0.0)
         line = f'<line class="frame guide" x1="{_LEFT}" y1="{y:.1f}" x2="{self.right}" y2="{y:.1f}"/>'
-        self._taken.append(_Box(_LEFT + 6, y - 15, _LETTER * len(mark.label)))
+        self._occupied.append(_Box(_LEFT + 6, y - 15, _LETTER * len(mark.label)))
         return [line, f'<text class="muted" x="{_LEFT + 6}" y="{y - 4:.1f}">{text}</text>']
 
     def labels(self) -> list[str]:
-        """Labels of dots where there is room beside them; the others are left to their tooltips."""
+        """Labels of dots that have free space next to them. The other dots have only their tooltip."""
         parts = []
-        for x, y, text in self._wanted:
+        for x, y, text in self._unplaced:
             width = _LETTER * len(text)
             for left, top in ((7, -7), (-7 - width, -7), (-width / 2, -20), (-width / 2, 8), (7, -20), (7, 7)):
                 box = _Box(x + left, y + top, width)
                 inside = box.x > _LEFT and box.x + width < self.right and _TOP < box.y < self.bottom - _LINE
-                if inside and not any(box.meets(other) for other in self._taken):
-                    self._taken.append(box)
+                if inside and not any(box.overlaps(other) for other in self._occupied):
+                    self._occupied.append(box)
                     parts.append(f'<text class="label" x="{box.x:.1f}" y="{box.y + 10:.1f}">{escape(text)}</text>')
                     break
         return parts
 
     def legend(self) -> list[str]:
-        """Names of the series, from the right above the plot."""
+        """Names of the series above the plot, right-aligned."""
         parts, x = [], self.right
         for mark in reversed(self.chart.marks):
             if isinstance(mark, Guide) or not mark.name:
