@@ -48,7 +48,7 @@ SAID = 48
 APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
 FROM = {"short": 60, "across ALONE": ALONE.value - SAID // 2, "across SHORT": SHORT - SAID // 2, "long": 6444}
-"""Tokens of a prompt. DraftRows ALONE slots a KV head's keys are of several programs, behind SHORT steps have another graph."""
+"""Tokens of a prompt. Behind ALONE slots a KV head's keys are of several programs, behind SHORT steps have another graph."""
 
 
 @pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])

@@ -379,7 +379,7 @@ def test_choices_that_wait_for_their_prompt_are_queued() -> None:
 
 @pytest.mark.parametrize(("layout", "free"), [(PLAIN, 2), (WINDOWED, 12)])
 def test_blocks_that_somebody_holds_need_not_be_free(layout: KvLayout, free: int) -> None:
-    """A request whose prompt somebody has computed shares nine blocks of ten, and one is kept for who runs. DraftRows a window
+    """A request whose prompt somebody has computed shares nine blocks of ten, and one is kept for who runs. Behind a window
     it would give them up and need others, so there they count."""
     prompt = list(range(40))
     bench = Bench(layout=layout, blocks=60, step_tokens=64)

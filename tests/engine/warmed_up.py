@@ -174,7 +174,7 @@ CHUNKS: Sequence[list[int]] = (
 BESIDE_DRAFTS: Sequence[list[int]] = ([], [10], [255, 9], [1900])
 """Chunks in steps with drafts. They ask for every variant that all of CHUNKS ask for there; the long tests run all of these."""
 ASKING: Sequence[list[int]] = ([], [40, 3], [600])
-"""DrafterMemory rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
+"""Beside rows that ask for more than a draw: what these ask for follows from the number of draws alone."""
 FEW = 4
 """Rows up to which a kernel is another one in short contexts (see attention.SPLIT)."""
 DECODING = (0, 1, 2, 3, 4, 6, 9, 14, 16, 17, 25, 31, 33, 40, 49, 50, 60, 64, 65, 66, 80, 100, 120)

@@ -43,7 +43,7 @@ def honest(server: Served, alone: dict[str, Any]) -> Honest:
 
 @pytest.fixture
 def unharmed(server: Served, honest: Honest) -> Iterator[None]:
-    """DrafterMemory the test honest requests are answered as ever, and after it nothing is held."""
+    """Beside the test honest requests are answered as ever, and after it nothing is held."""
     with honest.beside():
         yield
     check_unharmed(server)

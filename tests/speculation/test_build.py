@@ -100,7 +100,7 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DrafterMemory a row with drafts each other row has its one product with the head, and its one penalty."""
+    """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
     llm, heads, penalties = engine("reference"), [], []
     steps = always_drafting(llm, monkeypatch)
     logits, apply = Decoder.logits, device.apply_penalties

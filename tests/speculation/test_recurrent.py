@@ -262,7 +262,7 @@ def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_tree_holds_the_likeliest_draws(folder: Path, temperature: float) -> None:
-    """DraftRows each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
+    """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
     assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
     found, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), temperature, count=len(TREE))
     assert worth is None

@@ -27,7 +27,7 @@ from ridgeline.speculation.build import LOGIT_ROWS
 
 BESIDE = (1, 2, 4, 8, 16, 32, 64)
 """Query tokens of the one row that has more than the others: with any number of heads per KV head some fill each tile of the
-attention, and some are a chunk. DrafterMemory them as many as a step takes, which are too many for a graph if any are."""
+attention, and some are a chunk. Beside them as many as a step takes, which are too many for a graph if any are."""
 ODD = (3, 48, 65)
 """Numbers of rows that are tried beside the powers of two, where ranges are narrower than from one to the next."""
 MOST_PROCESSED = 32

@@ -1,7 +1,7 @@
 """Weights into a decoder: streamed from safetensors, or made up from config.json alone.
 
 A checkpoint is read tensor by tensor in file order, each straight to its place on the device: files are mapped, not
-read, a GPU gets them through a few pinned buffers, and merged projections are filled where they lie. DrafterMemory the weights
+read, a GPU gets them through a few pinned buffers, and merged projections are filled where they lie. Beside the weights
 themselves the device holds one tensor of the checkpoint at a time. What a checkpoint calls its tensors is data below.
 """
 

@@ -150,7 +150,7 @@ def _gathered(rows: list[int], n: int, view: KvView, step: StepInputs, packed: t
         first = (said - view.window + 1).clamp(min=0) // view.page_tokens
     last = (length - 1).clamp(min=0) // view.page_tokens
     width = int((last - first).max()) + 1
-    # DraftRows its last page a row reads that page again (masked): never a page of somebody else.
+    # Behind its last page a row reads that page again (masked): never a page of somebody else.
     pages = torch.minimum(first.unsqueeze(1) + torch.arange(width), last.unsqueeze(1))
     slots = (first.unsqueeze(1) + torch.arange(width)).unsqueeze(2) * view.page_tokens + torch.arange(view.page_tokens)
     seen = _seen(slots.flatten(1), tokens.view(-1, n), length, device_row, (view, step))

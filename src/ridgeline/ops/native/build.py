@@ -44,7 +44,7 @@ def build(folder: Path | None = None) -> Path:
     if (reason := why_not()) is not None or command is None:
         raise RidgelineError(f"The native operations cannot be built: {reason}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # DrafterMemory its place, so that the last step is one rename and nobody ever opens half a library.
+    # Beside its place, so that the last step is one rename and nobody ever opens half a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         units = [one for one in sources() if one.suffix == ".cpp"]

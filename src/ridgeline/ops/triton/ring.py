@@ -331,7 +331,7 @@ def _multiply(
     first, count, _begin, run = _share(work, SPLIT)
     skip = gl.program_id(0) % SPLIT * OWN
     if ENDING != SPLIT:
-        # DraftRows the last token nothing is written.
+        # Behind the last token nothing is written.
         skip = gl.where(gl.program_id(0) % SPLIT < ENDING, skip, m)
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)

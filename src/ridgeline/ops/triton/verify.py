@@ -60,7 +60,7 @@ def _verify_kernel(
     packed = packed_ptr + index * packed_stride
     if TREE:
         tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
-    # DraftRows the path the places hold what was drawn there, as without drafts.
+    # Behind the path the places hold what was drawn there, as without drafts.
     said = drawn
     path = tl.zeros((WIDE,), tl.int32)
     here = 0
