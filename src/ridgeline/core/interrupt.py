@@ -33,9 +33,7 @@ class UninterruptedCalls:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._installed:
-            with suppress(
-                ValueError
-            ):  # another thread ends the generator; the handler that stays behaves like Python's
+            with suppress(ValueError):  # the generator ends in another thread; this handler then acts as Python's does
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self, work: Callable[[], _T]) -> _T:

@@ -160,9 +160,8 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
             return None
         raise _bad(name, raw, origin, "a value")
     value: Any = _READERS[base](name, raw, origin)
-    if name in SECRETS and (
-        not value or value != value.strip()
-    ):  # an unset shell variable must not turn authentication off
+    # An unset shell variable must not turn authentication off.
+    if name in SECRETS and (not value or value != value.strip()):
         problem = f"{_label(name, origin)} is empty or has blanks at its ends"
         raise ConfigError(f"{problem}: give a value without them, or leave the option out.", param=name)
     allowed = CHOICES.get(name)

@@ -130,15 +130,15 @@ def size(
     device_kind: str,
     *,
     model: ModelConfig = ModelConfig(),
-    beside: DrafterMemory = DrafterMemory(),
+    drafters: DrafterMemory = DrafterMemory(),
 ) -> MemoryPlan:
     """Plan the memory for serving `spec` (its dtype and max_len as served) on a device "cuda" or "cpu".
 
-    memory_bytes: total memory of the GPU, or free memory of the CPU. beside: memory that is not available to the model.
+    memory_bytes: total memory of the GPU, or free memory of the CPU. drafters: memory that is not available to the model.
     model: the user's options, for the command in the message. Raises DoesNotFit.
     """
-    memory = Memory(device_kind, memory_bytes, beside.bytes)
-    plan, missing = _plan(spec, engine, memory, beside)
+    memory = Memory(device_kind, memory_bytes, drafters.bytes)
+    plan, missing = _plan(spec, engine, memory, drafters)
     if missing <= 0:
         return plan
     raise DoesNotFit(
@@ -158,7 +158,7 @@ def working_change(spec: ModelSpec, engine: EngineConfig, memory: Memory) -> dic
 
 
 def _plan(
-    spec: ModelSpec, engine: EngineConfig, memory: Memory, beside: DrafterMemory = DrafterMemory()
+    spec: ModelSpec, engine: EngineConfig, memory: Memory, drafters: DrafterMemory = DrafterMemory()
 ) -> tuple[MemoryPlan, int]:
     """The plan, and the bytes that are missing for one sequence of max_len tokens (0 or less: it fits)."""
     chosen = hardware_defaults(memory.kind, memory.total)
@@ -175,9 +175,9 @@ def _plan(
             f"request a token. Lower --max-num-seqs to {step_tokens} or raise --max-num-batched-tokens.",
             param="max_num_batched_tokens",
         )
-    layout = kv_layout(spec, chosen["block_size"], guests=beside.layers)
+    layout = kv_layout(spec, chosen["block_size"], guests=drafters.layers)
     usable = memory.usable(engine)
-    workspace = workspace_bytes(spec, max(rows, beside.logit_rows), step_tokens, memory.kind)
+    workspace = workspace_bytes(spec, max(rows, drafters.logit_rows), step_tokens, memory.kind)
     graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0
     available = usable - spec.weight_bytes - workspace - graphs
     sequence_bytes = (layout.pages_for(spec.max_len, step_tokens) + 1) * layout.page_bytes

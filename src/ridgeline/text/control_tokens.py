@@ -107,7 +107,7 @@ def rename_tokens(content: dict[str, Any], names: Mapping[str, str]) -> dict[str
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(name, name): index for name, index in model["vocab"].items()}
     else:  # pairs of a piece and its score
-        model["vocab"] = [[names.get(name, name), *rest] for name, *rest in model["vocab"]]
+        model["vocab"] = [[names.get(name, name), *score] for name, *score in model["vocab"]]
     if model.get("unk_token") is not None:  # the model looks this token up by its name
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:

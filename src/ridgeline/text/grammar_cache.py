@@ -31,9 +31,8 @@ def _compile_thread() -> ThreadPoolExecutor:
 
 
 def _lower_priority() -> None:
-    os.setpriority(
-        os.PRIO_PROCESS, threading.get_native_id(), NICENESS
-    )  # on Linux this affects the current thread only
+    # On Linux this affects the current thread only.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class GrammarCache:

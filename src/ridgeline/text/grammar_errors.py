@@ -33,7 +33,7 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r'invalid regex "(.{0,80}).*" \(in regex\): regex parse error:.*error: (.+)', r'the regex "\1" is not valid: \2'),
         (r"regex parse error:.*error: (.+)", r"a pattern is not valid: \1"),
         (r"Unable to determine if regex is empty", "its patterns are too complex together: simplify or remove some"),
-        (r"coerce_one_of", "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give "
+        (r"coerce_one_of", "oneOf is supported only if its branches obviously exclude each other: write anyOf, or give "
          "each a required property with a const of its own"),  # the library names an internal option that callers cannot set
         (r"Resource '(.+?)' is not present", r"$ref '\1' points outside of the schema: move the definition to $defs"),
         (r"Pointer '(.+?)' does not exist", r"a $ref points to '\1', which does not exist: add it or correct the reference"),
