@@ -127,7 +127,7 @@ class StepPlan:
         return sum(self.n_query)
 
     @property
-    def brings(self) -> bool:
+    def changes_device_state(self) -> bool:
         """Whether the device's rows, pages or drafts change before the step runs."""
         return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
 
@@ -141,19 +141,14 @@ class StepPlan:
         self.pages = array("i", chain.from_iterable(kept))
         return True
 
-    def take(self, other: StepPlan) -> None:
-        """Share the arrays of rows and drafts of an equal plan. Treat them as immutable."""
-        self.rows, self.generations = other.rows, other.generations
-        self.n_query, self.n_draft, self.logits, self.samples = (
-            other.n_query,
-            other.n_draft,
-            other.logits,
-            other.samples,
-        )
-        self.drafts, self.tree = other.drafts, other.tree
+    def share_arrays(self, plan: StepPlan) -> None:
+        """Use the arrays of a plan that has equal rows and drafts. Treat them as immutable."""
+        self.rows, self.generations = plan.rows, plan.generations
+        self.n_query, self.n_draft, self.logits, self.samples = plan.n_query, plan.n_draft, plan.logits, plan.samples
+        self.drafts, self.tree = plan.drafts, plan.tree
 
     def repeats(self, other: StepPlan) -> bool:
-        """Whether both plans differ in pages and draft tokens at most."""
+        """Whether both plans give the same rows the same numbers of query tokens and drafts, and have no masks or scores."""
         has_row_data = self.masks or self.score_ids or other.masks or other.score_ids
         same_rows = self.ahead == other.ahead and self.generations == other.generations
         return not has_row_data and same_rows and _COMPARED(self) == _COMPARED(other) and self.unread == other.unread
