@@ -24,7 +24,7 @@ class Logits(IntEnum):
     """Which query tokens of a row need logits in this step."""
 
     NONE = 0
-    """A chunk in the middle of known tokens: nothing is sampled."""
+    """A prompt chunk before the last known token: nothing is sampled."""
     LAST = 1
     """The last query token needs logits to draw the next token; with drafts, the last 1 + n_draft query tokens, to verify them."""
     ALL = 2
@@ -37,7 +37,7 @@ class Flag(IntFlag):
     STOP = 1
     """The token is one of the row's stop ids (and min_tokens was reached). The stop token is the last one returned."""
     LIMIT = 2
-    """The row holds as many tokens as its limit allows."""
+    """The row has reached its limit of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

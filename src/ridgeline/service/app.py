@@ -1,4 +1,4 @@
-"""The application: all routes, and the two that generate."""
+"""The application: all routes, and the handlers of the two generating routes."""
 
 from __future__ import annotations
 

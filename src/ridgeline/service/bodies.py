@@ -1,4 +1,4 @@
-"""Reads JSON bodies within a bound of time and memory."""
+"""Reads JSON bodies within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEMBERS = 1024
 """Maximum members of a gzip body. An empty member has 20 bytes, and 4 MB of them take seconds of the event loop. bgzip writes a
 member for each 64 KiB."""
 _LARGE = 1 << 18
-"""Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
+"""Bytes from which a body counts as large: it is decoded and checked in a thread, so that streams go on."""
 _LARGE_TOTAL = 48 * _MIB
 """Maximum bytes of all large bodies in memory."""
 _DECODED = 48 * _MIB
@@ -39,7 +39,7 @@ _COSTS = ((b",", 20), (b":", 150), (b"{", 80), (b"[", 80))
 """Bytes of Python objects for each such character of JSON outside of strings: an item of a list (8 for a small number, 40 for
 a large one), a member of an object, an object, a list."""
 _QUOTE = 30
-"""Half of a short string."""
+"""Bytes of Python objects for each quote character: half of a short string."""
 _SLICE = 1 << 18
 """Bytes that are counted at a time. Other threads run in between."""
 

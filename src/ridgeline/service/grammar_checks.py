@@ -70,6 +70,6 @@ class GrammarChecks:
             raise BadGrammar(reason, param=param)
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Cancel waiting compilations and close the judge."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._judge.close()

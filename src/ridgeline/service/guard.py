@@ -26,7 +26,7 @@ from ridgeline.service.hosts import Hosts
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
-"""Unknown fields of the body."""
+"""Names for the header x-ridgeline-ignored-fields."""
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

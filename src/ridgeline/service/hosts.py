@@ -37,9 +37,9 @@ class Hosts:
 
     @classmethod
     def parse(cls, text: str, listen: str) -> Hosts:
-        """`text` is the option allowed_hosts; `listen` is the address the server listens on.
+        """Read the option allowed_hosts. listen: the address the server listens on.
 
-        Raises ConfigError for an entry that is no host name.
+        Raises ConfigError for an entry that is not a host name.
         """
         names = frozenset(_read(name) for name in text.split(",")) if text.strip() else frozenset()
         return cls(names, "*" not in names and (bool(names) or is_loopback(listen)))

@@ -50,7 +50,7 @@ async def ended_request(request: web.Request) -> web.Response:
 
 @ROUTES.get("/requests/{id}/why")
 async def why(request: web.Request) -> web.Response:
-    """Why a request took as long as it did, in words and numbers."""
+    """An explanation of a request's latency, in words and numbers."""
     live, record = _find(request)
     return json_response(live.why(record))
 

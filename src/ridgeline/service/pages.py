@@ -40,7 +40,7 @@ LINKS = {
 
 @ROUTES.get("/")
 async def home(request: web.Request) -> web.Response:
-    """What this server is and where to go on: a page for browsers, JSON for everybody else."""
+    """The server's name, version and links: a page for browsers, JSON for other clients."""
     front = request.app[FRONT]
     model = front.metrics.model_name
     if not _accepts_html(request.headers.get(ACCEPT, "")):
@@ -72,7 +72,7 @@ async def chat(request: web.Request) -> web.Response:
 
 @ROUTES.get("/docs")
 async def docs(request: web.Request) -> web.Response:
-    """The page that documents this API, and tries it."""
+    """The page that documents this API and can send requests to it."""
     return _page("docs.html")
 
 

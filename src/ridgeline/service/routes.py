@@ -69,13 +69,13 @@ async def metrics(request: web.Request) -> web.Response:
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The model that this server has."""
+    """The model that this server serves."""
     return json_response({"object": "list", "data": [_card(request.app[FRONT].service())]})
 
 
 @ROUTES.get("/v1/models/{name:.+}")
 async def model(request: web.Request) -> web.Response:
-    """The model by its name; 404 for another one."""
+    """The model by its name; 404 for another name."""
     service = request.app[FRONT].service()
     service.card.check(request.match_info["name"])
     return json_response(_card(service))
@@ -96,7 +96,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 @ROUTES.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
-    """Token ids of `prompt`, whose special tokens count, or of `messages` as a chat completion reads them."""
+    """Token ids of `prompt`, in which special tokens are recognized, or of `messages`, as in a chat completion."""
     service = request.app[FRONT].service()
     body = await _body(request, TOKENIZE)
     _check_model(service, body)
@@ -149,7 +149,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget every cached prefix that no request uses."""
+    """Remove all cached prefixes that no request uses."""
     return json_response(await request.app[FRONT].service().client.control("reset_prefix_cache"))
 
 

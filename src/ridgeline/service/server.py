@@ -256,7 +256,7 @@ class Announce(Protocol):
 
 
 class Quiet:
-    """Announces nothing."""
+    """Ignores all announcements."""
 
     def listening(self, url: str) -> None: ...
 

@@ -32,7 +32,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Collection[str]) -> None:
-        """texts: texts of added tokens. Raises ConfigError when the renamed tokenizer has other ids."""
+        """texts: texts of the added tokens to rename. Raises ConfigError when the renamed tokenizer has other ids."""
         self.texts = sorted(texts, key=len, reverse=True)
         added = tokenizer.backend.get_added_tokens_decoder().items()
         self._ids = {token.content: index for index, token in added if token.content in texts}
