@@ -90,7 +90,7 @@ class FreeDevice:
         """As Runner does: who sits where, what changes, and the step's arrays unless the last ones serve again."""
         self._rows.assign(plan)
         batch = self._last[1] if self._last is not None and plan.repeats(self._last[0]) else None
-        if batch is None or plan.brings:
+        if batch is None or plan.changes_device_state:
             packet, builder = Packet(), None
             self._rows.pack_changes(plan, packet)
             if batch is None:

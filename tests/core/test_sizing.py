@@ -82,8 +82,8 @@ def test_user_values_win() -> None:
 
 def test_what_others_hold_is_not_ours() -> None:
     alone = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
-    beside = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", beside=DrafterMemory(bytes=60 * GIB))
-    assert beside.total_bytes <= 81 * GIB < alone.total_bytes
+    drafters = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", drafters=DrafterMemory(bytes=60 * GIB))
+    assert drafters.total_bytes <= 81 * GIB < alone.total_bytes
 
 
 def test_windowed_layers_cost_their_window() -> None:

@@ -119,9 +119,9 @@ def test_https(files: Path, certificate: str, key: str | None, password: str | N
     [
         ({"ssl_certfile": "missing.pem"}, r"ssl_certfile: .*missing\.pem cannot be read \(No such file"),
         ({"ssl_certfile": "good.pem", "ssl_keyfile": "missing.key"}, r"ssl_keyfile: .*missing\.key cannot be read"),
-        ({"ssl_certfile": "good.pem", "ssl_keyfile": "other.key"}, r"ssl_keyfile: .*other\.key has not the key of .*good\.pem"),
-        ({"ssl_certfile": "good.pem"}, "ssl_certfile: .*good.pem and its key are no PEM files .*give PEM files of both"),
-        ({"ssl_certfile": "text.pem", "ssl_keyfile": "good.key"}, "ssl_certfile: .*text.pem and its key are no PEM files"),
+        ({"ssl_certfile": "good.pem", "ssl_keyfile": "other.key"}, r"ssl_keyfile: .*other\.key is not the key of .*good\.pem"),
+        ({"ssl_certfile": "good.pem"}, "ssl_certfile: .*good.pem and its key are not valid PEM files .*give PEM files of both"),
+        ({"ssl_certfile": "text.pem", "ssl_keyfile": "good.key"}, "ssl_certfile: .*text.pem and its key are not valid PEM files"),
         ({"ssl_certfile": "."}, "ssl_certfile: .* cannot be read"),
         ({"ssl_keyfile": "good.key"}, "ssl_keyfile is given without ssl_certfile"),
         ({"ssl_keyfile_password": "x"}, "ssl_keyfile_password is given without ssl_certfile"),

@@ -15,7 +15,7 @@ import pytest
 
 from ridgeline.core.errors import BodyTooLarge, Overloaded
 from ridgeline.service import bodies
-from ridgeline.service.bodies import _check_cost, _costs, _Room
+from ridgeline.service.bodies import _check_cost, _costs, _MemoryBudget
 from ridgeline.service.json_values import decode_json
 
 from .live import Live, behaviour, counts, live
@@ -82,7 +82,7 @@ def test_a_declared_length_above_the_limit_is_refused_before_the_body_arrives() 
 
 
 async def test_large_bodies_share_their_room_in_turn() -> None:
-    room, order = _Room(10), []
+    room, order = _MemoryBudget(10), []
 
     async def hold(name: str, size: int, until: asyncio.Event) -> None:
         async with room.reserve(size):
@@ -111,7 +111,7 @@ async def test_large_bodies_share_their_room_in_turn() -> None:
 
 
 async def test_a_body_that_finds_no_room_is_told_to_come_back() -> None:
-    room = _Room(10, patience_s=0.01)
+    room = _MemoryBudget(10, patience_s=0.01)
     async with room.reserve(10):
         with pytest.raises(Overloaded, match="Too many large bodies"):
             async with room.reserve(1):
@@ -124,10 +124,10 @@ def test_small_bodies_need_no_room() -> None:
     with live(behaviour(counts), max_body_mb=64) as server:
         body = b'{"prompt": "' + b"a" * (bodies._LARGE + 100)
         sock = _begin(server, 64 * MIB, body)
-        server.until(lambda: server.server.front.bodies._room._free == 0)
+        server.until(lambda: server.server.front.bodies._budget._free == 0)
         assert server.complete(max_tokens=1).status == 200
         sock.close()
-        server.until(lambda: server.server.front.bodies._room._free == 64 * MIB)
+        server.until(lambda: server.server.front.bodies._budget._free == 64 * MIB)
 
 
 def _begin(server: Live, length: int, body: bytes) -> socket.socket:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.sampling import Grammar, GrammarKind
 from ridgeline.text import grammar as grammar_module
-from ridgeline.text.control_tokens import nameless
+from ridgeline.text.control_tokens import hide_added_tokens
 from ridgeline.text.grammar import MAX_SOURCE, GrammarCompiler
 from ridgeline.text.tokenizer import Tokenizer
 from tests.text.conftest import MARKUP, byte_level_backend, write_model
@@ -268,7 +268,7 @@ def test_added_tokens_that_are_also_merged_of_letters(tmp_path: Path) -> None:
 def test_a_vocabulary_of_pieces_with_scores_loses_the_names_too() -> None:
     tokens = [{"content": "<s>", "special": True}, {"content": "  ", "special": False}]
     model = {"unk_token": None, "vocab": [["<s>", 0.0], ["  ", -1.0], ["a", -2.0]]}
-    found = nameless({"model": model, "added_tokens": tokens})
+    found = hide_added_tokens({"model": model, "added_tokens": tokens})
     assert [token["content"] for token in found["added_tokens"]] == [name for name, _ in found["model"]["vocab"][:2]]
     assert found["added_tokens"][0]["content"] not in ("<s>", "a") and tokens[1]["content"] == "  "
 

@@ -58,7 +58,7 @@ def run(args: Arguments) -> int:
     _describe(table, spec, device)
     _, beside = memory_of_drafters(engine, spec, folder, memory.kind, memory.taken)
     try:
-        plan = size(spec, engine, total, device.kind, model=model, beside=beside)
+        plan = size(spec, engine, total, device.kind, model=model, drafters=beside)
     except DoesNotFit as error:
         console.print(table)
         console.print(f"\n[bold]does not fit[/bold]  {escape(error.message)}", soft_wrap=True, highlight=False)

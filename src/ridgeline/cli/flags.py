@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_type_hints
 from ridgeline.cli.foreign import without_foreign
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import CHOICES, ENVIRONMENT, WHOLE, option_types, read_integer
+from ridgeline.core.resolve import CHOICES, ENVIRONMENT, INTEGER_TEXT, option_types, read_integer
 from ridgeline.core.sampling import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "n", "stop")
@@ -53,7 +53,7 @@ def whole_number(text: str) -> int:
     try:
         return read_integer(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {WHOLE}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {INTEGER_TEXT}") from None
 
 
 def finite_number(text: str) -> float:

@@ -1,1 +1,1 @@
-"""The words every other room speaks: requests, specs, plans, errors, configuration. Standard library only."""
+"""Types that all packages share: requests, model specs, step plans, errors, configuration. Standard library only."""

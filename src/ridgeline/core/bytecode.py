@@ -1,4 +1,4 @@
-"""Where Python keeps what it compiles, if it would not keep it at all."""
+"""Choose a writable folder for compiled bytecode when Python would not store it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 
 
 def keep_bytecode(package: str) -> None:
-    """Keep what this process compiles in `ridgeline/bytecode` of the user's cache ($XDG_CACHE_HOME or ~/.cache) if `package`
-    lies here uncompiled and Python may not write beside it: images are made so (PYTHONDONTWRITEBYTECODE, installers that do not
-    compile, folders that only root may write), and each start would compile 1,500 modules, which takes longer than all else that
-    it imports. Whatever is compiled already, or can be, stays as it is. Before `package` is imported.
+    """Store bytecode in `ridgeline/bytecode` of the user's cache ($XDG_CACHE_HOME or ~/.cache) if `package` is not compiled yet and
+    Python may not write next to its source. Call it before the first import of `package`.
+
+    Container images are often in this state (PYTHONDONTWRITEBYTECODE, installers that do not compile, folders that only root may
+    write). Each start would then compile 1,500 modules, which takes longer than all other imports together.
     """
-    found = find_spec(package)
-    if found is None or not found.origin or sys.pycache_prefix:
+    spec = find_spec(package)
+    if spec is None or not spec.origin or sys.pycache_prefix:
         return
-    beside = Path(cache_from_source(found.origin))
-    kept = beside.exists() or (os.access(Path(found.origin).parent, os.W_OK) and not sys.dont_write_bytecode)
-    if not kept:
+    cached = Path(cache_from_source(spec.origin))
+    is_stored = cached.exists() or (os.access(Path(spec.origin).parent, os.W_OK) and not sys.dont_write_bytecode)
+    if not is_stored:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         sys.pycache_prefix, sys.dont_write_bytecode = str(Path(cache, "ridgeline", "bytecode")), False

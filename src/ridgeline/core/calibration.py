@@ -1,6 +1,4 @@
-"""What a fit of the cost model to one model on one device found, as a value and as JSON. `planner.calibrate` fits; whoever
-predicts reads.
-"""
+"""The result of fitting the cost model to one model on one device, as a value and as JSON. `planner.calibrate` makes the fit."""
 
 from __future__ import annotations
 
@@ -31,16 +29,16 @@ class Errors:
 
     @classmethod
     def of(cls, errors: Iterable[float]) -> Errors:
-        found = sorted(abs(one) for one in errors)
-        return cls(statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))])
+        magnitudes = sorted(abs(error) for error in errors)
+        return cls(statistics.median(magnitudes), magnitudes[min(len(magnitudes) - 1, int(0.9 * len(magnitudes)))])
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A fitted cost model, where and when it was measured, and its errors.
 
-    fitted: on the steps it was fitted to. unseen: on each step by a fit to all others (leave one out; overlap and ramp,
-    which are chosen among a few values, are kept).
+    fitted: errors on the steps of the fit. unseen: errors on each step, predicted by a fit to all other steps (leave one out;
+    overlap and ramp, which are chosen among a few values, are not fitted again).
     """
 
     cost: CostModel
@@ -51,11 +49,11 @@ class Calibration:
     unseen: Errors
 
     def __str__(self) -> str:
-        """ "2026-11-21, 120 steps, median error 3.1%": what stands beside its predictions."""
+        """ "2026-11-21, 120 steps, median error 3.1%", printed next to predictions."""
         return f"{self.date}, {self.steps} steps, median error {self.unseen.median:.1%}"
 
     def to_json(self) -> str:
-        facts = {
+        content = {
             "device": self.device,
             "date": self.date,
             "model": identity(self.cost.spec),
@@ -66,11 +64,11 @@ class Calibration:
             "fitted_error": asdict(self.fitted),
             "leave_one_out_error": asdict(self.unseen),
         }
-        return json.dumps(facts, indent=2) + "\n"
+        return json.dumps(content, indent=2) + "\n"
 
 
 def identity(spec: ModelSpec) -> dict[str, Any]:
-    """What of a model its step times depend on."""
+    """The properties of a model that its step times depend on."""
     return {
         "architecture": spec.architecture,
         "params": spec.params,
@@ -82,33 +80,34 @@ def identity(spec: ModelSpec) -> dict[str, Any]:
 
 
 def load_calibration(path: Path, spec: ModelSpec, device: str = "") -> Calibration:
-    """Read what `Calibration.to_json` wrote. device: where it is to be used, "" to take any.
+    """Read the JSON of `Calibration.to_json`.
 
-    Raises ConfigError if it cannot be read, or was measured with another model, number format or device.
+    device: the device to predict for; "" accepts any. Raises ConfigError if the file cannot be read, or was measured with another
+    model, number format or device.
     """
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        factors = {name: float(facts["factors"][name]) for name in FACTORS}
-        cost = CostModel(spec, facts["flops_per_s"], facts["bytes_per_s"], calibrated=True, **factors)
-        errors = (Errors(**facts[name]) for name in ("fitted_error", "leave_one_out_error"))
-        found = Calibration(cost, facts["device"], facts["date"], facts["steps"], *errors)
-        measured = dict(facts["model"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        factors = {name: float(content["factors"][name]) for name in FACTORS}
+        cost = CostModel(spec, content["flops_per_s"], content["bytes_per_s"], calibrated=True, **factors)
+        errors = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
+        calibration = Calibration(cost, content["device"], content["date"], content["steps"], *errors)
+        measured = dict(content["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"Cannot read the calibration {path} ({error}): write one with `ridgeline calibrate`.",
             param="calibration",
         ) from None
-    other = [
+    mismatches = [
         f"its {name} is {measured.get(name)!r}, not {value!r}"
         for name, value in identity(spec).items()
         if measured.get(name) != value
     ]
-    if device and found.device != device:
-        other.append(f"its device is {found.device!r}, not {device!r}")
-    if other:
+    if device and calibration.device != device:
+        mismatches.append(f"its device is {calibration.device!r}, not {device!r}")
+    if mismatches:
         raise ConfigError(
-            f"The calibration {path} belongs to another model or device ({'; '.join(other)}): run `ridgeline calibrate` with this "
-            "model on this device, and give the new file.",
+            f"The calibration {path} belongs to another model or device ({'; '.join(mismatches)}): run `ridgeline calibrate` with "
+            "this model on this device, and give the new file.",
             param="calibration",
         )
-    return found
+    return calibration

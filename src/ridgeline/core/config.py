@@ -1,7 +1,7 @@
-"""One frozen dataclass of configuration per room. Flags, environment and file keys are derived from these fields.
+"""Configuration: one frozen dataclass each for model, engine and service.
 
-A field that is None means "choose from model and hardware"; `core.resolve` does so once, and prints the origin of each
-value. Nothing changes afterwards.
+Flags, environment variables and file keys are derived from the fields. A field that is None is chosen from
+model and hardware. `core.resolve` does so once at start-up and records the origin of each value. Values do not change afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def option(default: Any, text: str, *flags: str) -> Any:
-    """A configuration field: its default, one line of help, and further names users know for its flag."""
+    """A configuration field: its default, one line of help, and further flags for it."""
     return field(default=default, metadata={"help": text, "flags": flags})
 
 
@@ -29,7 +29,7 @@ class ModelConfig:
         "w8a8, llm-int8, fp8-weight",
         "-q",
     )
-    max_model_len: int | None = option(None, "most tokens of prompt plus answer", "--context-length", "-c")
+    max_model_len: int | None = option(None, "maximum tokens of prompt plus answer", "--context-length", "-c")
     seed: int = option(0, "seed of dummy weights and of requests without a seed")
 
 
@@ -38,8 +38,8 @@ class EngineConfig:
     """Batching, memory and the device."""
 
     device: str = option("auto", "auto, cpu or cuda")
-    max_num_seqs: int | None = option(None, "most requests that run at once", "-np")
-    max_num_batched_tokens: int | None = option(None, "most query tokens in one step (the prefill chunk)")
+    max_num_seqs: int | None = option(None, "maximum requests that run at once", "-np")
+    max_num_batched_tokens: int | None = option(None, "maximum query tokens in one step (the prefill chunk)")
     gpu_memory_utilization: float = option(0.90, "share of the GPU's memory to use", "--mem-fraction-static")
     kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: what --gpu-memory-utilization leaves)")
     block_size: int | None = option(None, "tokens per block of the KV cache")
@@ -52,8 +52,8 @@ class EngineConfig:
         "+ joins two of them",
         "--speculative-config",
     )
-    draft_tokens: int | None = option(None, "most draft tokens per request and step", "--num-speculative-tokens")
-    enforce_eager: bool = option(False, "run without CUDA graphs, on a CPU without compiled operations")
+    draft_tokens: int | None = option(None, "maximum draft tokens per request and step", "--num-speculative-tokens")
+    enforce_eager: bool = option(False, "run without CUDA graphs; on a CPU, without compiled operations")
     deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
     threads: int | None = option(None, "CPU threads for the model")
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
@@ -73,11 +73,11 @@ class ServiceConfig:
     )
     allowed_hosts: str = option(
         "",
-        "host names by which the server may be called, beside localhost: chat.example.org,10.0.0.5, or * for all; checked "
-        "when it listens on loopback, or when this is given",
+        "host names by which the server may be called, in addition to localhost: chat.example.org,10.0.0.5, or * for all; "
+        "checked when the server listens on loopback, or when this option is set",
     )
     root_path: str = option(
-        "", "path under which a proxy offers the server, as in /llm; the proxy may keep or strip it"
+        "", "path prefix under which a proxy serves this server, as in /llm; the proxy may keep or strip it"
     )
     ssl_certfile: str | None = option(None, "PEM file of the certificate and its chain; the server then speaks HTTPS")
     ssl_keyfile: str | None = option(None, "PEM file of the certificate's key; None if ssl_certfile has it")
@@ -87,13 +87,13 @@ class ServiceConfig:
     allow_special_in_content: bool = option(
         False, "text in messages and tools that spells a special token becomes that token (default: it stays text)"
     )
-    max_queue: int = option(1024, "most requests that may wait; further ones are answered with 429")
+    max_queue: int = option(1024, "maximum requests that may wait; further requests get status 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds in which running requests may finish after SIGTERM")
     engine_restarts: int = option(
         3,
-        "most restarts of a lost engine within --engine-restart-minutes; after them the server ends with status 1; 0: no restart",
+        "maximum restarts of a lost engine within --engine-restart-minutes; then the server exits with status 1; 0: no restart",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
     slo: str = option(
@@ -108,12 +108,12 @@ class ServiceConfig:
     )
     shadow_rate: float = option(0.0, "share of answers that the reference model scores again in idle time")
     shadow_url: str = option(
-        "", "address of a server with the reference model; it gets the prompts and answers of the share"
+        "", "address of a server with the reference model; it receives the prompts and answers that are scored"
     )
     shadow_model: str = option(
         "",
-        "folder or hub name of the reference model, which runs beside the served one (default: the model before --quantization); "
-        "with --shadow-url its name on that server",
+        "folder or hub name of the reference model, which runs in a second engine (default: the served model without "
+        "--quantization); with --shadow-url its name on that server",
     )
     shadow_limit: float = option(
         0.05, "KL divergence of the last answers, in nats per token, above which a warning is logged"

@@ -1,8 +1,8 @@
-"""How long a step takes: the roofline of its work, stretched by factors fitted on the machine, plus what every step costs.
+"""Predicted step time: the roofline of the step's work, scaled by factors fitted on the machine, plus a fixed cost per step.
 
-Matrix products take the larger of bytes / bandwidth and FLOPs / peak (Williams et al. 2009, Roofline), attention over the
-cache the same by itself, since the two run one after the other. Scheduler, planner, adaptive drafting and the prediction
-behind a 429 read this one value.
+Matrix products take the larger of bytes / bandwidth and FLOPs / peak (Williams et al. 2009, Roofline). So does attention over
+the cache, separately, because the two run one after the other. Scheduler, planner, adaptive drafting and the retry-after of
+a 429 read these predictions.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ridgeline.core.spec import ModelSpec, causal_pairs, few
+from ridgeline.core.spec import ModelSpec, causal_pairs, restricts_last_layer
 
 
 class StepWork(NamedTuple):
-    """What a step must do at least; a tuple, because one is made in every step.
+    """The minimum work of a step. A tuple, because one is made in every step.
 
-    flops: multiply-adds count 2. bytes: read and written, weights once.
-
-    Of these totals, attention_flops and kv_bytes are attention's and the cache's; the rest are those of the matrices.
-    logits: query tokens whose logits are computed. chunked: some row runs more than one query token.
+    flops: a multiply-add counts 2. bytes: read and written, weights once. attention_flops and kv_bytes: the parts of these totals
+    for attention and the KV cache; the remainder belongs to the matrix products. logits: query tokens whose logits are computed.
+    chunked: some row runs more than one query token.
     """
 
     tokens: int
@@ -40,48 +39,59 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
     """
     rows = tuple(shares)
     tokens, longest = sum(count for _, count in rows), max((count for _, count in rows), default=0)
-    wanted = len(rows) if logits is None else logits
-    attention, kv = spec.attention(rows, wanted)
+    needed = len(rows) if logits is None else logits
+    attention, kv = spec.attention(rows, needed)
     kv += tokens * spec.kv_bytes_per_token()
-    linear = spec.linear_flops(tokens, wanted)
+    linear = spec.linear_flops(tokens, needed)
     weights = spec.step_weight_bytes if tokens else 0
-    return StepWork(tokens, linear + attention, weights + kv, attention, kv, wanted, longest > 1)
+    return StepWork(tokens, linear + attention, weights + kv, attention, kv, needed, longest > 1)
 
 
 class WorkMeter:
-    """`step_work` for every step of a running engine: what layers have in common is added up once."""
+    """`step_work` for every step of a running engine. Sums over layers are computed once."""
 
-    __slots__ = ("_before", "_head", "_kinds", "_last", "_linear", "_written", "_weights")
+    __slots__ = (
+        "_by_window",
+        "_by_window_but_last",
+        "_kv_written",
+        "_last_layer",
+        "_logit_flops",
+        "_token_flops",
+        "_weights",
+    )
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._linear, self._head = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
-        self._weights, self._written = spec.step_weight_bytes, spec.kv_bytes_per_token()
-        kinds: dict[int | None, tuple[int, int]] = {}
+        self._token_flops, self._logit_flops = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
+        self._weights, self._kv_written = spec.step_weight_bytes, spec.kv_bytes_per_token()
+        by_window: dict[int | None, tuple[int, int]] = {}
         for layer in spec.layers:
-            self._before = list(kinds.items())
-            flops, read = kinds.get(layer.window, (0, 0))
+            self._by_window_but_last = list(by_window.items())
+            flops, read = by_window.get(layer.window, (0, 0))
             pair, key = layer.attention_flops(0, 1), layer.slot_bytes(spec.kv)
-            kinds[layer.window] = flops + pair, read + key
-            self._last = layer.window, pair, key
-        self._kinds = list(kinds.items())
+            by_window[layer.window] = flops + pair, read + key
+            self._last_layer = layer.window, pair, key
+        self._by_window = list(by_window.items())
 
     def work(self, ends: Sequence[int], counts: Sequence[int], logits: int) -> StepWork:
-        """Of a step after which rows hold `ends` tokens, `counts` of them new; logits: query tokens that need logits."""
+        """Work of one step.
+
+        ends: tokens that each row holds after the step. counts: new tokens of each row. logits: query tokens that need logits.
+        """
         tokens, rows = sum(counts), len(counts)
         if not tokens:
             return StepWork(0, 0, 0)
-        # Rows of one query token, by far the most, in sums alone; chunks one by one.
-        ones = sum(ends)
+        # Rows of one query token are the common case: they are summed. Chunks are added one by one.
+        single_slots = sum(ends)
         chunks: list[tuple[int, int]] = []
         if tokens != rows:
             for end, count in zip(ends, counts, strict=True):
                 if count != 1:
                     chunks.append((end, count))
-                    ones -= end
+                    single_slots -= end
         attention = kv = 0
-        alone = few(logits, tokens)
-        for window, (flops, read) in self._before if alone else self._kinds:
-            seen = ones
+        restricted = restricts_last_layer(logits, tokens)
+        for window, (flops, read) in self._by_window_but_last if restricted else self._by_window:
+            seen = single_slots
             if window is not None:
                 seen = sum(min(end, window) for end, count in zip(ends, counts, strict=True) if count == 1)
             attention += flops * seen
@@ -89,27 +99,26 @@ class WorkMeter:
             for end, count in chunks:
                 attention += flops * causal_pairs(end - count, count, window)
                 kv += read * (end if window is None else min(end, window - 1 + count))
-        if alone:
-            window, flops, read = self._last
+        if restricted:
+            window, flops, read = self._last_layer
             seen = logits * (sum(ends) if window is None else sum(min(end, window) for end in ends)) // rows
             attention, kv = attention + flops * seen, kv + read * seen
-        kv += tokens * self._written
-        linear = tokens * self._linear + logits * self._head
+        kv += tokens * self._kv_written
+        linear = tokens * self._token_flops + logits * self._logit_flops
         return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != rows)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicted seconds per step on one kind of hardware.
+    """Predicts seconds per step on one kind of hardware.
 
-    flops_per_s, bytes_per_s: the hardware's figures at the model's precision. compute_share, memory_share: shares of
-    them that the matrices reach; attention_share, kv_share: those that attention reaches (None: as the matrices do).
-    overhead_s: what an empty step costs. row_s, token_s: seconds of each row that draws (sampling), of each query token
-    (activations). launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens:
-    tokens that a step's arithmetic is short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one
-    after the other) to infinity (the larger of the two); both are joined by that norm.
-    calibrated: the factors were fitted on this machine (`planner.calibrate`); else they are a guess, and whatever is
-    derived from them must say so.
+    flops_per_s, bytes_per_s: the hardware's peaks at the model's precision. compute_share, memory_share: shares of the peaks that
+    matrix products reach. attention_share, kv_share: those that attention reaches (None: the same as matrix products).
+    overhead_s: time of an empty step. row_s, token_s: seconds per row that draws (sampling) and per query token (activations).
+    launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens: tokens by which a step's
+    arithmetic falls short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one after the other) to
+    infinity (the larger of the two); see `joined`. calibrated: the factors were fitted on this machine (`planner.calibrate`).
+    Otherwise they are defaults, and every figure derived from them must say so.
     """
 
     spec: ModelSpec
@@ -128,11 +137,11 @@ class CostModel:
     overlap: float = math.inf
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of a step with this work."""
-        tokens, flops, moved, attention_flops, kv_bytes, logits, chunked = work
+        """Predicted seconds of a step with this work."""
+        tokens, flops, bytes_moved, attention_flops, kv_bytes, logits, chunked = work
         ramp = 1 + self.ramp_tokens / tokens if tokens else 1.0
         linear = (flops - attention_flops) / (self.flops_per_s * self.compute_share) * ramp
-        weights = (moved - kv_bytes) / (self.bytes_per_s * self.memory_share)
+        weights = (bytes_moved - kv_bytes) / (self.bytes_per_s * self.memory_share)
         attention = attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
         cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
         products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
@@ -140,16 +149,16 @@ class CostModel:
         return products + joined(self.overlap, attention, cache) + extra
 
     def decode_s(self, lengths: Iterable[int]) -> float:
-        """Seconds of a step that gives each row one token, rows holding `lengths` tokens."""
+        """Predicted seconds of a step that gives each row one token. lengths: tokens that each row holds."""
         return self.step_s(step_work(self.spec, [(length, 1) for length in lengths]))
 
 
 def joined(overlap: float, *seconds: float) -> float:
-    """The norm of order `overlap` of seconds of work that shares a device: their sum at 1, their maximum at infinity."""
+    """Seconds of parts that share a device, as their p-norm with p = `overlap`: the sum at 1, the maximum at infinity."""
     longest = max(seconds)
     if longest == 0 or overlap == math.inf:
         return longest
     total = 0.0
-    for one in seconds:
-        total += (one / longest) ** overlap
+    for part in seconds:
+        total += (part / longest) ** overlap
     return float(longest * total ** (1 / overlap))

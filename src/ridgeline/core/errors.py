@@ -1,25 +1,25 @@
-"""Every error Ridgeline raises on purpose, drawn once, each with its HTTP status.
+"""Every error that Ridgeline raises on purpose, with its HTTP status.
 
-RidgelineError                 500  something of ours broke
-├── RequestError               400  the caller can mend it; names the field and the remedy
-│   ├── UnsupportedField       400  a known field whose value we do not honour
-│   ├── ContextTooLong         400  prompt and answer cannot fit the model's context
+RidgelineError                 500  a fault of the server
+├── RequestError               400  a fault of the request; names the field and the remedy
+│   ├── UnsupportedField       400  a known field with a value that is not supported
+│   ├── ContextTooLong         400  prompt and answer do not fit the model's context
 │   ├── BadGrammar             400  a schema, regex or grammar that does not compile
 │   ├── Unauthorized           401
-│   ├── HostNotAllowed         403  the header Host names a host that is not ours
-│   ├── CrossSiteRequest       403  a browser sends it for a page of a site that is not allowed
+│   ├── HostNotAllowed         403  the header Host names a host that is not allowed
+│   ├── CrossSiteRequest       403  a browser sent it for a page of a site that is not allowed
 │   ├── ModelNotFound          404
 │   ├── NotFound               404  no such route or object
 │   ├── MethodNotAllowed       405
 │   ├── BodyTooSlow            408  the connection stalled before the end of the body
 │   ├── BodyTooLarge           413
 │   ├── NotJson                415  the header content-type names another type than JSON
-│   └── Overloaded             429  the queue is full; carries when to come back
-├── Unavailable                503  loading, draining or restarting the engine, never load
+│   └── Overloaded             429  the queue is full; says when to retry
+├── Unavailable                503  the engine loads, drains or restarts; never used for overload
 ├── EngineFailed               500  a step failed or the engine process ended
-└── ConfigError                 -   start-up: an option or a model we cannot serve
-    ├── UnsupportedModel        -   architecture, format or feature, by name
-    └── DoesNotFit              -   not enough memory; carries a command that works
+└── ConfigError                 -   start-up: an option or a model that cannot be served
+    ├── UnsupportedModel        -   names the architecture, format or feature
+    └── DoesNotFit              -   not enough memory; contains a command that works
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 
 class RidgelineError(Exception):
-    """Base of all errors; `status` is the HTTP status, `type` and `code` fill OpenAI's error object."""
+    """Base of all errors. `status` is the HTTP status; `type` and `code` fill OpenAI's error object."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -42,7 +42,7 @@ class RidgelineError(Exception):
 
 
 class RequestError(RidgelineError):
-    """The caller can mend it. `param` names the field."""
+    """The caller can correct it. `param` names the field."""
 
     status = 400
     type = "invalid_request_error"
@@ -129,7 +129,7 @@ class EngineFailed(RidgelineError):
 
 
 class ConfigError(RidgelineError):
-    """Raised while starting; the command line prints the message and exits with 2."""
+    """Raised at start-up. The command line prints the message and exits with status 2."""
 
 
 class UnsupportedModel(ConfigError):
@@ -141,6 +141,6 @@ class DoesNotFit(ConfigError):
 
 
 def shown(value: Any) -> str:
-    """A caller's value in a message: at most 60 characters of it."""
+    """A caller's value as quoted in a message, at most 60 characters long."""
     text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

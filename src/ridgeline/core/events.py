@@ -1,4 +1,4 @@
-"""What the scheduler tells the world after a step: the news of its choices, and the step's counts."""
+"""What the scheduler reports after a step: the updates of its choices, and the step's counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ridgeline.core.plan import TokenLogprobs
 
 @dataclass(slots=True)
 class Update:
-    """News of one choice of a request; see wire.messages.Delta, which carries it over the border field by field."""
+    """Update of one choice of a request. wire.messages.Delta carries it between the processes, field by field."""
 
     id: str
     choice: int
@@ -26,8 +26,11 @@ class Update:
 
 @dataclass(slots=True)
 class News:
-    """All news of one step. Most choices gain one token and nothing else: these stand in three parallel lists, request id,
-    choice and token, and `updates` has the others."""
+    """All updates of one step.
+
+    Most choices gain one token and nothing else. These are stored in three parallel lists: request id, choice and token. All other
+    updates are in `updates`.
+    """
 
     updates: list[Update] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -46,8 +49,9 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class LateWork:
-    """Something done after Ready that start-up should have done. kind: "compile" (of a kernel); "capture" (of a graph)
-    does not occur, as start-up captures every graph."""
+    """Work after Ready that start-up should have done. kind: "compile" of a kernel. "capture" of a graph does not occur, because
+    start-up captures every graph.
+    """
 
     kind: str
     name: str
@@ -65,11 +69,11 @@ class StepCounts:
     drafts: int = 0
     """Drafts verified, of one node or more."""
     accepted_at: list[int] = field(default_factory=list)
-    """Of the accepted tokens, how many stood first in their draft, second, and so on."""
+    """Accepted tokens by their depth in the draft, first depth first."""
     saved_s: float = 0.0
-    """Seconds that drafts saved, by what steps without any take."""
+    """Seconds that drafts saved, compared with the measured time of steps without drafts."""
     dropped: int = 0
-    """Tokens drawn for choices that had ended: behind a stop string, or after a cancel."""
+    """Tokens drawn for choices that had already ended, by a stop string or a cancel."""
     preempted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -77,7 +81,7 @@ class StepCounts:
     """Steps that failed."""
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """A draft of `drafted` nodes was verified and `accepted` of them kept."""
+        """Count one verified draft of `drafted` nodes, of which `accepted` were kept."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted

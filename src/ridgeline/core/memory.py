@@ -1,4 +1,4 @@
-"""Memory of this process as the C library counts it."""
+"""Heap memory of this process, as reported by the C library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _c_library() -> Any:
 
 
 def allocated_bytes() -> int | None:
-    """Bytes that malloc has handed out and not got back; None where the C library does not tell. Takes about 10 us."""
+    """Bytes that malloc has allocated and not freed; None where the C library does not report them. Takes about 10 us."""
     library = _c_library()
     if not hasattr(library, "mallinfo2"):
         return None
@@ -34,7 +34,7 @@ def allocated_bytes() -> int | None:
 
 
 def return_free_memory() -> None:
-    """Give memory that was freed back to the operating system, where the C library can. Takes about a millisecond."""
+    """Return freed memory to the operating system, where the C library supports it. Takes about a millisecond."""
     library = _c_library()
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -1,8 +1,8 @@
-"""The two records that cross the middle: `StepPlan` goes down to the device, `StepResult` comes back. Plain data.
+"""The two records that cross from host to device and back: `StepPlan` and `StepResult`. Plain data.
 
-A plan is a delta. A request *joins* a row once, with everything the device must know of it, and *leaves* it once; in
-between a step names only rows, how many query tokens each runs, and the pages it gained. It never states a running
-row's position: the device owns that (`rows.position`), because with steps in flight the host does not know it yet.
+A plan is a delta. A request *joins* a row once, with everything the device must know about it, and *leaves* it once. In
+between, a step names only rows, the number of query tokens of each, and their new pages. It never states a running row's
+position: the device keeps it (`rows.position`), because with steps in flight the host does not know it yet.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from operator import attrgetter
 
 from ridgeline.core.sampling import SamplingParams
 
-_SHARED = attrgetter("rows", "n_query", "n_draft", "samples", "tree")
-_ints, _bytes = array("i").__copy__, array("b").__copy__  # empty ones
+_COMPARED = attrgetter("rows", "n_query", "n_draft", "samples", "tree")
+_ints, _bytes = array("i").__copy__, array("b").__copy__  # factories of empty arrays
 
 
 class Logits(IntEnum):
     """Which query tokens of a row need logits in this step."""
 
     NONE = 0
-    """A chunk in the middle of known tokens: nothing is sampled."""
+    """A prompt chunk before the last known token: nothing is sampled."""
     LAST = 1
-    """The last query token samples the next token (with drafts: the last 1 + n_draft query tokens verify them)."""
+    """The last query token needs logits to draw the next token; with drafts, the last 1 + n_draft query tokens, to verify them."""
     ALL = 2
     """As LAST when the chunk reaches the end of the known tokens (`samples`), and every query token is also scored."""
 
 
 class Flag(IntFlag):
-    """What the device saw when it wrote a row's last token."""
+    """Why a row ended at its last token."""
 
     STOP = 1
     """The token is one of the row's stop ids (and min_tokens was reached). The stop token is the last one returned."""
     LIMIT = 2
-    """The row holds as many tokens as its limit allows."""
+    """The row has reached its limit of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A request takes a row. `tokens` are all it knows (prompt and, after a preemption, its own output).
+    """A request takes a row.
 
-    computed: tokens whose keys and values already lie in the pages given in the same plan (a prefix hit, a fork).
-    limit: most tokens the row may ever hold (prompt + max_tokens). stop_ids: tokens that end it.
-    seed, choice: with the position they determine the noise of every draw, whatever else is in the batch.
+    tokens: all tokens known so far (the prompt and, after a preemption, its output). computed: tokens whose keys and values
+    already lie in pages of the same plan (a prefix hit, a fork). limit: maximum tokens of the row (prompt + max_tokens).
+    stop_ids: tokens that end it. seed, choice: with the position they determine the noise of each draw, whatever else is in the
+    batch.
     """
 
     row: int
@@ -62,16 +63,16 @@ class Join:
 
 
 OWN_BLOCKS = "own blocks"
-"""Origin of a transfer between blocks of the device itself."""
+"""Origin of a transfer between blocks of the same device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Fills blocks with keys and values that exist elsewhere: in host memory, in another engine, in other blocks.
 
-    ticket: names it in StepPlan.cancels and in StepResult.transfers. blocks: what it writes; no step reads them before the
-    ticket has ended. origin: the memory that it reads, OWN_BLOCKS or the name of a source (kv.prefix.Source). pages: places
-    in that memory, one for each block. Whoever moves the content gives up after a bounded time: requests have no deadline.
+    ticket: its number in StepPlan.cancels and in StepResult.transfers. blocks: targets; no step reads them before the transfer has
+    ended. origin: the memory that it reads, OWN_BLOCKS or the name of a source (kv.prefix.Source). pages: places in that memory,
+    one for each block. The source gives up after a bounded time, because requests have no deadline.
     """
 
     ticket: int
@@ -84,20 +85,20 @@ class Transfer:
 class StepPlan:
     """One step. Parallel flat arrays; row i of the step is `rows[i]`.
 
-    rows, generations, n_query, n_draft, logits, samples: per scheduled row. n_query counts the drafts. `samples[i]` is 1
-    when the query tokens reach the end of what the row knows, so that a new token is drawn.
-    drafts: draft tokens, flat, of rows with n_draft > 0; core.draft.DEVICE for those that the device drafted itself.
-    tree: parent index of each draft (-1 is the row's last known token), flat like `drafts`; empty means chains.
-    ahead: nodes that the device drafts at the end of the step for every row that draws. unread: for each such row, how many
-    of its last tokens, the drawn ones among them, a draft model has not read (an upper bound); empty where nothing reads.
+    rows, generations, n_query, n_draft, logits, samples: per scheduled row. n_query includes the drafts. `samples[i]` is 1
+    when the query tokens reach the end of the row's known tokens, so that a new token is drawn.
+    drafts: draft tokens, flat, of rows with n_draft > 0; core.draft.DEVICE for those that the device drafted.
+    tree: parent index of each draft (-1: the row's last known token), flat like `drafts`; empty for chains.
+    ahead: nodes that the device drafts at the end of the step for each row that draws. unread: for each such row, an upper bound
+    of its last tokens, drawn ones included, that a draft model has not read; empty without a draft model.
     pages: flat quadruples (row, group, index in the row's table, page). Device tables change before anything else runs.
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
-    transfers: to be started before anything else of the step runs; they may end in any later step. cancels: tickets that
-    nobody waits for any more; when the step has ended, nothing writes to their blocks. A step may have transfers and no rows.
+    transfers: started before anything else of the step; they may end in any later step. cancels: tickets whose transfers are no
+    longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
-    with drafts one mask after the other, for the last known token and for each node.
-    score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none), the token *after* each query.
-    bound: an upper bound of the tokens that any scheduled row holds after this step, to choose launch shapes.
+    with drafts, masks for the last known token and each node, one after the other.
+    score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token.
+    bound: an upper bound of the tokens that any scheduled row holds after this step, used to choose launch shapes.
     """
 
     step: int
@@ -126,39 +127,38 @@ class StepPlan:
         return sum(self.n_query)
 
     @property
-    def brings(self) -> bool:
-        """Something changes on the device before the step runs: rows, their pages, or drafts that it does not know."""
+    def changes_device_state(self) -> bool:
+        """Whether the device's rows, pages or drafts change before the step runs."""
         return bool(self.joins or self.pages or self.copies or (self.drafts and max(self.drafts) >= 0))
 
     def withdraw(self, row: int, generation: int) -> bool:
-        """Take back a join that has not gone to the device yet, with its pages; False if this plan has none."""
+        """Remove a join that was not sent to the device yet, with its pages; False if this plan has none for the row."""
         others = [join for join in self.joins if join.generation != generation]
         if len(others) == len(self.joins):
             return False
         self.joins = others
-        kept = [self.pages[at : at + 4] for at in range(0, len(self.pages), 4) if self.pages[at] != row]
+        kept = [self.pages[start : start + 4] for start in range(0, len(self.pages), 4) if self.pages[start] != row]
         self.pages = array("i", chain.from_iterable(kept))
         return True
 
-    def take(self, like: StepPlan) -> None:
-        """The rows, numbers and drafts of a plan that has the same: its very arrays, which nobody changes any more."""
-        self.rows, self.generations = like.rows, like.generations
-        self.n_query, self.n_draft, self.logits, self.samples = like.n_query, like.n_draft, like.logits, like.samples
-        self.drafts, self.tree = like.drafts, like.tree
+    def share_arrays(self, plan: StepPlan) -> None:
+        """Use the arrays of a plan that has equal rows and drafts. Treat them as immutable."""
+        self.rows, self.generations = plan.rows, plan.generations
+        self.n_query, self.n_draft, self.logits, self.samples = plan.n_query, plan.n_draft, plan.logits, plan.samples
+        self.drafts, self.tree = plan.drafts, plan.tree
 
     def repeats(self, other: StepPlan) -> bool:
-        """Both give the same rows the same numbers of query tokens, and state nothing else of any row but pages and what is
-        drafted."""
-        alone = self.masks or self.score_ids or other.masks or other.score_ids
-        same = self.ahead == other.ahead and self.generations == other.generations
-        return not alone and same and _SHARED(self) == _SHARED(other) and self.unread == other.unread
+        """Whether both plans give the same rows the same numbers of query tokens and drafts, and have no masks or scores."""
+        has_row_data = self.masks or self.score_ids or other.masks or other.score_ids
+        same_rows = self.ahead == other.ahead and self.generations == other.generations
+        return not has_row_data and same_rows and _COMPARED(self) == _COMPARED(other) and self.unread == other.unread
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one place, of the model's own distribution (before temperature, filters and penalties).
+    """Log-probabilities at one position, of the model's distribution before temperature, filters and penalties.
 
-    logprob, rank: of the token itself (rank 1 is the most probable). top_ids, top_logprobs: the alternatives asked for.
+    logprob, rank: of the token (rank 1 is the most probable). top_ids, top_logprobs: the requested alternatives.
     logsumexp: of the raw logits, so that a score can be renormalized elsewhere.
     """
 
@@ -172,19 +172,19 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did, in the order of its plan's rows.
+    """What a step did. Rows are in the order of its plan.
 
-    counts: tokens each row gained (0 for a chunk, 1 + the drafts kept when it sampled). tokens: those tokens, flat.
-    flags: `Flag` of the last token. logprobs: index in the step -> one entry per gained token.
-    drawn, kept: index in the step -> for rows with drafts, what was drawn behind the last known token and behind each node;
-    the nodes kept, in the order of their depth.
-    worth: index in the step -> nodes of what the device drafted in it that are worth verifying; without an entry all.
-    scores: index in the step -> one entry per scored query token. device_s: seconds on the device; gap_s: those
-    between the end of the step before and its begin. fresh: part of that went into what later steps of its form are spared.
-    transfers: tickets that ended by then, of this step's transfers or of earlier ones, and whether the content arrived; each
-    ticket is stated once. Those that the plan cancels need no entry, nor do those of a plan whose step failed.
-    lost: indices in the step of rows that the device does not hold as planned, because an upload failed; they end.
-    error: the step failed; its rows end with this reason and nothing of it may be used.
+    counts: tokens that each row gained (0 for a chunk, 1 + kept drafts when it sampled). tokens: those tokens, flat.
+    flags: `Flag` of each row's last token. The dictionaries are keyed by the row's index in the step.
+    logprobs: one entry per gained token. scores: one entry per scored query token.
+    drawn: for rows with drafts, the tokens drawn after the last known token and after each node. kept: the kept nodes, by depth.
+    worth: number of nodes drafted by the device in this step that are worth verifying; without an entry, all of them.
+    transfers: tickets that ended, of this step or of earlier ones -> whether the content arrived; each ticket is stated once.
+    Tickets that the plan cancels need no entry, nor do those of a plan whose step failed.
+    device_s: seconds on the device. gap_s: idle seconds of the device before the step. fresh: part of that time was spent on work
+    that later steps of the same shape do not repeat.
+    lost: indices of rows that the device does not hold as planned, because an upload failed; they end.
+    error: the step failed. Its rows end with this reason, and nothing else of the result may be used.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Why a server could not be reached, in words."""
+"""Error messages for a server that cannot be reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ridgeline.core.errors import ConfigError
 
 def reason(error: Exception) -> str:
     """The cause of a failed connection or request, without a full stop."""
-    cause: object = error.reason if isinstance(error, URLError) else error  # urllib wraps the cause, or its words
+    cause: object = error.reason if isinstance(error, URLError) else error  # urllib wraps the exception, or its message
     if isinstance(cause, TimeoutError):
         return "no answer in time"
     if isinstance(cause, socket.gaierror):

@@ -1,6 +1,6 @@
-"""Configuration, resolved once: flags > environment > file > model and hardware > defaults, each value with its origin.
+"""Resolves the configuration once: flags > environment > file > model and hardware > defaults. Records each value's origin.
 
-One reader for all sources: a value means the same as a flag, as `RIDGELINE_MAX_MODEL_LEN` and as a key of a file.
+All sources share one reader: a value means the same as a flag, as `RIDGELINE_MAX_MODEL_LEN` and as a key of a file.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {"quantization": check_format, "slo": Slo.parse}
-"""Readers of options with a grammar of their own. Each raises ConfigError that names what is known."""
+"""Checks of options with a syntax of their own. Each raises ConfigError that lists the known values."""
 
-WHOLE = "a whole number (8192, 8K = 8192, 8k = 8000)"
+INTEGER_TEXT = "a whole number (8192, 8K = 8192, 8k = 8000)"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-# Kubernetes puts such variables into every container beside a service named "ridgeline"; they are not options.
+# Kubernetes sets these variables in each container if a service is named "ridgeline". They are not options.
 _KUBERNETES = re.compile(r"RIDGELINE_(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The three configurations and where each value came from (field name -> words)."""
+    """The three configurations, and the origin of each value by field name."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -71,34 +71,34 @@ class Resolved:
     origins: Mapping[str, str]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(field, value, origin) of every option, secrets masked, in the order of the dataclasses.
+        """(field, value, origin) of every option in the order of the dataclasses. Secrets are masked.
 
-        What is left to model and hardware shows as "auto", a text that is not set as "-".
+        A value that is left to model and hardware reads "auto"; a text that is not set reads "-".
         """
         rows, types = [], option_types()
         for config in (self.model, self.engine, self.service):
-            for one in fields(config):
-                value = getattr(config, one.name)
-                empty = "-" if types[one.name][0] is str else "auto"
-                shown = "***" if one.name in SECRETS and value else empty if value in (None, "") else str(value)
-                rows.append((one.name, shown, self.origins[one.name]))
+            for field in fields(config):
+                value = getattr(config, field.name)
+                empty = "-" if types[field.name][0] is str else "auto"
+                text = "***" if field.name in SECRETS and value else empty if value in (None, "") else str(value)
+                rows.append((field.name, text, self.origins[field.name]))
         return rows
 
 
 def option_fields(configs: Iterable[type] = CONFIGS) -> dict[str, Field[Any]]:
     """Every configuration field by name."""
-    return {one.name: one for config in configs for one in fields(config)}
+    return {field.name: field for config in configs for field in fields(config)}
 
 
 def option_types(configs: Iterable[type] = CONFIGS) -> dict[str, tuple[type, bool]]:
-    """Field name -> (its plain type, whether None is allowed)."""
-    found = {}
+    """Field name -> (its type without None, whether None is allowed)."""
+    types = {}
     for config in configs:
         for name, hint in get_type_hints(config).items():
             parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-            plain = next(part for part in parts if part is not NoneType)
-            found[name] = (plain, NoneType in parts)
-    return found
+            base = next(part for part in parts if part is not NoneType)
+            types[name] = (base, NoneType in parts)
+    return types
 
 
 def resolve(
@@ -108,10 +108,10 @@ def resolve(
     file: Path | None = None,
     hardware: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """One value per option. flags: field name -> value given by the user (text or typed), absent when not given.
+    """Choose one value per option.
 
-    hardware: values that model and machine suggest (`MemoryPlan.chosen`). Raises ConfigError that names the
-    option, where it was said and the remedy.
+    flags: field name -> value given by the user (text or typed), absent when not given. hardware: values derived from model and
+    machine (`MemoryPlan.chosen`). Raises ConfigError that names the option, its origin and the remedy.
     """
     sources = [
         ("flag", _canonical(flags, "flag")),
@@ -122,18 +122,19 @@ def resolve(
     types = option_types()
     values: dict[str, Any] = {}
     origins = dict.fromkeys(types, "default")
-    for origin, given in reversed(sources):
-        for name, raw in given.items():
+    for origin, options in reversed(sources):
+        for name, raw in options.items():
             values[name] = parse(name, raw, types[name], origin)
             origins[name] = origin
     model, engine, service = (
-        config(**{one.name: values[one.name] for one in fields(config) if one.name in values}) for config in CONFIGS
+        config(**{field.name: values[field.name] for field in fields(config) if field.name in values})
+        for config in CONFIGS
     )
     return Resolved(model, engine, service, origins)
 
 
 def split_options(options: Mapping[str, Any], *configs: type, origin: str = "option") -> tuple[dict[str, Any], ...]:
-    """Keyword arguments sorted into one dict per dataclass, read as flags are. Raises ConfigError for unknown names.
+    """Split keyword arguments into one dict per dataclass and parse them as flags are. Raises ConfigError for unknown names.
 
     origin: "flag" for options of a command line, so that errors name them as flags.
     """
@@ -143,23 +144,24 @@ def split_options(options: Mapping[str, Any], *configs: type, origin: str = "opt
             raise _unknown(name, origin, known)
     return tuple(
         {
-            one.name: parse(one.name, options[one.name], types[one.name], origin)
-            for one in fields(config)
-            if one.name in options
+            field.name: parse(field.name, options[field.name], types[field.name], origin)
+            for field in fields(config)
+            if field.name in options
         }
         for config in configs
     )
 
 
 def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
-    """A value of an option's type from text (a flag, the environment) or from a typed file. Raises ConfigError."""
-    plain, optional = kind
-    if raw is None or (optional and plain is not str and raw == "auto"):
+    """Convert an option's value from text (a flag, the environment) or from a typed file. Raises ConfigError."""
+    base, optional = kind
+    if raw is None or (optional and base is not str and raw == "auto"):
         if optional:
             return None
         raise _bad(name, raw, origin, "a value")
-    value: Any = _READERS[plain](name, raw, origin)
-    if name in SECRETS and (not value or value != value.strip()):  # an unset variable must not open the door
+    value: Any = _READERS[base](name, raw, origin)
+    # An unset shell variable must not turn authentication off.
+    if name in SECRETS and (not value or value != value.strip()):
         problem = f"{_label(name, origin)} is empty or has blanks at its ends"
         raise ConfigError(f"{problem}: give a value without them, or leave the option out.", param=name)
     allowed = CHOICES.get(name)
@@ -183,7 +185,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"The configuration file {path} is not UTF-8 text ({error}).", param="config") from None
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
-        ".json": lambda text: json.loads(text, object_pairs_hook=_once),
+        ".json": lambda text: json.loads(text, object_pairs_hook=_without_duplicates),
         ".yaml": _yaml,
         ".yml": _yaml,
     }
@@ -192,12 +194,12 @@ def read_file(path: Path) -> dict[str, Any]:
             f"The configuration file {path} has an unknown type: name it .toml, .json or .yaml.", param="config"
         )
     try:
-        found = readers[path.suffix](text)
+        options = readers[path.suffix](text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", param="config") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"The configuration file {path} must map option names to values.", param="config")
-    return found
+    return options
 
 
 def _yaml(text: str) -> Any:
@@ -209,50 +211,50 @@ def _yaml(text: str) -> Any:
             f"A YAML configuration file needs PyYAML, which is not installed: {remedy}", param="config"
         ) from None
     try:
-        found, named = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
+        options, nodes = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    if isinstance(found, dict) and named is not None:
-        _once([(key.value, None) for key, _ in named.value])
-    return found
+    if isinstance(options, dict) and nodes is not None:
+        _without_duplicates([(key.value, None) for key, _ in nodes.value])
+    return options
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs by name. Raises ValueError for a name that comes twice, as TOML's reader does by itself."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict. Raises ValueError for a repeated name, as the TOML reader does."""
+    options = dict(pairs)
+    if len(options) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice: keep one")
-    return found
+    return options
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Options among the environment's variables; an empty one counts as not set."""
-    given = {}
+    """Options among the environment's variables. An empty variable counts as not set."""
+    options = {}
     for name, value in environ.items():
         service_link = _KUBERNETES.fullmatch(name) or (name == "RIDGELINE_PORT" and "://" in value)
         if name.startswith(ENVIRONMENT) and value and not service_link:
-            given[name.removeprefix(ENVIRONMENT).lower()] = value
-    return _canonical(given, "environment")
+            options[name.removeprefix(ENVIRONMENT).lower()] = value
+    return _canonical(options, "environment")
 
 
-def _canonical(given: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Keys as field names: dashes and the other names of an option are read too."""
+def _canonical(options: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Rename keys to field names. Accepts dashes and the alternative names of an option."""
     known = option_fields()
     names = {name: name for name in known}
-    for name, one in known.items():
-        for flag in one.metadata["flags"]:
+    for name, option in known.items():
+        for flag in option.metadata["flags"]:
             if flag.startswith("--"):
                 names[flag[2:].replace("-", "_")] = name
-    found: dict[str, Any] = {}
-    for key, value in given.items():
+    canonical: dict[str, Any] = {}
+    for key, value in options.items():
         field = names.get(key.replace("-", "_"))
         if field is None:
             raise _unknown(key, origin, names)
-        if field in found:
+        if field in canonical:
             raise ConfigError(f"{_label(field, origin)} is given twice: keep one.", param=field)
-        found[field] = value
-    return found
+        canonical[field] = value
+    return canonical
 
 
 def _unknown(key: str, origin: str, names: Iterable[str]) -> ConfigError:
@@ -261,8 +263,8 @@ def _unknown(key: str, origin: str, names: Iterable[str]) -> ConfigError:
     return ConfigError(f"Unknown option {_label(key, origin)}: {hint}", param=key)
 
 
-def _bad(name: str, raw: Any, origin: str, wanted: str) -> ConfigError:
-    return ConfigError(f"{_label(name, origin)} is {raw!r}: give {wanted}.", param=name)
+def _bad(name: str, raw: Any, origin: str, expected: str) -> ConfigError:
+    return ConfigError(f"{_label(name, origin)} is {raw!r}: give {expected}.", param=name)
 
 
 def _label(name: str, origin: str) -> str:
@@ -278,8 +280,9 @@ def _spelled(name: str, origin: str) -> str:
 
 
 def read_integer(text: str) -> int:
-    """A whole number as options take them: text may end in k, m, g (powers of 1000) or K, M, G (powers of 1024), as in 8k or
-    1.5G. Raises ValueError."""
+    """Read a whole number as options accept it: with a suffix k, m, g (powers of 1000) or K, M, G (powers of 1024), as in 8k or
+    1.5G. Raises ValueError.
+    """
     text = text.strip().replace("_", "")
     factor = _SUFFIXES.get(text[-1:], 1)
     if factor == 1:
@@ -293,7 +296,7 @@ def read_integer(text: str) -> int:
 def _text(name: str, raw: Any, origin: str) -> str:
     if isinstance(raw, str):
         return raw
-    if isinstance(raw, int) and not isinstance(raw, bool):  # a key or a name of digits, as YAML reads it
+    if isinstance(raw, int) and not isinstance(raw, bool):  # YAML reads a key or a name of digits as a number
         return str(raw)
     raise _bad(name, raw, origin, "text")
 
@@ -306,7 +309,7 @@ def _integer(name: str, raw: Any, origin: str) -> int:
             return read_integer(raw)
     except ValueError:
         pass
-    raise _bad(name, raw, origin, WHOLE)
+    raise _bad(name, raw, origin, INTEGER_TEXT)
 
 
 def _number(name: str, raw: Any, origin: str) -> float:

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: one frozen value, checked once where it is made."""
+"""Sampling parameters of a request: one immutable value, checked when it is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeline.core.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
-"""Stop ids a device row holds, the model's own end tokens included; a request that needs more is refused."""
+"""Maximum stop ids of a device row, the model's end tokens included. A request with more is refused."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
@@ -29,10 +29,10 @@ class Grammar:
 class SamplingParams:
     """How tokens are drawn and when a request ends.
 
-    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Penalties follow OpenAI
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Penalties follow OpenAI
     (presence, frequency: subtracted once, or per occurrence, of tokens in the *output*) and CTRL (repetition: divides
     positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
-    `logprobs` / `prompt_logprobs`: None, or how many alternatives per token (0..20) beside the token itself.
+    `logprobs` / `prompt_logprobs`: None, or the number of alternatives per token (0..20) in addition to the token itself.
     `seed` None draws one per request. `max_tokens` None means up to the context's end. `stop` may be given as one
     string, `logit_bias` as a dict of token id to number, every tuple as a list. Raises RequestError naming the field.
     """
@@ -60,12 +60,12 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # else its letters would be taken for stop strings
+        if isinstance(self.stop, str):  # otherwise each letter would become a stop string
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, dict):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        for name, whole, of in _LISTS:
-            object.__setattr__(self, name, _tuple(name, getattr(self, name), whole, of))
+        for name, noun, item_type in _LISTS:
+            object.__setattr__(self, name, _tuple(name, getattr(self, name), noun, item_type))
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}: give True or False.", param=name)
@@ -117,31 +117,33 @@ _LISTS: tuple[tuple[str, str, type], ...] = (
     ("allowed_token_ids", "token ids", int),
     ("logit_bias", "pairs of a token id and a number", tuple),
 )
-"""Fields of several values: what they hold, in words and as a type."""
+"""Fields with several values: name, noun of the values for messages, type of the values."""
 
 
-def _tuple(name: str, value: Any, whole: str, of: type) -> tuple[Any, ...] | None:
-    """The values of such a field; its type alone is looked at, as thousands of token ids may come with each request."""
+def _tuple(name: str, value: Any, noun: str, item_type: type) -> tuple[Any, ...] | None:
+    """The values of such a field as a tuple. Checks types only, because a request may have thousands of token ids."""
     if value is None:
         return None if name == "allowed_token_ids" else ()
-    found = (
-        tuple(tuple(one) if isinstance(one, list) else one for one in value)
+    items = (
+        tuple(tuple(item) if isinstance(item, list) else item for item in value)
         if isinstance(value, (tuple, list))
         else None
     )
-    strange = found is not None and set(map(type, found)) - {of} and not all(_is(one, of) for one in found)
-    if found is None or strange or (of is tuple and set(map(len, found)) - {2}):
-        raise RequestError(f"{name} is {reprlib.repr(value)}: give a list of {whole}.", param=name)
-    return found
+    wrong_types = (
+        items is not None and set(map(type, items)) - {item_type} and not all(_is(item, item_type) for item in items)
+    )
+    if items is None or wrong_types or (item_type is tuple and set(map(len, items)) - {2}):
+        raise RequestError(f"{name} is {reprlib.repr(value)}: give a list of {noun}.", param=name)
+    return items
 
 
-def _is(value: Any, of: type) -> bool:
-    return isinstance(value, of) and not isinstance(value, bool)
+def _is(value: Any, expected: type) -> bool:
+    return isinstance(value, expected) and not isinstance(value, bool)
 
 
 def _number(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high or (exclusive_low and value == low):
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or not low <= value <= high or (exclusive_low and value == low):
         bound = "above" if exclusive_low else "at least"
         raise RequestError(f"{name} is {value!r}: give a number {bound} {low:g} and at most {high:g}.", param=name)
 

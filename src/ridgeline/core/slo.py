@@ -1,12 +1,11 @@
-"""Service level objectives: limits on a request's latency, the verdict on one request, and that on a window of them.
+"""Service level objectives: limits on a request's latency, and the verdict on one request or on a window of requests.
 
-The server's live goodput and the load generator judge by this one value. A request is good when it has no error and
-misses no limit; the share of good ones is taken over all that were offered.
+The server's goodput and the load generator use the same rules. A request is good when it has no error and misses no limit.
+The share of good requests is taken over all offered requests.
 
-A client's disconnect is no error of the server. Such a request is judged by what happened until then: it is a miss when a
-limit had already been missed (so that clients who give up on a slow server count), and otherwise it is left out of the
-share, since nobody knows how it would have ended. The load generator is the client itself: it never leaves but at its
-own timeout, and counts that as an error.
+A client's disconnect is not an error of the server. If the request had missed a limit before the disconnect, it is a miss, so
+that clients who give up on a slow server count. Otherwise it is left out of the share, because its outcome is unknown. The
+load generator is itself the client: it disconnects only at its own timeout, and counts that as an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.errors import ConfigError
 
 NAMES = ("ttft", "tpot", "e2e")
-"""Limits in the order of being judged: time to first token, time per output token after it, end to end."""
+"""Limits in the order of their checks: time to first token, time per output token after the first, end to end."""
 ATTAIN = "attain"
 
 _ALIASES = {
@@ -42,7 +41,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Of all requests a share must take at most limit_s: p95(ttft)<=200ms has the share 0.95."""
+    """A share of all requests must take at most limit_s: p95(ttft)<=200ms has the share 0.95."""
 
     name: str
     share: float
@@ -54,10 +53,10 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds that each good request meets; None where there is no limit. A name that has objectives and no limit
-    of its own has the loosest of theirs.
+    """Latency limits in seconds that each good request meets; None: no limit.
 
-    objectives: what percentiles over a window must be. attain: share of all offered requests that must be good.
+    A name without a limit that has objectives uses the loosest of their limits. objectives: percentiles over a window. attain:
+    required share of good requests among all offered ones.
     """
 
     ttft_s: float | None = None
@@ -72,11 +71,11 @@ class Slo:
     @staticmethod
     def parse(text: str) -> Slo:
         """Read `ttft=200ms,tpot=100ms,e2e=5s`, vLLM's `ttft:200 tpot:50 e2el:5000`, or objectives of a window as in
-        `p95(ttft)<=500ms & p99(tpot)<=50ms & attain>=0.95`, joined by commas, spaces or &. Empty text has no limit.
+        `p95(ttft)<=500ms & p99(tpot)<=50ms & attain>=0.95`, separated by commas, spaces or &. Empty text means no limits.
 
         Raises ConfigError that names the field and the remedy.
         """
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         objectives: list[Objective] = []
         for part in re.split(r"[,&\s]+", _SIGN.sub(r"\1", text.strip())):
             if not part:
@@ -85,80 +84,84 @@ class Slo:
             name = _ALIASES.get(name.lower(), name.lower())
             if percentile := _PERCENTILE.fullmatch(name):
                 objective = _objective(part, sign, percentile, value)
-                if (objective.name, objective.share) in [(one.name, one.share) for one in objectives]:
+                if (objective.name, objective.share) in [(known.name, known.share) for known in objectives]:
                     raise ConfigError(f"--slo gives {name} twice in {text!r}: keep one.", param="slo")
                 objectives.append(objective)
                 continue
             if name not in (*NAMES, ATTAIN) or sign not in (("=", ":", ">=") if name == ATTAIN else ("=", ":", "<=")):
                 raise ConfigError(f"--slo {part!r} is not a known limit: {_REMEDY}.", param="slo")
-            if name in found:
+            if name in limits:
                 raise ConfigError(f"--slo gives {name} twice in {text!r}: keep one.", param="slo")
-            found[name] = _share(value) if name == ATTAIN else _seconds(name, value)
-        ttft_s, tpot_s, e2e_s = (found.get(name) for name in NAMES)
-        return Slo(ttft_s, tpot_s, e2e_s, tuple(objectives), found.get(ATTAIN))
+            limits[name] = _share(value) if name == ATTAIN else _seconds(name, value)
+        ttft_s, tpot_s, e2e_s = (limits.get(name) for name in NAMES)
+        return Slo(ttft_s, tpot_s, e2e_s, tuple(objectives), limits.get(ATTAIN))
 
     @property
     def of_windows(self) -> bool:
-        """Whether it says what must hold over many requests: percentiles, or a share."""
+        """Whether it has requirements on a window of requests: percentiles, or a share of good requests."""
         return bool(self.objectives) or self.attain is not None
 
     def limits(self) -> dict[str, float | None]:
-        """Limit of a good request in seconds by name, in the order of being judged."""
-        found = dict(zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True))
-        for name, limit in found.items():
+        """Limits of a good request in seconds by name, in the order of their checks."""
+        limits = dict(zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True))
+        for name, limit in limits.items():
             if limit is None:
-                found[name] = max((one.limit_s for one in self.objectives if one.name == name), default=None)
-        return found
+                limits[name] = max(
+                    (objective.limit_s for objective in self.objectives if objective.name == name), default=None
+                )
+        return limits
 
-    def under(self, own: Slo) -> Slo:
-        """These limits, but those of `own` where it has some: what one request declares goes before what all must meet."""
-        if own == NO_SLO:
+    def under(self, request_slo: Slo) -> Slo:
+        """These limits, replaced by those of `request_slo` where it has some: a request's own limits take precedence."""
+        if request_slo == NO_SLO:
             return self
-        ttft_s, tpot_s, e2e_s = own.limits().values()
+        ttft_s, tpot_s, e2e_s = request_slo.limits().values()
         return replace(self, ttft_s=ttft_s or self.ttft_s, tpot_s=tpot_s or self.tpot_s, e2e_s=e2e_s or self.e2e_s)
 
     def verdict(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> str:
         """ "" if every limit is met, else the first missed one with both numbers, as in "ttft 312 ms > 200 ms".
 
-        A time that is None was never reached and misses its limit; only TPOT may be None without harm, because an
-        answer of one token has none.
+        A time that is None was never reached and misses its limit. TPOT is the exception: an answer of one token has none.
         """
         measured = (ttft_s, tpot_s, e2e_s)
         for (name, limit), value in zip(self.limits().items(), measured, strict=True):
             if limit is None or (value is None and name == "tpot"):
                 continue
             if value is None or math.isnan(value):
-                return f"{name} never reached (limit {_words(limit)})"
+                return f"{name} never reached (limit {_text(limit)})"
             if value > limit:
-                return f"{name} {_words(value)} > {_words(limit)}"
+                return f"{name} {_text(value)} > {_text(limit)}"
         return ""
 
     def within(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> tuple[bool, ...]:
-        """For each objective whether a request stays within its limit; see `verdict` for a time that is None."""
+        """For each objective, whether a request meets its limit. See `verdict` for times that are None."""
         measured = dict(zip(NAMES, (ttft_s, tpot_s, e2e_s), strict=True))
-        found = []
-        for one in self.objectives:
-            value = measured[one.name]
-            found.append(one.name == "tpot" if value is None else value <= one.limit_s)
-        return tuple(found)
+        verdicts = []
+        for objective in self.objectives:
+            value = measured[objective.name]
+            verdicts.append(objective.name == "tpot" if value is None else value <= objective.limit_s)
+        return tuple(verdicts)
 
     def broken(self, shares: Sequence[float], attained: float) -> tuple[str, ...]:
-        """What a window misses, with both numbers. shares: of all offered requests those `within` each objective (failed
-        ones are not). attained: share of good ones."""
-        found = [
-            f"{one}: a share of {share:.4g} of requests meets the limit; {one.share:.6g} is required"
-            for one, share in zip(self.objectives, shares, strict=True)
-            if share < one.share
+        """The requirements that a window misses, with both numbers.
+
+        shares: for each objective, the share of offered requests that meet its limit (failed requests do not). attained: share of
+        good requests.
+        """
+        misses = [
+            f"{objective}: a share of {share:.4g} of requests meets the limit; {objective.share:.6g} is required"
+            for objective, share in zip(self.objectives, shares, strict=True)
+            if share < objective.share
         ]
         if self.attain is not None and attained < self.attain:
-            found.append(f"attain>={self.attain:g}: a share of {attained:.4g} of requests is good")
-        return tuple(found)
+            misses.append(f"attain>={self.attain:g}: a share of {attained:.4g} of requests is good")
+        return tuple(misses)
 
     def __str__(self) -> str:
-        """The text that `parse` reads back; empty without a limit."""
-        own = zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True)
-        parts = [f"{name}={limit * 1e3:g}ms" for name, limit in own if limit is not None]
-        parts += [str(one) for one in self.objectives]
+        """Text that `parse` reads back; empty without limits."""
+        limits = zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True)
+        parts = [f"{name}={limit * 1e3:g}ms" for name, limit in limits if limit is not None]
+        parts += [str(objective) for objective in self.objectives]
         return ",".join([*parts, f"attain>={self.attain:g}"] if self.attain is not None else parts)
 
 
@@ -188,6 +191,6 @@ def _share(text: str) -> float:
     return share
 
 
-def _words(seconds: float) -> str:
-    """Six digits, so that a value just above its limit does not read as equal to it."""
+def _text(seconds: float) -> str:
+    """Six digits, so that a value just above its limit does not print as equal to it."""
     return f"{seconds * 1e3:.6g} ms" if seconds < 10 else f"{seconds:.6g} s"

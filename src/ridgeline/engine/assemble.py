@@ -74,7 +74,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
     wanted, beside = memory_of_drafters(config, spec, folder, device.type, taken)
-    plan = size(spec, config, total, device.type, model=model, beside=beside)
+    plan = size(spec, config, total, device.type, model=model, drafters=beside)
     ops = _operations(config, spec, device)
     stages.ends("config")
     account, ceilings = open_account(spec, device, config.calibration)

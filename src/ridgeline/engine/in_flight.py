@@ -37,7 +37,7 @@ class StepInFlight:
         plan, requests, shares = self.plan, self.requests, self.shares
         for place, form in enumerate(forms):
             if shares == form.shares and requests == form.requests:
-                plan.take(form.plan)
+                plan.share_arrays(form.plan)
                 forms[place], after = self, form.plan.step + 1 == plan.step and not shares
                 plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
                 return

@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import EngineFailed
-from ridgeline.core.interrupt import Whole
+from ridgeline.core.interrupt import UninterruptedCalls
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
 from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepStats, Submit
@@ -64,10 +64,10 @@ class LocalEngine:
     def news(self) -> Iterator[Delta]:
         """News of all open requests until the last has ended. Closing the iterator cancels what is left, as does Ctrl-C, which
         comes between two steps: the engine can go on with other requests."""
-        with Whole() as whole:
+        with UninterruptedCalls() as uninterrupted:
             try:
                 while self._open:
-                    frame = whole(self.engine.turn)
+                    frame = uninterrupted(self.engine.turn)
                     if frame is None:
                         self._sleep(self.engine.wait_seconds())
                         continue
@@ -80,7 +80,7 @@ class LocalEngine:
                     self.engine.handle(Cancel(request_id))
                 self._open.clear()
                 while self._engine is not None and not self._engine.idle:
-                    whole(self._engine.turn)
+                    uninterrupted(self._engine.turn)
 
     def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
         """Submit all and yield their news."""

@@ -145,7 +145,7 @@ class Runner:
         lost: list[int] = []
         if (loaded := executor.repeated(plan)) is None:
             plan, lost = self.rows.drop_lost(plan)
-        if loaded is None or plan.brings:
+        if loaded is None or plan.changes_device_state:
             with self._inference:
                 loaded = self._apply(plan, loaded)
         if loaded is None:

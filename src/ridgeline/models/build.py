@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec, settled_format
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec, resolve_format
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
@@ -51,7 +51,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} cannot be served: use one of {', '.join(DTYPES)}.", param="dtype")
-    quantization = settled_format(spec.quantization, model.quantization)
+    quantization = resolve_format(spec.quantization, model.quantization)
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.core.spec import KvFormat, few
+from ridgeline.core.spec import KvFormat, restricts_last_layer
 
 SHORT = 2048
 """Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
@@ -92,7 +92,7 @@ class StepInputs:
         may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
         it saves, or more than the step has rows, for which no kernels were made ready."""
         narrowed = self.ancestors is not None or self.key_positions is not None
-        if narrowed or len(tokens) > len(self.rows) or not few(len(tokens), len(self.position)):
+        if narrowed or len(tokens) > len(self.rows) or not restricts_last_layer(len(tokens), len(self.position)):
             return None
         row = self.row_of.index_select(0, tokens)
         behind = self.q_start.index_select(0, row + 1) - 1 - tokens

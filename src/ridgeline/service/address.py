@@ -1,4 +1,4 @@
-"""The address clients use: TLS, and the path under which a proxy offers the server."""
+"""The address of the API: TLS, and the path prefix under which a proxy serves it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """host: as the option gives it. prefix: path before every route, "" or "/name" without a slash at its end.
+    """host: as in the option. prefix: path before every route, "" or "/name" without a trailing slash.
 
-    tls: None for plain HTTP.
+    tls: None for HTTP without TLS.
     """
 
     host: str
@@ -45,21 +45,21 @@ def _read_tls(config: ServiceConfig) -> ssl.SSLContext | None:
     certificate, key = config.ssl_certfile, config.ssl_keyfile
     if not certificate:
         if key or config.ssl_keyfile_password:
-            given = "ssl_keyfile" if key else "ssl_keyfile_password"
-            raise ConfigError(f"{given} is given without ssl_certfile: give both.", param="ssl_certfile")
+            option = "ssl_keyfile" if key else "ssl_keyfile_password"
+            raise ConfigError(f"{option} is given without ssl_certfile: give both.", param="ssl_certfile")
         return None
     for name, file in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
         if file:
             _check_readable(name, file)
-    where = "ssl_keyfile" if key else "ssl_certfile"
+    key_option = "ssl_keyfile" if key else "ssl_certfile"
     encrypted = False
 
     def password() -> str:
-        """Called for an encrypted key only; without it, OpenSSL would ask on the terminal."""
+        """Called for an encrypted key only. Without it, OpenSSL would ask on the terminal."""
         nonlocal encrypted
         encrypted = True
         if not config.ssl_keyfile_password:
-            _refuse(where, f"the key in {key or certificate} is encrypted: give ssl_keyfile_password")
+            _refuse(key_option, f"the key in {key or certificate} is encrypted: give ssl_keyfile_password")
         return config.ssl_keyfile_password
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -68,14 +68,16 @@ def _read_tls(config: ServiceConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key or None, password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            _refuse(where, f"{key or certificate} has not the key of {certificate}: give the key that belongs to it")
+            _refuse(
+                key_option, f"{key or certificate} is not the key of {certificate}: give the key that belongs to it"
+            )
         if encrypted:
             _refuse(
                 "ssl_keyfile_password", f"it does not decrypt the key in {key or certificate}: give the key's password"
             )
         _refuse(
             "ssl_certfile",
-            f"{certificate} and its key are no PEM files that can be used ({error}): give PEM files of both",
+            f"{certificate} and its key are not valid PEM files ({error}): give PEM files of both",
         )
     return context
 

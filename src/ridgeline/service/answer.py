@@ -1,4 +1,4 @@
-"""Carries an answer to its client: server-sent events while it grows, or one body at its end."""
+"""Sends an answer to its client: as server-sent events while it grows, or as one body at its end."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece, pieces
 
 SLOW_WRITE_S = 60.0
-"""A client that takes nothing for so long is given up."""
+"""Seconds after which a client that reads nothing is disconnected."""
 
-_ROOM = 1 << 14
-"""Bytes that a connection always buffers without making its writer wait."""
+_UNCHECKED_BYTES = 1 << 14
+"""Buffered bytes below which a write never waits."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How the caller wants the stream's usage told."""
+    """How the caller wants usage in the stream."""
 
     include_usage: bool = False
     continuous_usage: bool = False
 
 
 class Shape(Protocol):
-    """How a route writes its answer. The same pieces go through `choices` for a stream and `add` for a body."""
+    """How a route formats its answer. Pieces go through `choices` for a stream and through `add` for a body."""
 
     usage: Usage
     body_head: dict[str, Any]
-    """id, object, created, model and the like."""
+    """The members before `choices`: id, object, created, model and so on."""
     head: bytes
-    """Every event up to and without its choices: `{"id":...,"model":...`."""
+    """The start of every event, up to its choices: `{"id":...,"model":...`."""
 
     def choices(self, piece: Piece) -> list[bytes]:
-        """JSON of the `choices` entries the piece becomes, each for an event of its own; none while its text is held back."""
+        """JSON of the `choices` entries of a piece, each for an event of its own; empty while its text is held back."""
 
     def empty(self, index: int) -> bytes:
-        """The same for tokens of choice `index` that have no text yet."""
+        """An entry without text for tokens of choice `index` that have no text yet."""
 
     def add(self, piece: Piece) -> None: ...
 
     def body(self) -> list[dict[str, Any]]:
-        """The `choices` of the whole answer."""
+        """The `choices` of the complete answer."""
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage; cached_tokens always, in whole blocks of the prefix cache."""
+    """OpenAI's usage object. Always includes cached_tokens, in whole blocks of the prefix cache."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -67,7 +67,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 
 async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
-    """Run the call to its end and answer once."""
+    """Run the call to its end and send one body."""
     async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
         async for batch in news:
             for piece in batch:
@@ -79,7 +79,7 @@ async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
 async def send_events(
     request: web.Request, service: Service, call: Call, shape: Shape, streaming: Streaming
 ) -> web.StreamResponse:
-    """Stream the call. Headers go out with the first news, so that what fails before has its own HTTP status."""
+    """Stream the call. Headers are sent with the first event, so that earlier failures get their own HTTP status."""
     response = web.StreamResponse(
         headers={
             "content-type": "text/event-stream; charset=utf-8",
@@ -107,9 +107,9 @@ async def send_events(
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write, for SLOW_WRITE_S at most; a timer is only worth its cost when the client has not taken what came before."""
+    """Write, within SLOW_WRITE_S. A timer costs time, so it is used only if earlier writes are still buffered."""
     transport = request.transport
-    if transport is not None and transport.get_write_buffer_size() + len(data) < _ROOM:
+    if transport is not None and transport.get_write_buffer_size() + len(data) < _UNCHECKED_BYTES:
         await response.write(data)
         return
     async with asyncio.timeout(SLOW_WRITE_S):
@@ -121,15 +121,15 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Events as bytes, those of one batch joined; a comment after a silence of keep_alive_s.
 
-    Tokens may have no text yet: half a character, what could begin a stop string, a thought that is not shown. With
-    continuous usage they have an event all the same, empty but for the count, so that its reader sees every step; without
-    it they have none, as an event that says nothing would only be taken for the first text.
+    Tokens may have no text yet: half a character, the start of a stop string, hidden reasoning. With continuous usage they still
+    get an event, empty but for the count, so that the client sees every step. Otherwise they get none, because a client would
+    mistake an empty event for the first text.
     """
     head, tail = b"data: " + shape.head + b',"choices":[', b"]}\n\n"
     if streaming.include_usage:
         tail = b'],"usage":null}\n\n'
     clock = asyncio.get_running_loop().time
-    told = clock()
+    last_write = clock()
     async with contextlib.aclosing(news):
         async for batch in news:
             events: list[bytes] = []
@@ -143,11 +143,11 @@ async def _events(
             now = clock()
             if events:
                 yield b"".join(events)
-            elif not batch or now - told >= keep_alive_s:
+            elif not batch or now - last_write >= keep_alive_s:
                 yield b": keep-alive\n\n"
             else:
                 continue
-            told = now
+            last_write = now
     if streaming.include_usage:
         yield head + b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
     yield b"data: [DONE]\n\n"

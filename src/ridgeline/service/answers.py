@@ -1,4 +1,4 @@
-"""JSON schemas of answers, for the API's description. Tests hold real answers against them."""
+"""JSON schemas of answers, for the API description. Tests validate real answers against them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TEXT = {"type": ["string", "null"]}
 _COUNT = {"type": "integer", "minimum": 0}
 _SECONDS = {"type": "number", "minimum": 0}
 _MAYBE_SECONDS = {"type": ["number", "null"], "minimum": 0}
-_LOGPROBS = {"type": ["object", "null"], "description": "Log-probabilities, where they were asked for."}
+_LOGPROBS = {"type": ["object", "null"], "description": "Log-probabilities, if requested."}
 _STOP_REASON = {
     "type": ["string", "integer", "null"],
     "description": "The stop string or token id that ended the choice.",
@@ -39,7 +39,7 @@ _CALL = _object(
 _MESSAGE = {
     "role": {"const": "assistant"},
     "content": _TEXT,
-    "reasoning_content": {"type": "string", "description": "The model's reasoning, kept apart from its answer."},
+    "reasoning_content": {"type": "string", "description": "The model's reasoning, separate from its answer."},
     "tool_calls": _list(_CALL),
     "refusal": {"type": "null"},
 }

@@ -1,4 +1,4 @@
-"""The application: all routes, and the two that generate."""
+"""The application: all routes, and the handlers of the two generating routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_app(front: Front) -> web.Application:
 
 
 async def _tick(app: web.Application) -> AsyncIterator[None]:
-    """Let time pass for the live figures while the application runs; without requests nothing else does."""
+    """Update the live figures once a second while the application runs, also without requests."""
 
     async def tick() -> None:
         while True:
@@ -65,23 +65,23 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
-    """Read, refuse, or ask the engine and answer."""
+    """Read and check the request, submit it to the engine, and answer."""
     arrival = time.time()
     front = request.app[FRONT]
     service = front.service()
-    declared, strange = read_declared(request.headers.items())
+    declared, unknown = read_declared(request.headers.items())
     fields = await read_json(request, partial(read_fields, route))
-    if strange or fields.ignored:
-        request[IGNORED] = (*fields.ignored, *strange)
-    if (given := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
-        request[REQUEST_ID] = request_id(given)
-    name = uuid.uuid4().hex
+    if unknown or fields.ignored:
+        request[IGNORED] = (*fields.ignored, *unknown)
+    if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
+        request[REQUEST_ID] = request_id(body_id)
+    call_id = uuid.uuid4().hex
     call: Call
     shape: Shape
     if route == "chat":
-        call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{name}", arrival)
+        call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{call_id}", arrival)
     else:
-        call, shape, streaming = await read_completion(service, fields, f"cmpl-{name}", arrival)
+        call, shape, streaming = await read_completion(service, fields, f"cmpl-{call_id}", arrival)
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
     call = replace(call, declared=declared, request_id=request[REQUEST_ID])

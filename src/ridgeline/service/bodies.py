@@ -1,4 +1,4 @@
-"""Reads JSON bodies within a bound of time and memory."""
+"""Reads JSON bodies within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from ridgeline.service.json_values import decode_json
 _T = TypeVar("_T")
 _MIB = 1 << 20
 _BODY_S = 300.0
-"""Seconds in which a body must arrive. A client that sends half of one would hold a connection, and a drain, for ever."""
-_ROOM_S = 30.0
-"""Seconds that a large body waits for others to be done."""
+"""Seconds in which a body must arrive. Without a limit, half a body would keep a connection, and a drain, open for ever."""
+_BUDGET_WAIT_S = 30.0
+"""Seconds that a large body waits for memory."""
 _ENCODINGS = ("identity", "gzip", "deflate")
 """Supported values of content-encoding."""
 _PIECE = 1 << 18
 """Bytes that are decompressed at a time."""
 _MEMBERS = 1024
-"""Members of a gzip body. An empty one has 20 bytes, and 4 MB of them take seconds of the event loop; bgzip writes one for each
-64 KiB."""
+"""Maximum members of a gzip body. An empty member has 20 bytes, and 4 MB of them take seconds of the event loop. bgzip writes a
+member for each 64 KiB."""
 _LARGE = 1 << 18
-"""Bytes from which a body counts as large: it is decoded and checked in a thread, so that no stream waits for it."""
-_HELD = 48 * _MIB
-"""Bytes of large bodies that are held at the same time."""
+"""Bytes from which a body counts as large: it is decoded and checked in a thread, so that streams go on."""
+_LARGE_TOTAL = 48 * _MIB
+"""Maximum bytes of all large bodies in memory."""
 _DECODED = 48 * _MIB
-"""Bytes that the values of one decoded body may take, by `_COSTS`. It bounds the time to decode them as well: other threads
-wait meanwhile, some 50 ms at most."""
+"""Maximum bytes of the values of one decoded body, by `_COSTS`. It also bounds the time of decoding, which blocks other
+threads, to some 50 ms."""
 _COSTS = ((b",", 20), (b":", 150), (b"{", 80), (b"[", 80))
-"""Bytes of Python objects that a character of JSON outside of strings stands for: an item of a list (8 with a small number,
-40 with a large one), a member of an object, an object, a list."""
+"""Bytes of Python objects for each such character of JSON outside of strings: an item of a list (8 for a small number, 40 for
+a large one), a member of an object, an object, a list."""
 _QUOTE = 30
-"""Half of a short string."""
+"""Bytes of Python objects for each quote character: half of a short string."""
 _SLICE = 1 << 18
-"""Bytes that are counted at a time; other threads run in between."""
+"""Bytes that are counted at a time. Other threads run in between."""
 
 
 class Bodies:
     """Reads bodies of at most `limit` bytes.
 
-    Large bodies share `_HELD` bytes (or `limit`, if that is more) and one thread that decodes them one after the other, so
-    that their number does not decide how much memory they take. Small bodies are decoded where they arrive. patience_s: seconds
-    in which a body must arrive. piece: bytes that are decompressed at a time.
+    Large bodies share `_LARGE_TOTAL` bytes (or `limit`, if that is more) and one decoding thread, so that their number does not
+    determine the memory they take. Small bodies are decoded in the event loop. patience_s: seconds in which a body must arrive.
+    piece: bytes that are decompressed at a time.
     """
 
     def __init__(self, limit: int, *, patience_s: float = _BODY_S, piece: int = _PIECE) -> None:
         self._limit, self._patience_s, self._piece = limit, patience_s, piece
-        self._room = _Room(max(_HELD, limit))
+        self._budget = _MemoryBudget(max(_LARGE_TOTAL, limit))
         self._decoder = ThreadPoolExecutor(1, "bodies")
 
     async def read(self, request: web.Request, read: Callable[[Any], _T]) -> _T:
-        """What `read` makes of the decoded body.
+        """The result of `read` for the decoded body.
 
         Raises RequestError for a body that is not JSON, BodyTooLarge for one that is too large or would be when decoded,
         BodyTooSlow for one that does not arrive, Overloaded when too many large bodies arrive at once.
         """
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as reservation:
             try:
                 async with asyncio.timeout(self._patience_s):
-                    body = await self._receive(request, held)
+                    body = await self._receive(request, reservation)
             except TimeoutError as error:
                 raise BodyTooSlow(
                     f"The body did not arrive within {self._patience_s:g} seconds: send it faster."
@@ -86,8 +86,8 @@ class Bodies:
             except msgspec.MsgspecError as error:
                 raise RequestError(f"The body is not valid JSON: {error}.") from error
 
-    async def _receive(self, request: web.Request, held: AsyncExitStack) -> bytearray:
-        """The body's bytes, decompressed. Room for a large one is reserved in `held`."""
+    async def _receive(self, request: web.Request, reservation: AsyncExitStack) -> bytearray:
+        """The body's bytes, decompressed. Memory for a large body is reserved in `reservation`."""
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in _ENCODINGS:
             raise RequestError(
@@ -106,7 +106,7 @@ class Bodies:
                 if len(body) > self._limit:
                     raise _too_large(self._limit)
                 if len(body) > _LARGE and not reserved:
-                    await held.enter_async_context(self._room.reserve(size))
+                    await reservation.enter_async_context(self._budget.reserve(size))
                     reserved = True
         return body
 
@@ -118,8 +118,8 @@ def _too_large(limit: int) -> BodyTooLarge:
 async def _pieces(content: StreamReader, encoding: str, limit: int, piece: int) -> AsyncGenerator[bytes]:
     """The body as it arrives, decompressed, `piece` bytes at a time.
 
-    The rest stays compressed when the caller stops reading, so that a body of 1 MB that unpacks to 1 GB costs no more than the
-    limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive: empty blocks unpack to nothing.
+    When the caller stops reading, the remainder stays compressed, so that a body of 1 MB that expands to 1 GB costs no more than
+    the limit. Raises BodyTooLarge when more than `limit` compressed bytes arrive, because empty blocks expand to nothing.
     """
     if encoding == "identity":
         while part := await content.readany():
@@ -153,28 +153,28 @@ async def _pieces(content: StreamReader, encoding: str, limit: int, piece: int) 
 
 
 def _window(encoding: str, start: bytes) -> int:
-    """zlib's parameter for the header: of gzip, of zlib, or none, which some clients send as deflate."""
+    """zlib's window parameter for the header: gzip, zlib, or raw deflate, which some clients send as deflate."""
     if encoding == "gzip":
         return 16 + zlib.MAX_WBITS
     return zlib.MAX_WBITS if start[0] & 15 == zlib.DEFLATED else -zlib.MAX_WBITS
 
 
-class _Room:
-    """Memory for large bodies. Who asks first is served first, and waits patience_s at most."""
+class _MemoryBudget:
+    """Memory for large bodies. Reservations are served in order and wait patience_s at most."""
 
-    def __init__(self, size: int, patience_s: float = _ROOM_S) -> None:
+    def __init__(self, size: int, patience_s: float = _BUDGET_WAIT_S) -> None:
         self._free, self._patience_s = size, patience_s
-        self._turn = asyncio.Lock()
-        self._returned = asyncio.Event()
+        self._queue = asyncio.Lock()
+        self._released = asyncio.Event()
 
     @asynccontextmanager
     async def reserve(self, size: int) -> AsyncIterator[None]:
-        """Hold `size` bytes. Raises Overloaded when they do not become free in time."""
+        """Reserve `size` bytes. Raises Overloaded if they do not become free in time."""
         try:
-            async with asyncio.timeout(self._patience_s), self._turn:
+            async with asyncio.timeout(self._patience_s), self._queue:
                 while self._free < size:
-                    self._returned.clear()
-                    await self._returned.wait()
+                    self._released.clear()
+                    await self._released.wait()
                 self._free -= size
         except TimeoutError as error:
             raise Overloaded(
@@ -184,7 +184,7 @@ class _Room:
             yield
         finally:
             self._free += size
-            self._returned.set()
+            self._released.set()
 
 
 def _decode_large(body: bytearray, read: Callable[[Any], _T]) -> _T:
@@ -193,8 +193,7 @@ def _decode_large(body: bytearray, read: Callable[[Any], _T]) -> _T:
 
 
 def _check_cost(body: bytearray) -> None:
-    """Raises BodyTooLarge for JSON whose decoded values would take more than `_DECODED` bytes: 30 MB of `[{},{},...]` take
-    800 MB."""
+    """Raises BodyTooLarge if the decoded values would take more than `_DECODED` bytes: 30 MB of `[{},{},...]` take 800 MB."""
     if any(cost > _DECODED for cost in _costs(body)):
         raise BodyTooLarge(
             f"The body's values would take more than {_DECODED // _MIB} MiB of memory: send fewer values, or several requests."
@@ -210,13 +209,13 @@ def _costs(body: bytearray, slice_bytes: int = _SLICE) -> Iterator[int]:
         if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape stays in one slice
             part += body[end : end + 1]
         start += len(part)
-        more, in_string = _slice_cost(part, in_string)
-        cost += more
+        added, in_string = _slice_cost(part, in_string)
+        cost += added
         yield cost
 
 
 def _slice_cost(part: bytes, in_string: bool) -> tuple[int, bool]:
-    """The cost of a slice of JSON, and whether it ends inside of a string. in_string: whether it begins inside of one."""
+    """The cost of a slice of JSON, and whether it ends inside a string. in_string: whether it begins inside one."""
     pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     outside = b"".join(pieces[int(in_string) :: 2])
     quotes = len(pieces) - 1

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, and what it used."""
+"""The work that one HTTP request gives the engine, and the tokens it used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ridgeline.wire.messages import Submit
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one HTTP request asks of the engine: its prompts, each answered `sampling.n` times.
+    """The work of one HTTP request: its prompts, each answered `sampling.n` times.
 
-    arrival: time.time() seconds. tier: the service tier it is run as, "" when none was asked for.
-    max_tokens: as the caller gave it, None for as many as fit; 0 asks the engine for one token that is then dropped.
-    continues: the answer goes on in the prompt's last text rather than beginning one of its own.
-    constrained_by: the field whose grammar the answer follows, "" without one.
-    request_id: of the header x-request-id. declared: limits that the caller set for this request. ignored: what of its
-    messages no template reads.
+    arrival: time.time() seconds. tier: the service tier it runs as, "" if none was requested.
+    max_tokens: as the caller gave it; None: as many as fit; 0: the engine computes one token, which is dropped.
+    continues: the answer continues the last text of the prompt instead of starting a new one.
+    constrained_by: the field with the answer's grammar, "" without one.
+    request_id: of the header x-request-id. declared: latency limits that the caller set for this request. ignored: parts of its
+    messages that the template does not read.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -53,7 +53,7 @@ class Call:
 class Usage:
     """Token counts of an answer. prompt includes cached, completion includes reasoning.
 
-    published: unix seconds at which the first text that is no hidden thought was released; None while there is none.
+    published: unix seconds of the first visible text; None before it.
     """
 
     prompt: int = 0
@@ -63,6 +63,6 @@ class Usage:
     published: float | None = None
 
     def publish(self) -> None:
-        """Visible text is released; the first time counts."""
+        """Record the time of the first visible text."""
         if self.published is None:
             self.published = time.time()

@@ -1,4 +1,4 @@
-"""/v1/completions: text or token ids in, text out; with `echo` and `logprobs` it also scores what it was given."""
+"""/v1/completions: text or token ids in, text out. With `echo` and `logprobs` it also scores the prompt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ridgeline.service.answer import Streaming
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.fields import MAX_CHOICES, Fields
 from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
+from ridgeline.service.reasoning import ReasoningReader, reasoning_after
 from ridgeline.service.sampling import (
     check_grammar,
     grammar_field,
@@ -24,7 +25,6 @@ from ridgeline.service.sampling import (
 )
 from ridgeline.service.state import Service
 from ridgeline.service.stream import Piece
-from ridgeline.service.thoughts import Thoughts, thoughts_behind
 from ridgeline.text.detokenize import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -35,10 +35,10 @@ _encode = msgspec.json.Encoder().encode
 async def read_completion(
     service: Service, fields: Fields, call_id: str, arrival: float
 ) -> tuple[Call, CompletionShape, Streaming | None]:
-    """Everything a completion needs, or the RequestError that says what is wrong."""
+    """Everything that a completion needs. Raises RequestError for the first thing that is wrong."""
     service.card.check(fields.get("model"))
     streaming = read_streaming(fields)
-    asked = fields.get("max_tokens")
+    max_tokens = fields.get("max_tokens")
     n = fields.get("n", 1)
     if fields.get("best_of", n) != n:
         raise RequestError(
@@ -46,10 +46,12 @@ async def read_completion(
             "out.",
             param="best_of",
         )
-    special = fields.get("add_special_tokens", True)
-    among = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
+    add_special_tokens = fields.get("add_special_tokens", True)
+    batch_characters = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
     prompts = [
-        await tokenize(service, item, add_special_tokens=special, among=among) if isinstance(item, str) else item
+        await tokenize(service, item, add_special_tokens=add_special_tokens, batch_characters=batch_characters)
+        if isinstance(item, str)
+        else item
         for item in fields.get("prompt")
     ]
     if len(prompts) * n > MAX_CHOICES:
@@ -59,23 +61,27 @@ async def read_completion(
             param="n",
         )
     for prompt in prompts:
-        service.limits.check(len(prompt), asked, "prompt")
+        service.limits.check(len(prompt), max_tokens, "prompt")
         service.limits.check_ids(prompt, "prompt")
-    most = min(DEFAULT_MAX_TOKENS, service.limits.most - max(map(len, prompts))) if asked is None else asked
-    sampling = read_sampling(service, fields, most)
-    wanted = fields.get("logprobs")
+    limit = (
+        min(DEFAULT_MAX_TOKENS, service.limits.request_tokens - max(map(len, prompts)))
+        if max_tokens is None
+        else max_tokens
+    )
+    sampling = read_sampling(service, fields, limit)
+    alternatives = fields.get("logprobs")
     echo = fields.get("echo", False)
-    scored = fields.get("prompt_logprobs")
-    if echo and wanted is not None:
-        scored = max(wanted, scored or 0)
-    sampling = dataclasses.replace(sampling, logprobs=wanted, prompt_logprobs=scored)
+    prompt_alternatives = fields.get("prompt_logprobs")
+    if echo and alternatives is not None:
+        prompt_alternatives = max(alternatives, prompt_alternatives or 0)
+    sampling = dataclasses.replace(sampling, logprobs=alternatives, prompt_logprobs=prompt_alternatives)
     await check_grammar(service, sampling, grammar_field(fields))
     call = Call(
         call_id,
         arrival,
         tuple(prompts),
         sampling,
-        most,
+        limit,
         priority=read_priority(fields),
         tier=read_tier(fields),
         salt=fields.get("cache_salt", ""),
@@ -89,21 +95,21 @@ async def read_completion(
 class _Text:
     """One choice of the answer."""
 
-    def __init__(self, tokenizer: Any, scored: bool, thoughts: Thoughts) -> None:
+    def __init__(self, tokenizer: Any, scored: bool, reasoning: ReasoningReader) -> None:
         self.text = ""
-        self.thoughts = thoughts
+        self.reasoning = reasoning
         self.logprobs = CompletionLogprobs(tokenizer) if scored else None
         self.finish = ""
         self.stop_reason: str | int | None = None
         self.begun = False
-        self.before = 0
+        self.echoed = 0
         """Characters of the echoed prompt."""
 
 
 class CompletionShape:
     """`text_completion` objects. See answer.Shape.
 
-    show_prompt: the extra prompt_logprobs was asked for.
+    show_prompt: value of the request's prompt_logprobs; None: not requested.
     """
 
     def __init__(self, service: Service, call: Call, *, echo: bool, show_prompt: int | None) -> None:
@@ -114,7 +120,7 @@ class CompletionShape:
         self._show_prompt = show_prompt is not None
         self._scored = call.sampling.logprobs is not None
         self._texts = [
-            _Text(service.tokenizer, self._scored, thoughts_behind(service, prompt))
+            _Text(service.tokenizer, self._scored, reasoning_after(service, prompt))
             for prompt in call.prompts
             for _ in range(call.sampling.n)
         ]
@@ -157,7 +163,7 @@ class CompletionShape:
         return [self._choice(index, choice) for index, choice in enumerate(self._texts)]
 
     def _choice(self, index: int, choice: _Text) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        body: dict[str, Any] = {
             "index": index,
             "text": choice.text,
             "logprobs": choice.logprobs.value if choice.logprobs is not None else None,
@@ -166,38 +172,38 @@ class CompletionShape:
         }
         if self._show_prompt:
             scores = self._prompt_scores.get(index // self._call.sampling.n, [])
-            found["prompt_logprobs"] = prompt_logprobs(self._service.tokenizer, scores)
-        return found
+            body["prompt_logprobs"] = prompt_logprobs(self._service.tokenizer, scores)
+        return body
 
     def _grow(self, piece: Piece) -> tuple[str, CompletionLogprobs | None]:
-        """Text and scores the piece adds, with the prompt's own before the first one where it is echoed."""
+        """Text and scores that a piece adds. With echo, the prompt's text and scores come before the first piece."""
         choice = self._texts[piece.index]
         prompt = piece.index // self._call.sampling.n
         if piece.prompt_logprobs is not None:
             self._prompt_scores[prompt] = piece.prompt_logprobs
         text = piece.text
-        self._think(choice.thoughts, piece)
+        self._count_reasoning(choice.reasoning, piece)
         logprobs = CompletionLogprobs(self._service.tokenizer) if self._scored else None
         if self._echo and not choice.begun:
-            echoed = self._echoed(prompt, logprobs)
-            choice.before = len(echoed)
-            text = echoed + text
+            prompt_text = self._echoed(prompt, logprobs)
+            choice.echoed = len(prompt_text)
+            text = prompt_text + text
         choice.begun = True
         if logprobs is not None:
             for scored in piece.scored if piece.ended_by is None else [*piece.scored, piece.ended_by]:
-                logprobs.add(scored.logprobs, choice.before + scored.start)
+                logprobs.add(scored.logprobs, choice.echoed + scored.start)
         return text, logprobs
 
-    def _think(self, thoughts: Thoughts, piece: Piece) -> None:
-        """The answer's text stays whole; thoughts in it are counted, and nothing is published before what they hide."""
-        before = thoughts.tokens
-        visible, _ = thoughts.read(piece)
-        self.usage.reasoning += thoughts.tokens - before
+    def _count_reasoning(self, reasoning: ReasoningReader, piece: Piece) -> None:
+        """Count reasoning in the answer. Its text stays whole, but only visible text counts as published."""
+        before = reasoning.tokens
+        visible, _ = reasoning.read(piece)
+        self.usage.reasoning += reasoning.tokens - before
         if visible:
             self.usage.publish()
 
     def _echoed(self, prompt: int, logprobs: CompletionLogprobs | None) -> str:
-        """The prompt's text; its tokens' scores go into `logprobs`."""
+        """The prompt's text. Adds the scores of its tokens to `logprobs`."""
         ids = self._call.prompts[prompt]
         detokenizer = Detokenizer(self._service.tokenizer, skip_special_tokens=self._call.sampling.skip_special_tokens)
         if logprobs is None:

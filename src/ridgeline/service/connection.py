@@ -1,4 +1,4 @@
-"""HTTP connections: what aiohttp refuses before the application sees it gets the API's error shape too."""
+"""HTTP connections: errors that aiohttp raises before the application runs also get the API's error shape."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a request that cannot be parsed. It closes the connection. Raises ConnectionError if an answer has
-        begun."""
+        """The answer to a request that cannot be parsed. It closes the connection. Raises ConnectionError if an answer was already
+        started.
+        """
         super().handle_error(request, status, exc, message)  # for its log
         error: RidgelineError = EngineFailed("Internal error: the server's log has the details.")
         if status < 500:
@@ -46,13 +47,13 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer. What aiohttp refuses before any middleware runs is an exception that is an answer as well."""
+        """Send an answer. Errors that aiohttp raises before any middleware are exceptions that are also answers."""
         answer = from_http(request, resp) if isinstance(resp, web.HTTPException) else resp
         return await super().finish_response(request, answer, start_time)
 
 
 class _Connections(web.Server):
-    """aiohttp's server with our class of connections, for which it has no option."""
+    """aiohttp's server with `Connection` as its class of connections. aiohttp has no option for it."""
 
     def __call__(self) -> RequestHandler:
         return Connection(self, loop=self._loop, **self._kwargs)
@@ -61,7 +62,7 @@ class _Connections(web.Server):
 class Runner(web.AppRunner):
     """Runs an application on such connections.
 
-    prefix: path before every route, which a proxy may have removed already.
+    prefix: path before every route. A proxy may have removed it already.
     """
 
     __slots__ = ("_prefix",)
@@ -77,10 +78,12 @@ class Runner(web.AppRunner):
         return server
 
 
-def _make_request(factory: Callable[..., web.BaseRequest], prefix: str, message: Any, *rest: Any) -> web.BaseRequest:
-    """A request without the prefix in its path, so that routes and the rules about them know one path only."""
+def _make_request(
+    factory: Callable[..., web.BaseRequest], prefix: str, message: Any, *arguments: Any
+) -> web.BaseRequest:
+    """A request without the prefix in its path, so that routes and checks see one form of each path."""
     path = message.url.raw_path
     if prefix and (path == prefix or path.startswith(f"{prefix}/")):
         url = message.url.with_path(path[len(prefix) :] or "/", encoded=True, keep_query=True)
         message = message._replace(url=url, path=str(url))
-    return factory(message, *rest)
+    return factory(message, *arguments)

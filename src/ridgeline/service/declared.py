@@ -1,6 +1,6 @@
-"""Limits that a caller declares for one request, in headers: `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-e2e-ms`.
+"""Latency limits of one request, in headers: `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-e2e-ms`.
 
-They go before the server's own (`--slo`) where that request is judged: its verdict, its blame, goodput.
+They take precedence over the server's limits (`--slo`) in that request's verdict, its blame and goodput.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from ridgeline.core.slo import NAMES, Slo
 
 _PREFIX = "x-slo-"
 HEADERS = {f"{_PREFIX}{name}-ms": name for name in NAMES}
-"""Header -> limit."""
+"""Header -> name of the limit."""
 
 
 def read_declared(headers: Iterable[tuple[str, str]]) -> tuple[Slo, tuple[str, ...]]:
-    """The limits of one request, and the names of x-slo- headers that nobody knows. Raises RequestError naming the header
-    for one that is no positive number of milliseconds, or stands twice."""
-    found: dict[str, float] = {}
-    strange: list[str] = []
-    for given, value in headers:
-        name = given.lower()
+    """The limits of one request, and the names of unknown x-slo- headers.
+
+    Raises RequestError naming a header that is not a positive number of milliseconds, or is sent twice.
+    """
+    limits: dict[str, float] = {}
+    unknown: list[str] = []
+    for header, value in headers:
+        name = header.lower()
         if not name.startswith(_PREFIX):
             continue
         if name not in HEADERS:
-            strange.append(name)
-        elif HEADERS[name] in found:
+            unknown.append(name)
+        elif HEADERS[name] in limits:
             raise RequestError(f"{name} is given twice: send it once.", param=name)
         else:
-            found[HEADERS[name]] = _seconds(name, value)
-    ttft_s, tpot_s, e2e_s = (found.get(name) for name in NAMES)
-    return Slo(ttft_s, tpot_s, e2e_s), tuple(strange)
+            limits[HEADERS[name]] = _seconds(name, value)
+    ttft_s, tpot_s, e2e_s = (limits.get(name) for name in NAMES)
+    return Slo(ttft_s, tpot_s, e2e_s), tuple(unknown)
 
 
 def _seconds(name: str, value: str) -> float:

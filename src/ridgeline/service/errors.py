@@ -1,4 +1,4 @@
-"""One shape for every error: `{"error": {"message", "type", "param", "code"}}`, as a response and as an event."""
+"""The JSON of errors, `{"error": {"message", "type", "param", "code"}}`, as a response and as an event."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ log = logging.getLogger(__name__)
 
 
 def error_body(error: RidgelineError) -> bytes:
-    """The JSON object, all four keys always there."""
+    """The JSON object. All four keys are always present."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": fields})
 
 
 def error_event(error: RidgelineError) -> bytes:
-    """The same as an event of a stream. Clients raise it; a connection that only closes would look like a short answer."""
+    """The error as an event of a stream. Clients raise it; a connection that only closes would look like a short answer."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 def as_ridgeline(error: Exception) -> RidgelineError:
-    """Any exception as one that the caller may see. An unexpected one is logged, and the caller gets its class only."""
+    """Any exception as an error for the caller. An unexpected one is logged, and the caller sees only its class."""
     if isinstance(error, RidgelineError):
         return error
     log.error("unexpected error", exc_info=error)

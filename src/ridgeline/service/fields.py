@@ -1,15 +1,15 @@
-"""THE table: every field of /v1/chat/completions and /v1/completions, honoured, ignored or refused, and how.
+"""The table of all fields of /v1/chat/completions and /v1/completions: honoured, ignored or refused, and how.
 
-It holds the fields of OpenAI's API description and the extras that clients of other servers send.
+It contains the fields of OpenAI's API description and the extras that clients of other servers send.
 
-- A field with a value reader is honoured, and `use` says where it goes.
+- A field with a value reader is honoured, and `use` says its effect.
 - A field with `neutral` has no effect here. Its value is checked and accepted, and the response header
-  `x-ridgeline-ignored-fields` names it unless the value is neutral. These are fields that some clients always send.
-- A field with a `Refused` reader answers 400 and says why, except for values that would change nothing.
+  `x-ridgeline-ignored-fields` names it unless the value is neutral. Some clients always send such fields.
+- A field with a `Refused` reader is answered with 400 and the reason, except for values that would change nothing.
 
-`null` always means "not given". The header also names fields that the table does not know, and what the chat template does not
-read: members of messages, `chat_template_kwargs`, `reasoning_effort`, `verbosity`. The tests of the service are generated from
-`good` and `bad`.
+`null` always means "not given". The header also names fields that the table does not contain, and values that the chat template
+does not read: members of messages, `chat_template_kwargs`, `reasoning_effort`, `verbosity`. Tests of the service are generated
+from `good` and `bad`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ VERBOSITIES = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. `use`: what it does here. good, bad: examples that are taken, and refused with 400 naming the field.
+    """One field. use: its effect. good: accepted examples. bad: examples that are refused with 400 naming the field.
 
-    neutral: for a field without effect here, the values that lose nothing by it; None for a field with an effect.
+    neutral: for a field without effect, the values for which this makes no difference; None for a field with an effect.
     """
 
     name: str
@@ -78,13 +78,13 @@ class Field:
     neutral: tuple[Any, ...] | None = None
 
     def ignored(self, value: Any) -> bool:
-        """Whether a value that was accepted is without its effect."""
+        """Whether an accepted value has no effect here although it should."""
         return self.neutral is not None and value not in self.neutral
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields a body gave: checked values by name, and the names of fields without effect here."""
+    """The fields of a body: checked values by name, and the names of fields without effect."""
 
     values: dict[str, Any]
     ignored: tuple[str, ...]
@@ -94,7 +94,7 @@ class Fields:
 
 
 def read_fields(route: Route, body: Any) -> Fields:
-    """Check a decoded JSON body against the table. Raises RequestError for the first field that is wrong."""
+    """Check a decoded JSON body against the table. Raises RequestError for the first wrong field."""
     if not isinstance(body, dict):
         raise RequestError(f"The body is not a JSON object: send an object with {', '.join(REQUIRED[route])}.")
     table = _BY_ROUTE[route]
@@ -115,7 +115,7 @@ def read_fields(route: Route, body: Any) -> Fields:
 
 
 def _read_prompt(name: str, value: Any) -> list[str | list[int]]:
-    """One string, several, one list of token ids or several: as a list of prompts."""
+    """A list of prompts, from a string, a list of strings, a list of token ids or a list of such lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -153,7 +153,7 @@ PROMPT_FORMS = "a string, a list of strings, a list of token ids or a list of su
 
 _OBJECT = Record({}, open=True)
 _BOOL = Boolean()
-_LABEL = "a label: accepted, and of no effect here"
+_LABEL = "a label: accepted, without effect here"
 _BAD_BOOL: tuple[Any, ...] = ("yes", 1, [])
 _CHAT: tuple[Route, ...] = ("chat",)
 _TEXT: tuple[Route, ...] = ("completions",)
@@ -162,21 +162,21 @@ _TOOL = {"type": "function", "function": {"name": "look", "parameters": _RULE}}
 
 # fmt: off
 TABLE: tuple[Field, ...] = (
-    # what is asked
+    # input
     Field("model", Text(512), "the served name (or its root); another one is 404", (), (7, ["x"])),
     Field("messages", Items(_OBJECT, MAX_MESSAGES, 1), "rendered with the model's chat template",
           ([{"role": "user", "content": "hi"}],), ("hi", [], [1], {}), _CHAT),
     Field("prompt", Special(PROMPT_FORMS, _read_prompt), "text is tokenized, ids are taken as they are; each is answered n times",
           ("hi", ["hi", "you"], [1, 2], [[1, 2], [3]]), (7, [], [[]], [None], [-1], {"a": 1}, [1, "a"], [1.5]), _TEXT),
-    # how much
-    Field("max_tokens", Integer(0, LONG), "most tokens of the answer; 0 only scores the prompt (completions with echo)",
+    # length
+    Field("max_tokens", Integer(0, LONG), "maximum tokens of the answer; 0 only scores the prompt (completions with echo)",
           (1, 5), (-1, 1.5, "7", True)),
     Field("max_completion_tokens", Integer(1, LONG), "the same as max_tokens", (5,), (0, -1, "7"), _CHAT),
-    Field("min_tokens", Integer(0, LONG), "no end token before so many", (0, 2), (-1, "2")),
+    Field("min_tokens", Integer(0, LONG), "minimum tokens before an end token", (0, 2), (-1, "2")),
     Field("n", Integer(1, MAX_N), "choices, sharing their prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
     Field("best_of", Integer(1, MAX_N), "may only equal n: ranking more answers than are returned is not supported",
           (1,), (0, 7, "2"), _TEXT),
-    # how tokens are drawn
+    # sampling
     Field("temperature", Number(0, 2), "0 is greedy", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
     Field("top_p", Number(0, 1), "nucleus; 0 keeps the most probable token", (0, 0.5, 1), (-0.1, 1.1, "1")),
     Field("top_k", Integer(-1, 1 << 20), "keep the k most probable; 0 and -1 switch it off", (-1, 0, 5), (-2, 1.5, "5")),
@@ -185,14 +185,14 @@ TABLE: tuple[Field, ...] = (
     Field("frequency_penalty", Number(-2, 2), "subtracted per occurrence in the output", (0, 1), (-3, "1")),
     Field("repetition_penalty", Number(0, 100, above=True), "divides logits of tokens in prompt or output", (1, 1.2), (0, "1")),
     Field("logit_bias", Biases(MAX_BIASES), "added to logits", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
-    Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "nothing else is drawn", ([5, 6],), ([-1], 5, ["a"])),
+    Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "only these tokens are drawn", ([5, 6],), ([-1], 5, ["a"])),
     Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "same seed, same draws", (0, 7), (1.5, "7", 1 << 64)),
-    # when it ends
+    # end of the answer
     Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
     Field("stop_token_ids", TokenIds(MAX_STOP_IDS), "tokens that end the answer", ([5],), ([-1], "5", list(range(17)))),
     Field("include_stop_str_in_output", _BOOL, "keep what stopped the answer", (True, False), _BAD_BOOL),
     Field("ignore_eos", _BOOL, "the model's end tokens do not end it", (True, False), _BAD_BOOL),
-    # what comes back
+    # output
     Field("stream", _BOOL, "server-sent events", (False,), _BAD_BOOL),
     Field("stream_options",
           Record({"include_usage": _BOOL, "continuous_usage_stats": _BOOL,
@@ -200,13 +200,13 @@ TABLE: tuple[Field, ...] = (
           "usage at the end or in every chunk; only with stream", (), (True, {"include_usage": 1}, {"x": True})),
     Field("logprobs", _BOOL, "log-probability of every token of the answer", (True, False), (1, "true"), _CHAT),
     Field("top_logprobs", Integer(0, MAX_LOGPROBS), "alternatives per token; needs logprobs", (), (-1, 21, "2"), _CHAT),
-    Field("logprobs", Integer(0, MAX_LOGPROBS), "log-probabilities with so many alternatives per token",
+    Field("logprobs", Integer(0, MAX_LOGPROBS), "log-probabilities, with this number of alternatives per token",
           (0, 3), (-1, 21, "2", True), _TEXT),
     Field("prompt_logprobs", Integer(0, MAX_LOGPROBS), "the same for the prompt's tokens; not with stream", (0, 1), (-1, 21, "1")),
     Field("echo", _BOOL, "the prompt comes first", (True, False), _BAD_BOOL, _TEXT),
     Field("skip_special_tokens", _BOOL, "hide special tokens in the text", (True, False), _BAD_BOOL),
     Field("include_reasoning", _BOOL, "false leaves reasoning_content out", (True, False), _BAD_BOOL, _CHAT),
-    # structure
+    # structured output
     Field("response_format", Special("an object with type", read_response_format), "a grammar on the output",
           ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": _RULE}}),
           ("json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 7}})),
@@ -219,7 +219,7 @@ TABLE: tuple[Field, ...] = (
     Field("guided_grammar", Special("a string", read_pattern("lark")), "as structured_outputs.grammar",
           ('start: "a" | "b"',), (7, "")),
     # tools
-    Field("tools", Items(_OBJECT, MAX_TOOLS), "shown to the model by its template; arguments are held to their schema",
+    Field("tools", Items(_OBJECT, MAX_TOOLS), "shown to the model by its template; arguments must match their schema",
           ([], [_TOOL]), (7, [7], [{"type": "custom"}], [{"type": "function"}]), _CHAT),
     Field("tool_choice", Special("none, auto, required or a function", _read_tool_choice), "whether a tool must be called",
           ("none", "auto"), ("must", 7, {"type": "function"}), _CHAT),
@@ -231,9 +231,9 @@ TABLE: tuple[Field, ...] = (
           (), ("{{ x }}",), _CHAT),
     Field("chat_template_kwargs", _OBJECT, "variables of the template", ({"enable_thinking": False},), (7, []), _CHAT),
     Field("add_generation_prompt", _BOOL, "open the assistant's turn (default true)", (True,), _BAD_BOOL, _CHAT),
-    Field("continue_final_message", _BOOL, "go on in the last message; needs add_generation_prompt false",
+    Field("continue_final_message", _BOOL, "continue the last message; needs add_generation_prompt false",
           (False,), _BAD_BOOL, _CHAT),
-    Field("add_special_tokens", _BOOL, "tokens the tokenizer puts around text (completions: true, chat: false)",
+    Field("add_special_tokens", _BOOL, "add the tokenizer's tokens around text (default: true for completions, false for chat)",
           (True, False), _BAD_BOOL),
     Field("reasoning_effort", OneOf(EFFORTS), "variables reasoning_effort and enable_thinking of the template, if it reads them",
           ("none", "low"), ("huge", 7), _CHAT),
@@ -241,7 +241,7 @@ TABLE: tuple[Field, ...] = (
           ("low", "medium", "high"), ("huge", 7), _CHAT),
     Field("verbosity", OneOf(VERBOSITIES), "a variable of chat templates, and a completion has none",
           ("low", "medium", "high"), ("huge", 7), _TEXT, neutral=()),
-    # order and sharing
+    # scheduling and caching
     Field("priority", Integer(-(1 << 31), (1 << 31) - 1), "lower runs first", (0, -5), (1.5, "1")),
     Field("service_tier", OneOf(tuple(TIERS)), "a priority: flex runs after, priority and fast before the default",
           ("auto", "flex"), ("gold", 1)),
@@ -260,7 +260,7 @@ TABLE: tuple[Field, ...] = (
     Field("store", _BOOL, "true asks to store the answer, and answers are not stored", (False, True), ("x", 1), neutral=(False,)),
     Field("session_id", Text(1024), _LABEL, ("a",), (7,)),
     Field("request_id", Text(256), "the request id, as the header x-request-id", ("a",), (7,)),
-    # not built
+    # not supported
     Field("modalities", Refused("the model writes text only", (["text"],)), "", (["text"],), (["text", "audio"], 7)),
     Field("audio", Refused("the model writes text only"), "", (), ({"voice": "a", "format": "wav"},)),
     Field("prediction", Refused(), "", (), ({"type": "content", "content": "a"},)),

@@ -1,4 +1,4 @@
-"""What stands behind the app: the service while an engine serves, else the reason why there is none."""
+"""The state behind the application: the service while an engine serves, otherwise the reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ridgeline.wire.client import EngineClient
 
 
 class Front:
-    """The one value of the service that changes: it opens when an engine serves, closes when that engine is lost, and drains
-    when the server ends.
+    """The only mutable value of the service. It opens when an engine serves, closes when that engine is lost, and drains when the
+    server stops.
 
-    client: of the present engine, or of the last one until another is started.
+    client: of the current engine, or of the last one until the next is started.
     """
 
     def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
@@ -26,7 +26,7 @@ class Front:
         self.client = client
         self.metrics = metrics
         self.prefix = config.root_path.rstrip("/")
-        """Path before every address that a client uses."""
+        """Path prefix of every address that clients use."""
         self.draining = False
         self.active = 0
         """Requests being answered."""
@@ -39,7 +39,7 @@ class Front:
         self._service: Service | None = None
 
     def open(self, service: Service) -> None:
-        """Answer with a service whose engine is ready."""
+        """Answer requests with a service whose engine is ready."""
         self.client = service.client
         self._service = service
         self._lost = ""
@@ -50,7 +50,7 @@ class Front:
         self._lost = lost
 
     def service(self) -> Service:
-        """The service. Raises Unavailable while the engine loads or is restarted, and while the server drains."""
+        """The service. Raises Unavailable while the engine loads or restarts, and while the server drains."""
         if self.draining:
             raise Unavailable("The server is shutting down: send the request to another replica.")
         if self._service is None or self.client.failure is not None:
@@ -59,7 +59,7 @@ class Front:
 
     @property
     def trouble(self) -> str | None:
-        """Why a router should send nothing here, or None."""
+        """Why a router should send no requests here, or None."""
         if self.draining:
             return "the server is shutting down"
         if self._lost:
@@ -73,7 +73,7 @@ class Front:
         self._hurry = True
 
     async def drain(self) -> None:
-        """Refuse what is new; wait up to drain_s for what runs."""
+        """Refuse new requests and wait up to drain_s for running ones."""
         self.draining = True
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
         while self.active and not self._hurry and asyncio.get_running_loop().time() < deadline:

@@ -1,4 +1,4 @@
-"""The door: how many choices may wait, and when a caller who finds it full should come back."""
+"""Admission control: how many choices may wait, and when a caller should retry if the queue is full."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from ridgeline.core.errors import Overloaded
 
 _MEMORY_S = 10.0
-"""Time constant of the measured rate: about the last ten seconds count."""
-_SHORTEST_S = 0.05
-_LONGEST_S = 60.0
-_UNKNOWN_S = 1.0
+"""Time constant of the measured rate, in seconds."""
+_MIN_RETRY_S = 0.05
+_MAX_RETRY_S = 60.0
+_DEFAULT_RETRY_S = 1.0
 
 
 class Gate:
-    """Bounds the queue in front of one engine. All counts are choices.
+    """Bounds the queue of one engine. All counts are choices.
 
-    rows: choices the engine can run at once; more than that wait. max_queue: how many may wait.
+    rows: choices that the engine runs at once; others wait. max_queue: maximum choices that may wait.
     """
 
     def __init__(self, max_queue: int, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,9 +28,9 @@ class Gate:
         self._last_end: float | None = None
 
     def admit(self, open_choices: int, waiting: int) -> None:
-        """Let a request in, or raise Overloaded because the queue is full.
+        """Admit a request, or raise Overloaded if the queue is full.
 
-        open_choices: submitted and not ended. waiting: of these, not running as the engine last said.
+        open_choices: submitted and not ended. waiting: those of them that do not run, by the engine's last report.
         """
         full = open_choices >= self.rows + self.max_queue or waiting >= max(1, self.max_queue)
         if full and open_choices:
@@ -41,16 +41,16 @@ class Gate:
             )
 
     def ended(self, choices: int = 1) -> None:
-        """Choices have ended: the engine's rate is measured by these."""
+        """Update the measured rate: `choices` have ended."""
         now = self._clock()
         if self._last_end is not None:
             gap = max(now - self._last_end, 1e-6)
-            share = gap / (gap + _MEMORY_S)
-            self._rate += (choices / gap - self._rate) * share
+            weight = gap / (gap + _MEMORY_S)
+            self._rate += (choices / gap - self._rate) * weight
         self._last_end = now
 
     def retry_after(self, ahead: int) -> float:
-        """Seconds until a place in the queue is expected, at the rate at which choices ended lately."""
+        """Seconds until a place in the queue is expected, at the recent rate of ended choices."""
         if self._rate <= 0:
-            return _UNKNOWN_S
-        return min(_LONGEST_S, max(_SHORTEST_S, (ahead - self.max_queue + 1) / self._rate))
+            return _DEFAULT_RETRY_S
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, (ahead - self.max_queue + 1) / self._rate))

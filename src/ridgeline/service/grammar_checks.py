@@ -1,4 +1,4 @@
-"""Whether the engine can follow a grammar, found out before the request reaches it."""
+"""Checks whether the engine can enforce a grammar, before the request reaches it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ridgeline.core.sampling import Grammar
 from ridgeline.text.grammar import COMPILE_S, MAX_SOURCE
 
 REMEMBERED = 4096
-"""Grammars whose verdict is kept; a verdict takes a few hundred bytes."""
+"""Maximum cached verdicts; each takes a few hundred bytes."""
 
 
 class Judge(Protocol):
-    """text.grammar_worker.GrammarWorker is one."""
+    """Implemented by text.grammar_worker.GrammarWorker."""
 
     def judge(self, grammar: Grammar) -> str:
-        """Why the grammar is refused, "" for one that can be followed. Called from one thread."""
+        """Why the grammar is refused; "" if it is accepted. Called from one thread."""
 
     def close(self) -> None: ...
 
 
 class GrammarChecks:
-    """Has each grammar compiled once, one after the other, and keeps the verdict alone.
+    """Compiles each grammar once, one after the other, and caches only the verdict.
 
-    Key: the digest of kind and source. Owner: the service. A verdict leaves when `remembered` others were used since.
+    Key: the digest of kind and source. Owner: the service. A verdict is evicted after `remembered` others were used.
     """
 
     def __init__(self, judge: Judge, *, deadline_s: float = COMPILE_S, remembered: int = REMEMBERED) -> None:
@@ -40,10 +40,9 @@ class GrammarChecks:
         """Requests that wait for a verdict."""
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Raises BadGrammar with the reason for a grammar that the engine could not follow, UnsupportedField when the
-        server was installed without llguidance, Overloaded when too many grammars wait to be compiled. `param`: the
-        request's field."""
-        if len(grammar.source) > MAX_SOURCE:  # not worth a digest
+        """Raises BadGrammar with the reason for a grammar that cannot be enforced, UnsupportedField if the server has no
+        llguidance, Overloaded if too many grammars wait to be compiled. param: the request's field."""
+        if len(grammar.source) > MAX_SOURCE:  # refused before the digest is computed
             raise BadGrammar(f"{param} has more than {MAX_SOURCE} characters: shorten it.", param=param)
         key = sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         verdict = self._verdicts.pop(key, None)
@@ -59,18 +58,18 @@ class GrammarChecks:
             raise UnsupportedField(error.message, param=param) from error
         except TimeoutError:
             raise Overloaded(
-                f"The grammar was not compiled within {self._deadline_s:g} s, those in front of it included: come back later.",
+                f"The grammar was not compiled within {self._deadline_s:g} s, time in the queue included: retry later.",
                 retry_after_s=self._deadline_s,
             ) from None
         finally:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                verdict.cancel()  # nobody wants it any more; one that has begun, or is done, stays
+                verdict.cancel()  # no request waits for it; a verdict that is running or done stays
         if reason:
             raise BadGrammar(reason, param=param)
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Cancel waiting compilations and close the judge."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._judge.close()

@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: host, origin, key, content type, request id, error shape."""
+"""Checks and headers of every request: host, origin, key, content type, request id, error format."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from ridgeline.service.hosts import Hosts
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
-"""Unknown fields of the body."""
+"""Names for the header x-ridgeline-ignored-fields."""
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_MOST_NAMES = 32
+_MAX_NAMES = 32
 _PAGES = frozenset({"/", "/dashboard", "/chat", "/docs"})
 """HTML pages. Other sites may link to them."""
 _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
-"""Routes that need no key: the pages hold no data, and ask for data with the key."""
+"""Routes that need no key. Pages contain no data; they request it with the key."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
-    """What `read` makes of the decoded body of a request."""
+    """The result of `read` for the decoded body of a request."""
     return await request.app[FRONT].bodies.read(request, read)
 
 
 @web.middleware
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give the request its id, check who may send it, and answer every error in one shape."""
+    """Set the request's id, check access, and answer every error in the API's format."""
     front = request.app[FRONT]
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
     front.active += 1
@@ -72,64 +72,68 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
 
 
 def _check_host(request: web.Request, hosts: Hosts) -> None:
-    """Refuse a request that does not name its host, or names one that is not allowed."""
-    given = request.headers.getall("host", [])
-    if len(given) > 1 or (not given and request.version >= HttpVersion11):
+    """Refuse a request without a valid Host header, or with a host that is not allowed."""
+    values = request.headers.getall("host", [])
+    if len(values) > 1 or (not values and request.version >= HttpVersion11):
         raise RequestError("The header Host must be sent once: HTTP/1.1 requires it.", param="host")
-    for host in given:
+    for host in values:
         hosts.check(host)
     if not request.raw_path.startswith("/"):  # GET http://host/path names a host too, which precedes the header
         hosts.check(f"[{host}]" if ":" in (host := request.url.host or "") else host)
 
 
 def _check_key(request: web.Request, key: str | None) -> None:
-    """Accepts `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key counts alone where both are sent."""
+    """Check `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key takes precedence."""
     if key is None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
-    if not hmac.compare_digest(_raw(given.strip()), _raw(key)):
+        sent = request.headers.get("x-api-key", "")
+    if not hmac.compare_digest(_raw(sent.strip()), _raw(key)):
         raise Unauthorized(
             "The API key is missing or wrong: send the header `authorization: Bearer KEY` or `x-api-key: KEY`."
         )
 
 
-def _check_content_type(given: str) -> None:
-    """A browser asks for permission before a page of another site may send JSON; other types it sends unasked."""
-    if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()):
-        problem = f"The content type {given[:60]!r} is not JSON" if given else "The header content-type is missing"
+def _check_content_type(content_type: str) -> None:
+    """Require JSON. Browsers ask for permission before a page of another site may send JSON, but not for other types."""
+    if not _JSON_TYPE.fullmatch(content_type.partition(";")[0].strip().lower()):
+        problem = (
+            f"The content type {content_type[:60]!r} is not JSON"
+            if content_type
+            else "The header content-type is missing"
+        )
         raise NotJson(f"{problem}: send the header content-type: application/json.", param="content-type")
 
 
 def _raw(text: str) -> bytes:
-    """The bytes that were sent, also those that are no text."""
+    """The bytes that were sent, including bytes that are not valid text."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
-    """What aiohttp itself refuses, in the error shape."""
-    known: RidgelineError = NotFound(f"Unknown route {request.method} {request.path[:200]}: check the path.")
+    """An error that aiohttp raises, in the API's format."""
+    answer: RidgelineError = NotFound(f"Unknown route {request.method} {request.path[:200]}: check the path.")
     if error.status == 405:
         allowed = error.headers.get("Allow", "")
-        known = MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}: use {allowed}.")
+        answer = MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}: use {allowed}.")
     elif error.status != 404:
-        known = RequestError(f"{error.reason}: {error.text or 'the request is refused'}.")
-    response = error_response(known)
+        answer = RequestError(f"{error.reason}: {error.text or 'the request is refused'}.")
+    response = error_response(answer)
     response.set_status(error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
 
 
-def request_id(given: str | None) -> str:
-    """The caller's id if it is valid in a header, else a new one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+def request_id(header: str | None) -> str:
+    """The caller's id if it is a valid header value, otherwise a new one."""
+    return header if header is not None and _REQUEST_ID.fullmatch(header) else f"req_{uuid.uuid4().hex}"
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request.app[FRONT].origins.add_headers(request, response)
     response.headers["x-request-id"] = request.get(REQUEST_ID) or request_id(None)
-    names = islice((name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)), _MOST_NAMES)
+    names = islice((name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)), _MAX_NAMES)
     if request.get(IGNORED):
         response.headers["x-ridgeline-ignored-fields"] = ", ".join(names) or "?"

@@ -1,7 +1,7 @@
-"""Names by which callers may address the server: the check of the header `Host`.
+"""Checks the header `Host` against the names by which callers may address the server.
 
-A page of another site can point a name of its own at 127.0.0.1 (DNS rebinding). The browser then takes our answers for
-that site's, and only `Host` shows it.
+A page of another site can point its host name at 127.0.0.1 (DNS rebinding). The browser then treats the server's answers as
+that site's. Only `Host` shows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEADER = re.compile(r"(?P<name>\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address (IPv6 without brackets) is this machine's loopback, without asking a name server."""
+    """Whether a host name or address (IPv6 without brackets) is a loopback of this machine. Does not query a name server."""
     if name.lower() == "localhost":
         return True
     try:
@@ -30,16 +30,16 @@ def is_loopback(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """names: allowed in addition to loopback, lower case, IPv6 without brackets. checked: whether `Host` is checked."""
+    """names: allowed in addition to loopback, in lower case, IPv6 without brackets. checked: whether `Host` is checked."""
 
     names: frozenset[str]
     checked: bool
 
     @classmethod
     def parse(cls, text: str, listen: str) -> Hosts:
-        """`text` is the option allowed_hosts; `listen` is the address the server listens on.
+        """Read the option allowed_hosts. listen: the address the server listens on.
 
-        Raises ConfigError for an entry that is no host name.
+        Raises ConfigError for an entry that is not a host name.
         """
         names = frozenset(_read(name) for name in text.split(",")) if text.strip() else frozenset()
         return cls(names, "*" not in names and (bool(names) or is_loopback(listen)))
@@ -61,7 +61,7 @@ class Hosts:
 
 
 def _read(entry: str) -> str:
-    """One entry of allowed_hosts as it is compared."""
+    """An entry of allowed_hosts, normalized for comparison."""
     name = entry.strip().lower()
     if name == "*" or _NAME.fullmatch(name):
         return name

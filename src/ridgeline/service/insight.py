@@ -1,4 +1,4 @@
-"""The ledger of requests, why a request was slow, and the figures behind the dashboard."""
+"""Routes for the ledger of requests, explanations of slow requests, and the dashboard's data."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ridgeline.service.routes import json_response
 
 ROUTES = web.RouteTableDef()
 ORDERS = ("recent", "slowest")
-MOST_ROWS = 1000
-SLOWEST_SHOWN = 10
-MINUTES_SHOWN = 120
+MAX_ROWS = 1000
+MAX_SLOWEST = 10
+MAX_MINUTES = 120
 FACTS = (
     "root", "architecture", "params", "dtype", "quantization", "device", "max_len", "max_num_seqs", "weight_bytes",
     "kv_bytes_per_token", "page_tokens", "blocks", "options", "steps_in_flight", "startup_s",
@@ -35,10 +35,10 @@ async def requests(request: web.Request) -> web.Response:
     order = request.query.get("order", "recent")
     if order not in ORDERS:
         raise RequestError(f"order is {order[:40]!r}: expected recent or slowest.", param="order")
-    given = request.query.get("limit", "20")
-    if not given.isdecimal() or not 1 <= int(given) <= MOST_ROWS:
-        raise RequestError(f"limit is {given[:40]!r}: expected 1 to {MOST_ROWS}.", param="limit")
-    return json_response({"object": "list", "data": [_row(live, record) for record in live.rows(order, int(given))]})
+    limit = request.query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_ROWS:
+        raise RequestError(f"limit is {limit[:40]!r}: expected 1 to {MAX_ROWS}.", param="limit")
+    return json_response({"object": "list", "data": [_row(live, record) for record in live.rows(order, int(limit))]})
 
 
 @ROUTES.get("/requests/{id}")
@@ -50,7 +50,7 @@ async def ended_request(request: web.Request) -> web.Response:
 
 @ROUTES.get("/requests/{id}/why")
 async def why(request: web.Request) -> web.Response:
-    """Why a request took as long as it did, in words and numbers."""
+    """An explanation of a request's latency, in words and numbers."""
     live, record = _find(request)
     return json_response(live.why(record))
 
@@ -62,25 +62,25 @@ async def data(request: web.Request) -> web.Response:
     With `since` (unix seconds) also the readings of the last hour that are newer.
     """
     front = request.app[FRONT]
-    shown = snapshot(front)
-    given = request.query.get("since")
-    if given is not None:
-        shown["readings"] = [asdict(reading) for reading in front.metrics.live.history.readings_since(_since(given))]
-    return json_response(shown)
+    content = snapshot(front)
+    since = request.query.get("since")
+    if since is not None:
+        content["readings"] = [asdict(reading) for reading in front.metrics.live.history.readings_since(_since(since))]
+    return json_response(content)
 
 
-def _since(given: str) -> float:
+def _since(text: str) -> float:
     try:
-        since = float(given)
+        since = float(text)
     except ValueError:
         since = math.nan
     if not 0 <= since < math.inf:
-        raise RequestError(f"since is {given[:40]!r}: expected unix seconds, 0 for all readings.", param="since")
+        raise RequestError(f"since is {text[:40]!r}: expected unix seconds, 0 for all readings.", param="since")
     return since
 
 
 def snapshot(front: Front) -> dict[str, Any]:
-    """The state of the service now, as plain data. Figures that cannot be known are left out."""
+    """The current state of the service as plain data. Unknown figures are left out."""
     live, client = front.metrics.live, front.client
     return {
         "at": time.time(),
@@ -99,24 +99,24 @@ def snapshot(front: Front) -> dict[str, Any]:
         "cut": live.cut(),
         "point": live.point(),
         "alerts": [asdict(alert) for alert in live.history.alerts()],
-        "minutes": [asdict(minute) for minute in list(live.history.minutes)[-MINUTES_SHOWN:]],
-        "slowest": [_brief(live, record) for record in live.rows("slowest", SLOWEST_SHOWN)],
+        "minutes": [asdict(minute) for minute in list(live.history.minutes)[-MAX_MINUTES:]],
+        "slowest": [_brief(live, record) for record in live.rows("slowest", MAX_SLOWEST)],
         "late": {"count": len(live.late), "seconds": sum(work.seconds for work in live.late)},
         "last_step": client.last_step,
     }
 
 
 def _facts(front: Front) -> dict[str, Any]:
-    """What model on what device."""
+    """The facts about model and device that the dashboard shows."""
     facts = front.client.facts or {}
     return {name: facts[name] for name in FACTS if name in facts}
 
 
 def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
-    """A row of the ledger with what follows from it."""
-    judgement = verdict(record, live.slo_of(record))
-    more = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": judgement}
-    return asdict(record) | more | live.shares(record)
+    """A row of the ledger with derived values."""
+    verdict_text = verdict(record, live.slo_of(record))
+    derived = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict_text}
+    return asdict(record) | derived | live.shares(record)
 
 
 def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:
 
 
 def _find(request: web.Request) -> tuple[Live, RequestRecord]:
-    """Raises NotFound for an id that is unknown, still running, or forgotten."""
+    """Raises NotFound for an id that is unknown, still running, or no longer kept."""
     live = request.app[FRONT].metrics.live
     record = live.find(request.match_info["id"])
     if record is None:

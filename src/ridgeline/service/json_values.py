@@ -1,4 +1,4 @@
-"""JSON of callers as Python values."""
+"""Decodes JSON from callers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DECODER = msgspec.json.Decoder(float_hook=_read_float)
 def decode_json(data: bytes | bytearray | str) -> Any:
     """The value of a JSON text. Raises as msgspec.json.decode does.
 
-    Python reads the numbers with a fraction or an exponent: msgspec takes 30 us for one such as 1e308, so that 2 MB of them
-    would stop every stream for seconds.
+    Numbers with a fraction or an exponent are parsed by Python: msgspec takes 30 us for a number such as 1e308, so 2 MB of them
+    would block all streams for seconds.
     """
     return _DECODER.decode(data)

@@ -18,18 +18,18 @@ from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
 
 _READ_LIMIT = 1 << 22
-"""Bytes the stream reader holds before it makes the engine's socket wait."""
+"""Bytes that the stream reader buffers before the engine's socket blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A running engine: its process and the client that speaks to it."""
+    """A running engine: its process and its client."""
 
     process: subprocess.Popen[bytes]
     client: EngineClient
 
     async def stop(self, patience_s: float = 10.0) -> None:
-        """Close the pipe, so that the engine ends by itself; kill it when it does not."""
+        """Close the pipe, so that the engine exits; kill it if it does not within patience_s."""
         await self.client.close()
         try:
             await asyncio.to_thread(self.process.wait, patience_s)
@@ -38,35 +38,36 @@ class EngineProcess:
             await asyncio.to_thread(self.process.wait)
 
     async def kill(self) -> None:
-        """End the process at once, whatever it does, and close its client."""
+        """Kill the process and close its client."""
         self.process.kill()
         await self.stop()
 
 
 class Begun(NamedTuple):
-    """An engine's process that nobody speaks to yet, and our end of its pipe. It ends when that is closed."""
+    """A started engine process without a client, and the server's end of its pipe. The engine exits when the pipe is closed."""
 
     process: subprocess.Popen[bytes]
     pipe: socket.socket
 
 
 def begin(model: ModelConfig, engine: EngineConfig) -> Begun:
-    """Start `python -m ridgeline.engine` and hand it its configuration. Its output goes where ours goes."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "ridgeline.engine", str(theirs.fileno())]
+    """Start `python -m ridgeline.engine` and send it its configuration. It inherits standard output and error."""
+    server_end, engine_end = socket.socketpair()
+    with engine_end:
+        command = [sys.executable, "-m", "ridgeline.engine", str(engine_end.fileno())]
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command, pass_fds=[engine_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client sees the end and says why
-        ours.sendall(encode_config(model, engine))
-    return Begun(process, ours)
+    # The client detects the exit and reports the reason.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        server_end.sendall(encode_config(model, engine))
+    return Begun(process, server_end)
 
 
 async def connect(
     begun: Begun, on_step: Callable[[StepStats], None] | None = None, timeouts: EngineTimeouts = EngineTimeouts()
 ) -> EngineProcess:
-    """Speak to an engine that was begun."""
+    """Connect a client to a started engine."""
     process, pipe = begun
     reader, writer = await asyncio.open_connection(sock=pipe, limit=_READ_LIMIT)
 
@@ -83,7 +84,7 @@ async def launch(
     on_step: Callable[[StepStats], None] | None = None,
     timeouts: EngineTimeouts = EngineTimeouts(),
 ) -> EngineProcess:
-    """Begin an engine and speak to it. Whoever cancels this leaves no process behind."""
+    """Start an engine and connect to it. If this is cancelled or fails, the process is killed."""
     begun = begin(model, engine)
     try:
         return await connect(begun, on_step, timeouts)

@@ -1,4 +1,4 @@
-"""The account of one call: when its tokens came, how its choices ended, what the engine was doing meanwhile."""
+"""The record of one call: when its tokens arrived, how its choices ended, what the engine did meanwhile."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ridgeline.wire.messages import Delta
 
 
 class Ledger:
-    """Opened when the call goes to the engine, closed once when it is over."""
+    """Opened when the call goes to the engine, closed once when the call is over."""
 
     def __init__(self, call: Call, metrics: Metrics) -> None:
         self._call, self._metrics = call, metrics
         self._first: float | None = None
         self._reasons: list[str] = []
-        self._known: dict[tuple[str, int], tuple[float, Spent]] = {}
-        """Per choice that runs: what the engine last said of its times, and when."""
+        self._running: dict[tuple[str, int], tuple[float, Spent]] = {}
+        """For each running choice: when the engine last reported its times, and these times."""
         self._ended: list[Spent] = []
         self._before: Totals | None = None
         self.cut, self.cut_reason = DISCONNECTED, ""
-        """Why it was cut off, if it was: see RequestRecord."""
-        self._late = len(metrics.live.late)
+        """Why the call ended early, if it does; see RequestRecord."""
+        self._late_before = len(metrics.live.late)
         step = metrics.live.last
         self._arrival = Arrival()
         if step is not None:
@@ -35,23 +35,22 @@ class Ledger:
             self._first = time.time()
             self._before = self._metrics.live.totals
         if delta.times is not None:
-            self._known[delta.id, delta.choice] = time.time(), Spent.of(delta.times)
+            self._running[delta.id, delta.choice] = time.time(), Spent.of(delta.times)
 
     def ended(self, reason: str, delta: Delta) -> None:
-        """A choice came to its end with `delta`. One that the service ended itself (a stop string) has decoded since its
-        first tokens."""
+        """A choice ended with `delta`. If the service ended it (a stop string), it has been decoding since the last report."""
         now = time.time()
-        at, spent = self._known.pop((delta.id, delta.choice), (now, Spent()))
+        at, spent = self._running.pop((delta.id, delta.choice), (now, Spent()))
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
 
     def close(self, usage: Usage) -> None:
-        """The call is over; a call with choices that have not ended was cut off."""
+        """The call is over. If some choices have not ended, it was cut off."""
         call, arrived = self._call, self._call.arrival
-        whole, now = len(self._reasons) == call.choices, time.time()
+        complete, now = len(self._reasons) == call.choices, time.time()
         # A choice that was cut off has decoded until now.
-        cut = [replace(choice, decode_s=choice.decode_s + now - at) for at, choice in self._known.values()]
-        spent = self._ended if whole else [*self._ended, *cut]
+        cut = [replace(choice, decode_s=choice.decode_s + now - at) for at, choice in self._running.values()]
+        spent = self._ended if complete else [*self._ended, *cut]
         slowest = max(spent, key=lambda choice: choice.queue_s + choice.prefill_s + choice.decode_s, default=Spent())
         live = self._metrics.live
         self._metrics.on_request(
@@ -73,10 +72,10 @@ class Ledger:
                 max_tokens=call.max_tokens,
                 hidden_tokens=usage.reasoning,
                 publish_s=None if usage.published is None else usage.published - arrived,
-                cut="" if whole else self.cut,
-                cut_reason="" if whole else self.cut_reason,
+                cut="" if complete else self.cut,
+                cut_reason="" if complete else self.cut_reason,
                 request_id=call.request_id,
-                late=tuple(live.late[self._late :]),
+                late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,
                 decoding=Totals() if self._before is None else live.totals.since(self._before),

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the API: chat's list of tokens, completions' parallel lists, vLLM's prompt list."""
+"""Log-probabilities in the API's formats: chat's list of tokens, completions' parallel lists, vLLM's prompt list."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.stream import Scored
 from ridgeline.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+_MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot represent."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, scored: Iterable[Scored]) -> list[dict[str, Any]]:
@@ -29,11 +29,11 @@ def chat_logprobs(tokenizer: Tokenizer, scored: Iterable[Scored]) -> list[dict[s
 
 def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(data)}
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token in the completions shape: its text, or `bytes:\\x..` where it is no whole characters."""
+    """A token in the completions format: its text, or `bytes:\\x..` if it is not a sequence of whole characters."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()
@@ -49,17 +49,17 @@ class CompletionLogprobs:
         self.value: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def first(self, token: int) -> None:
-        """The prompt's first token: nothing came before it, so it has no probability."""
+        """Add the prompt's first token. Nothing precedes it, so it has no probability."""
         self._add(token_name(self._tokenizer, token), None, None, 0)
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
-        """A token; the alternatives hold the token itself too, so there may be one more than was asked for."""
+        """Add a token. The alternatives include the token itself, so there may be one more than requested."""
         name = token_name(self._tokenizer, entry.token)
         top: dict[str, float] = {}
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            top.setdefault(token_name(self._tokenizer, token), max(logprob, _LOWEST))
-        top.setdefault(name, max(entry.logprob, _LOWEST))
-        self._add(name, max(entry.logprob, _LOWEST), top, offset)
+            top.setdefault(token_name(self._tokenizer, token), max(logprob, _MIN_LOGPROB))
+        top.setdefault(name, max(entry.logprob, _MIN_LOGPROB))
+        self._add(name, max(entry.logprob, _MIN_LOGPROB), top, offset)
 
     def extend(self, later: CompletionLogprobs) -> None:
         for key, items in later.value.items():
@@ -71,7 +71,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """The extra `prompt_logprobs`: per prompt token, token id -> logprob, rank and text; the first has none."""
+    """The extra `prompt_logprobs`: per prompt token, token id -> logprob, rank and text; None for the first token."""
     return [None, *(_prompt_token(tokenizer, entry) for entry in entries)]
 
 
@@ -79,6 +79,6 @@ def _prompt_token(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
     ids = [entry.token, *entry.top_ids]
     scores = zip(ids, [entry.logprob, *entry.top_logprobs], [entry.rank, *range(1, len(ids))], strict=True)
     return {
-        str(token): {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+        str(token): {"logprob": max(logprob, _MIN_LOGPROB), "rank": rank, "decoded_token": tokenizer.token_text(token)}
         for token, logprob, rank in scores
     }

@@ -1,6 +1,6 @@
-"""The API's own description, OpenAPI 3.1: from the application's routes, the table of fields and the readers of bodies.
+"""The API description, OpenAPI 3.1, from the application's routes, the table of fields and the readers of bodies.
 
-A route's summary is its handler's docstring. What a docstring cannot hold (parameters, bodies, answers) stands in `DETAILS`.
+A route's summary is its handler's docstring. Parameters, bodies and answers of routes are listed in `DETAILS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ridgeline.service.schemas import Schema, body_schema, record_schema
 ROUTES = web.RouteTableDef()
 VERSION = "3.1.0"
 DOCUMENT = web.AppKey("document", bytes)
-"""The description as JSON."""
+"""The API description as JSON."""
 
 OPEN = frozenset({"/", "/health", "/dashboard", "/chat", "/docs", "/openapi.json", "/dashboard/{name}"})
 """Paths that need no key."""
@@ -42,7 +42,7 @@ _SECURITY = {
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in another header."},
 }
 _TEMPLATE = re.compile(r"{(\w+)}")
-_TOKENIZE_WORDS = {
+_TOKENIZE_DESCRIPTIONS = {
     "model": "The served name; another one is 404.",
     "prompt": "Text to tokenize. Give either prompt or messages.",
     "messages": "A conversation, rendered with the model's chat template.",
@@ -58,9 +58,9 @@ _TOKENIZE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a route takes and answers beyond its path. query, headers: name -> schema. answers: content type -> schema.
+    """What a route takes and answers. query, headers: name -> schema. answers: content type -> schema.
 
-    errors: statuses that the route may answer with the error object, beside 401 for a missing key.
+    errors: statuses of error answers, in addition to 401 for a missing key.
     """
 
     query: Mapping[str, Schema] = field(default_factory=dict)
@@ -97,7 +97,7 @@ _DECLARED: Mapping[str, Schema] = {
     }
     for name, limit in HEADERS.items()
 }
-_GIVEN_ID: Mapping[str, Schema] = {
+_REQUEST_ID: Mapping[str, Schema] = {
     "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} takes it."}
 }
 _SINCE = {"type": "number", "minimum": 0, "description": "Unix seconds: return newer readings of the last hour, too."}
@@ -112,14 +112,14 @@ _MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 DETAILS: Mapping[str, Details] = {
     "post /v1/chat/completions": Details(
-        headers={**_GIVEN_ID, **_DECLARED},
+        headers={**_REQUEST_ID, **_DECLARED},
         body=_ref("ChatRequest"),
         example={"messages": _MESSAGES, "max_tokens": 64, "stream": True},
         answers={_JSON: _ref("ChatCompletion"), _EVENTS: _ref("ChatCompletionChunk")},
         errors=_GENERATES,
     ),
     "post /v1/completions": Details(
-        headers={**_GIVEN_ID, **_DECLARED},
+        headers={**_REQUEST_ID, **_DECLARED},
         body=_ref("CompletionRequest"),
         example={"prompt": "Once upon a time", "max_tokens": 64},
         answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
@@ -128,13 +128,13 @@ DETAILS: Mapping[str, Details] = {
     "get /v1/models": Details(answers={_JSON: _ref("Models")}, errors=(503,)),
     "get /v1/models/{name}": Details(answers={_JSON: _ref("Model")}, errors=(404, 503)),
     "post /tokenize": Details(
-        body=record_schema(TOKENIZE, _TOKENIZE_WORDS),
+        body=record_schema(TOKENIZE, _TOKENIZE_DESCRIPTIONS),
         example={"prompt": "Hello!", "return_token_strs": True},
         answers={_JSON: _ref("Tokens")},
         errors=_READS_BODY,
     ),
     "post /detokenize": Details(
-        body=record_schema(DETOKENIZE, _TOKENIZE_WORDS, ("tokens",)),
+        body=record_schema(DETOKENIZE, _TOKENIZE_DESCRIPTIONS, ("tokens",)),
         example={"tokens": [1, 2, 3]},
         answers={_JSON: _ref("Text")},
         errors=_READS_BODY,
@@ -155,8 +155,8 @@ DETAILS: Mapping[str, Details] = {
     "get /docs": Details(answers={_HTML: {"type": "string"}}),
     "get /dashboard/{name}": Details(answers={"*/*": {"type": "string"}}, errors=(404,)),
 }
-"""By method and path. A route without an entry is described by its docstring and path alone."""
-_PATH_WORDS = {
+"""By method and path. A route without an entry is described by its docstring and path."""
+_PATH_DESCRIPTIONS = {
     "id": "The id of the answer's body, or of its header x-request-id.",
     "name": "A name, as /v1/models lists it; of a file under /dashboard/.",
 }
@@ -169,7 +169,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 def add_document(app: web.Application) -> None:
-    """Describe the routes that the application has now."""
+    """Store the description of the application's current routes."""
     app[DOCUMENT] = msgspec.json.encode(document(app))
 
 
@@ -178,7 +178,7 @@ def document(app: web.Application) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in app.router.routes():
         assert route.resource is not None
-        if route.method != "HEAD":  # aiohttp answers it wherever it answers GET
+        if route.method != "HEAD":  # aiohttp adds HEAD to every GET route
             path, method = route.resource.canonical, route.method.lower()
             paths.setdefault(path, {})[method] = _operation(method, path, route.handler)
     return {
@@ -190,7 +190,7 @@ def document(app: web.Application) -> dict[str, Any]:
             "fields are accepted and named in the answer's header x-ridgeline-ignored-fields.",
         },
         "servers": [{"url": app[FRONT].prefix or "/"}],
-        "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
+        "tags": [{"name": name, "description": description} for name, description in TAGS.items()],
         "security": [{name: []} for name in _SECURITY],
         "paths": dict(sorted(paths.items(), key=lambda entry: list(TAGS).index(_tag(entry[0])))),
         "components": {
@@ -202,7 +202,7 @@ def document(app: web.Application) -> dict[str, Any]:
 
 def _operation(method: str, path: str, handler: Any) -> dict[str, Any]:
     details = DETAILS.get(f"{method} {path}", Details())
-    summary, _, rest = (inspect.getdoc(handler) or f"{method.upper()} {path}").partition("\n\n")
+    summary, _, description = (inspect.getdoc(handler) or f"{method.upper()} {path}").partition("\n\n")
     errors = sorted({*details.errors, *(() if path in OPEN else (401,))})
     operation: dict[str, Any] = {
         "operationId": "_".join([method, *re.findall(r"\w+", path)]),
@@ -210,8 +210,8 @@ def _operation(method: str, path: str, handler: Any) -> dict[str, Any]:
         "summary": " ".join(summary.split()),
         "responses": {"200": _answer(details), **{str(status): _error(status) for status in errors}},
     }
-    if rest:
-        operation["description"] = " ".join(rest.split())
+    if description:
+        operation["description"] = " ".join(description.split())
     if path in OPEN:
         operation["security"] = []
     if parameters := _parameters(path, details):
@@ -223,33 +223,33 @@ def _operation(method: str, path: str, handler: Any) -> dict[str, Any]:
 
 
 def _parameters(path: str, details: Details) -> list[dict[str, Any]]:
-    named: list[tuple[str, str, Schema]] = [
-        ("path", name, {"type": "string", "description": _PATH_WORDS.get(name, name)})
+    parameters: list[tuple[str, str, Schema]] = [
+        ("path", name, {"type": "string", "description": _PATH_DESCRIPTIONS.get(name, name)})
         for name in _TEMPLATE.findall(path)
     ]
-    named += [("query", name, schema) for name, schema in details.query.items()]
-    named += [("header", name, schema) for name, schema in details.headers.items()]
+    parameters += [("query", name, schema) for name, schema in details.query.items()]
+    parameters += [("header", name, schema) for name, schema in details.headers.items()]
     return [
         {
             "name": name,
-            "in": place,
-            "required": place == "path",
+            "in": location,
+            "required": location == "path",
             "description": schema["description"],
             "schema": {key: value for key, value in schema.items() if key != "description"},
         }
-        for place, name, schema in named
+        for location, name, schema in parameters
     ]
 
 
 def _answer(details: Details) -> dict[str, Any]:
-    words = (
+    description = (
         "The answer; as server-sent events where the body has stream true."
         if _EVENTS in details.answers
         else "The answer."
     )
     headers = {"x-request-id": {"description": "The request's id.", "schema": {"type": "string"}}}
     content = {kind: {"schema": schema} for kind, schema in details.answers.items()}
-    return {"description": words, "headers": headers, **({"content": content} if content else {})}
+    return {"description": description, "headers": headers, **({"content": content} if content else {})}
 
 
 def _error(status: int) -> dict[str, Any]:

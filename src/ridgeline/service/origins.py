@@ -1,4 +1,4 @@
-"""Which pages of other sites may call the server from a browser.
+"""Checks which pages of other sites may call the server from a browser.
 
 A browser names the page's site in `Origin` and its relation to the server in `Sec-Fetch-Site`; no script can change
 either header. Requests of a site that is not allowed are refused before they have an effect. Pages of allowed sites may
@@ -16,8 +16,8 @@ from ridgeline.core.errors import ConfigError, CrossSiteRequest
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+|null|\*")
 _EXPOSED = "x-request-id, x-ridgeline-ignored-fields, retry-after, retry-after-ms"
-_REMEMBERED_S = 600
-"""Seconds for which a browser need not ask again."""
+_MAX_AGE_S = 600
+"""Seconds for which a browser may cache a permission."""
 _FOREIGN = frozenset({"cross-site", "same-site"})
 """Values of Sec-Fetch-Site for a page of another origin; another port of the same host is "same-site"."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -25,24 +25,24 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """allowed: origins as browsers send them; "*" stands for all. The server's own pages are always allowed."""
+    """allowed: origins as browsers send them; "*" allows all. The server's own pages are always allowed."""
 
     allowed: frozenset[str]
 
     @classmethod
     def parse(cls, text: str) -> Origins:
-        """Read a list separated by commas. Raises ConfigError for an entry that is no origin."""
+        """Read a list separated by commas. Raises ConfigError for an entry that is not an origin."""
         names = [name.strip().lower() for name in text.split(",")] if text.strip() else []
         for name in names:
             if not _ORIGIN.fullmatch(name):
-                wanted = (
+                expected = (
                     "origins as https://chat.example.org (scheme, host and port, no path), separated by commas, or *"
                 )
-                raise ConfigError(f"allowed_origins has {name!r}: give {wanted}.", param="allowed_origins")
+                raise ConfigError(f"allowed_origins has {name!r}: give {expected}.", param="allowed_origins")
         return cls(frozenset(names))
 
     def check(self, request: web.Request, pages: frozenset[str]) -> None:
-        """Raises CrossSiteRequest for a request that a browser sends for a page of a site that is not allowed.
+        """Raises CrossSiteRequest for a browser's request from a page of a site that is not allowed.
 
         pages: paths of HTML pages. Other sites may link to them.
         """
@@ -62,24 +62,24 @@ class Origins:
             )
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks whether an allowed page may send a request; None for any other request."""
-        asked = request.headers.get("access-control-request-method")
-        if request.method != "OPTIONS" or asked is None or not self._allows(request):
+        """The answer to a preflight request for an allowed page; None for any other request."""
+        requested_method = request.headers.get("access-control-request-method")
+        if request.method != "OPTIONS" or requested_method is None or not self._allows(request):
             return None
-        headers = {"access-control-allow-methods": "GET, POST", "access-control-max-age": str(_REMEMBERED_S)}
+        headers = {"access-control-allow-methods": "GET, POST", "access-control-max-age": str(_MAX_AGE_S)}
         if names := request.headers.get("access-control-request-headers"):
             headers["access-control-allow-headers"] = names
         return web.Response(status=204, headers=headers)
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let an allowed page read the answer."""
+        """Allow pages of allowed sites to read the answer."""
         if not self.allowed:
             return
-        every = "*" in self.allowed
-        if not every:
+        allows_all = "*" in self.allowed
+        if not allows_all:
             response.headers["vary"] = "origin"
         if self._allows(request):
-            response.headers["access-control-allow-origin"] = "*" if every else request.headers["origin"]
+            response.headers["access-control-allow-origin"] = "*" if allows_all else request.headers["origin"]
             response.headers["access-control-expose-headers"] = _EXPOSED
 
     def _allows(self, request: web.Request) -> bool:
@@ -88,7 +88,7 @@ class Origins:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether a page's origin is the server itself. Only host and port count: behind a TLS proxy the schemes differ."""
+    """Whether a page's origin is this server. Compares host and port only: behind a TLS proxy the schemes differ."""
     scheme, separator, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return (
@@ -99,6 +99,6 @@ def _same_origin(origin: str, host: str) -> bool:
 
 
 def _opens_page(request: web.Request) -> bool:
-    """Whether a browser opens the address in a tab of its own, as after a click on a link."""
+    """Whether a browser opens the address as a page, for example after a click on a link."""
     kind = (request.method, request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest"))
     return kind == ("GET", "navigate", "document")

@@ -1,4 +1,4 @@
-"""The home, dashboard, chat and documentation pages: files of this package, with nothing from outside."""
+"""The home, dashboard, chat and documentation pages: files of this package, without external resources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = {
     "yml": "application/yaml",
 }
 POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'"
-"""A page may speak to this server alone."""
+"""Pages may connect to this server only."""
 _CACHING = {"cache-control": "no-cache", "vary": "accept"}
 LINKS = {
     "docs": "/docs",
@@ -35,12 +35,12 @@ LINKS = {
     "health": "/health",
     "metrics": "/metrics",
 }
-"""Where `GET /` points to."""
+"""Links in the answer of `GET /`."""
 
 
 @ROUTES.get("/")
 async def home(request: web.Request) -> web.Response:
-    """What this server is and where to go on: a page for browsers, JSON for everybody else."""
+    """The server's name, version and links: a page for browsers, JSON for other clients."""
     front = request.app[FRONT]
     model = front.metrics.model_name
     if not _accepts_html(request.headers.get(ACCEPT, "")):
@@ -72,7 +72,7 @@ async def chat(request: web.Request) -> web.Response:
 
 @ROUTES.get("/docs")
 async def docs(request: web.Request) -> web.Response:
-    """The page that documents this API, and tries it."""
+    """The page that documents this API and can send requests to it."""
     return _page("docs.html")
 
 
@@ -83,7 +83,7 @@ async def part(request: web.Request) -> web.Response:
 
 
 def _accepts_html(accept: str) -> bool:
-    """Whether the header names text/html, as browsers do; a plain */* asks for JSON."""
+    """Whether the header names text/html, as browsers do. A bare */* gets JSON."""
     for entry in accept.lower().split(","):
         kind, *parameters = (part.strip() for part in entry.split(";"))
         if kind == "text/html":
@@ -94,7 +94,7 @@ def _accepts_html(accept: str) -> bool:
 
 
 def _page(name: str, values: Mapping[str, str] | None = None) -> web.Response:
-    """A file of the folder web; with `values` a template whose $names they fill."""
+    """A file of the folder web. With `values` it is a template, and they replace its $names."""
     file = resources.files("ridgeline.service") / "web" / name
     if not file.is_file():
         raise NotFound(f"There is no page {name}.")

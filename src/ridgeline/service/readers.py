@@ -1,4 +1,4 @@
-"""Readers of JSON values: each knows what it expects, in words, and refuses anything else with the field's name."""
+"""Readers of JSON values. Each describes what it expects and refuses other values, naming the field."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ridgeline.service.json_values import decode_json
 from ridgeline.text.grammar import MAX_SOURCE
 
 UNBOUNDED = 1 << 30
-"""A limit that only the size of the body reaches; messages leave it out."""
+"""A limit beyond the size of any body; messages do not mention it."""
 
 
 class Reader(Protocol):
-    """Checks one value. `expects` ends the sentence "expected ..."."""
+    """Checks one value. `expects` completes the sentence "expected ..."."""
 
     @property
     def expects(self) -> str: ...
@@ -51,8 +51,13 @@ class Number:
         return f"a number {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} {self.high:g}"
 
     def read(self, name: str, value: Any) -> float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not self.low <= value <= self.high or (self.above and value == self.low) or math.isnan(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if (
+            not is_number
+            or not self.low <= value <= self.high
+            or (self.above and value == self.low)
+            or math.isnan(value)
+        ):
             raise wrong(name, value, self.expects)
         return float(value)
 
@@ -84,14 +89,14 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    longest: int
+    max_length: int
 
     @property
     def expects(self) -> str:
-        return "a string" + (f" of at most {self.longest} characters" if self.longest < UNBOUNDED else "")
+        return "a string" + (f" of at most {self.max_length} characters" if self.max_length < UNBOUNDED else "")
 
     def read(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or len(value) > self.longest:
+        if not isinstance(value, str) or len(value) > self.max_length:
             raise wrong(name, value, self.expects)
         return value
 
@@ -112,36 +117,36 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A list of strings that are not empty; with `single`, one string stands for a list of one."""
+    """A list of non-empty strings. With `single`, a string stands for a list of one."""
 
-    most: int
-    longest: int = 1024
+    max_items: int
+    max_length: int = 1024
     single: bool = True
 
     @property
     def expects(self) -> str:
-        plural = f"a list of at most {self.most} strings, none of them empty or above {self.longest} characters"
+        plural = f"a list of at most {self.max_items} strings, none of them empty or above {self.max_length} characters"
         return "a string or " + plural if self.single else plural
 
     def read(self, name: str, value: Any) -> tuple[str, ...]:
         items = [value] if self.single and isinstance(value, str) else value
-        if not isinstance(items, list) or len(items) > self.most:
+        if not isinstance(items, list) or len(items) > self.max_items:
             raise wrong(name, value, self.expects)
-        if not all(isinstance(item, str) and 0 < len(item) <= self.longest for item in items):
+        if not all(isinstance(item, str) and 0 < len(item) <= self.max_length for item in items):
             raise wrong(name, value, self.expects)
         return tuple(items)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    most: int
+    max_items: int
 
     @property
     def expects(self) -> str:
-        return "a list of " + (f"at most {self.most} token ids" if self.most < UNBOUNDED else "token ids")
+        return "a list of " + (f"at most {self.max_items} token ids" if self.max_items < UNBOUNDED else "token ids")
 
     def read(self, name: str, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list) or len(value) > self.most:
+        if not isinstance(value, list) or len(value) > self.max_items:
             raise wrong(name, value, self.expects)
         if not all(_is_integer(item) and 0 <= item < 1 << 31 for item in value):
             raise wrong(name, value, self.expects)
@@ -150,12 +155,12 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    most: int
+    max_items: int
     expects: str = "an object of token id to a number from -100 to 100"
 
     def read(self, name: str, value: Any) -> tuple[tuple[int, float], ...]:
-        if not isinstance(value, dict) or len(value) > self.most:
-            raise wrong(name, value, f"{self.expects}, with at most {self.most} entries")
+        if not isinstance(value, dict) or len(value) > self.max_items:
+            raise wrong(name, value, f"{self.expects}, with at most {self.max_items} entries")
         pairs = []
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -166,7 +171,7 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object; `known` names its members' readers, others are refused unless `open`."""
+    """An object. known: readers of its members. open: accept other members."""
 
     known: dict[str, Reader]
     open: bool = False
@@ -178,10 +183,10 @@ class Record:
     def read(self, name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise wrong(name, value, self.expects)
-        strange = [] if self.open else [key for key in value if key not in self.known]
-        if strange:
+        unknown = [] if self.open else [key for key in value if key not in self.known]
+        if unknown:
             raise RequestError(
-                f"{name} has the unknown member {strange[0][:40]!r}: remove it. It may have {', '.join(self.known)}.",
+                f"{name} has the unknown member {unknown[0][:40]!r}: remove it. It may have {', '.join(self.known)}.",
                 param=name,
             )
         return {
@@ -193,25 +198,25 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of at most `most` values, each read by `each`."""
+    """A list of at most `max_items` values, each read by `item`."""
 
-    each: Reader
-    most: int
-    least: int = 0
+    item: Reader
+    max_items: int
+    min_items: int = 0
 
     @property
     def expects(self) -> str:
-        return f"a list of {self.least} to {self.most} items, each {self.each.expects}"
+        return f"a list of {self.min_items} to {self.max_items} items, each {self.item.expects}"
 
     def read(self, name: str, value: Any) -> list[Any]:
-        if not isinstance(value, list) or not self.least <= len(value) <= self.most:
+        if not isinstance(value, list) or not self.min_items <= len(value) <= self.max_items:
             raise wrong(name, value, self.expects)
-        return [self.each.read(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        return [self.item.read(f"{name}[{index}]", element) for index, element in enumerate(value)]
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A reader made of a function, for a field that is like no other."""
+    """A reader made of a function, for a field with a format of its own."""
 
     expects: str
     function: Callable[[str, Any], Any]
@@ -222,9 +227,9 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field of the API that is not supported. Only values that change nothing pass.
+    """A field of the API that is not supported. Only values that change nothing are accepted.
 
-    why: the reason, "" where the name says it. neutral: these values.
+    why: the reason; "" if the name is clear enough. neutral: the accepted values.
     """
 
     why: str = ""
@@ -235,14 +240,14 @@ class Refused:
         return " or ".join(("no value", *map(json_text, self.neutral)))
 
     def read(self, name: str, value: Any) -> None:
-        if not any(type(value) is type(same) and value == same for same in self.neutral):
+        if not any(type(value) is type(neutral) and value == neutral for neutral in self.neutral):
             reason = f" ({self.why})" if self.why else ""
             remedy = " or send ".join(("remove it", *map(json_text, self.neutral)))
             raise UnsupportedField(f"`{name}` is not supported{reason}; {remedy}.", param=name)
 
 
 def read_response_format(name: str, value: Any) -> Grammar | None:
-    """OpenAI's `response_format`: None for plain text."""
+    """OpenAI's `response_format`; None for text."""
     if not isinstance(value, dict):
         raise wrong(name, value, "an object with type")
     kind = value.get("type")
@@ -252,14 +257,14 @@ def read_response_format(name: str, value: Any) -> Grammar | None:
         return Grammar("json_object", "")
     if kind != "json_schema":
         raise wrong(f"{name}.type", kind, 'one of "text", "json_object", "json_schema"')
-    holder = value.get("json_schema")
-    if not isinstance(holder, dict):
-        raise wrong(f"{name}.json_schema", holder, "an object with name and schema")
-    return read_schema(f"{name}.json_schema.schema", holder.get("schema"))
+    json_schema = value.get("json_schema")
+    if not isinstance(json_schema, dict):
+        raise wrong(f"{name}.json_schema", json_schema, "an object with name and schema")
+    return read_schema(f"{name}.json_schema.schema", json_schema.get("schema"))
 
 
 def read_schema(name: str, value: Any) -> Grammar:
-    """A JSON schema as an object, or as the JSON text of one."""
+    """A JSON schema, given as an object or as JSON text."""
     if isinstance(value, str):
         if len(value) > MAX_SOURCE:
             raise RequestError(f"{name} has {len(value)} characters, more than {MAX_SOURCE}: shorten it.", param=name)
@@ -287,7 +292,7 @@ def read_pattern(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
 
 
 def read_choices(name: str, value: Any) -> Grammar:
-    choices = Texts(most=1000, single=False).read(name, value)
+    choices = Texts(max_items=1000, single=False).read(name, value)
     if not choices:
         raise wrong(name, value, "at least one choice")
     return Grammar("choice", json_text(choices))
@@ -306,10 +311,10 @@ def read_structured_outputs(name: str, value: Any) -> Grammar | None:
     known = (*_CONSTRAINTS, "json_object")
     if not isinstance(value, dict) or not set(value) <= set(known):
         raise wrong(name, value, "an object with one of " + ", ".join(known))
-    given = [key for key in value if value[key] is not None]
-    if len(given) > 1:
-        raise RequestError(f"{name} has {' and '.join(given)}: send only one of them.", param=name)
-    for key in given:
+    present = [key for key in value if value[key] is not None]
+    if len(present) > 1:
+        raise RequestError(f"{name} has {' and '.join(present)}: send only one of them.", param=name)
+    for key in present:
         if key == "json_object":
             return Grammar("json_object", "") if Boolean().read(f"{name}.{key}", value[key]) else None
         return _CONSTRAINTS[key](f"{name}.{key}", value[key])

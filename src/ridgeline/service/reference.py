@@ -1,7 +1,7 @@
-"""Who knows the reference weights of a served model: a server elsewhere, or a second engine beside this one.
+"""The reference for scoring live answers: another server, or a second engine on this machine, with the reference weights.
 
-Both say what they think of given tokens. The second engine runs one request at a time in a process of low priority, and is
-asked only while the first one has nothing to do.
+Both return log-probabilities of given tokens. The second engine runs one request at a time in a process of low priority, and
+gets requests only while the first engine is idle.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ridgeline.wire.client import EngineClient
 from ridgeline.wire.messages import Submit
 
 TOP = 20
-"""Alternatives per token that both sides are asked for."""
-LAST = 1 << 20
-"""Priority behind every request of a user."""
-LONGEST = 4096
-"""Tokens of prompt and answer that a second engine has room for; longer answers are not scored by it."""
-NICE = 10
+"""Alternatives per token that both models are asked for."""
+LOWEST_PRIORITY = 1 << 20
+"""Priority below every request of a user."""
+MAX_TOKENS = 4096
+"""Maximum tokens of prompt and answer in a second engine. It does not score longer answers."""
+NICENESS = 10
 _TIMEOUT_S = 120.0
 
-Told = Mapping[int, float]
-"""Token -> log-probability, of one place: the alternatives that were told."""
+TopLogprobs = Mapping[int, float]
+"""Token -> log-probability at one position, for the returned alternatives."""
 
 
 class Reference(Protocol):
-    """One who scores. Every method may raise EngineFailed, aiohttp.ClientError, TimeoutError or ValueError."""
+    """A model that scores tokens. Every method may raise EngineFailed, aiohttp.ClientError, TimeoutError or ValueError."""
 
     name: str
 
     async def open(self, facts: Mapping[str, Any]) -> int:
-        """Get ready; the most tokens it scores at once. facts: of the engine that is compared with it."""
+        """Get ready; returns the maximum tokens of a request. facts: of the engine that is compared with it."""
         ...
 
-    async def score(self, ids: list[int]) -> list[Told]:
-        """What it says of tokens 1.. of `ids`."""
+    async def score(self, ids: list[int]) -> list[TopLogprobs]:
+        """Log-probabilities of tokens 1.. of `ids`."""
         ...
 
     async def close(self) -> None: ...
@@ -65,7 +65,7 @@ class ServerReference:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
         return int(facts["max_len"])
 
-    async def score(self, ids: list[int]) -> list[Told]:
+    async def score(self, ids: list[int]) -> list[TopLogprobs]:
         assert self._session is not None
         body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP}
         if self._model:
@@ -73,10 +73,12 @@ class ServerReference:
         async with self._session.post(self._url, json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"{self._url} answers {answer.status}")
-            told = (await answer.json())["choices"][0].get("prompt_logprobs") or []
-        if len(told) != len(ids):
+            positions = (await answer.json())["choices"][0].get("prompt_logprobs") or []
+        if len(positions) != len(ids):
             raise ValueError(f"{self._url} does not honour prompt_logprobs")
-        return [{int(token): float(one["logprob"]) for token, one in place.items()} for place in told[1:]]
+        return [
+            {int(token): float(entry["logprob"]) for token, entry in position.items()} for position in positions[1:]
+        ]
 
     async def close(self) -> None:
         if self._session is not None:
@@ -84,7 +86,9 @@ class ServerReference:
 
 
 class EngineReference:
-    """A second engine on this machine, with room for one request. model, engine: as the first one's, the weights apart."""
+    """A second engine on this machine, for one request at a time. model, engine: options of the first engine, except for the
+    weights.
+    """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self.name = model.model or "the weights as they come"
@@ -92,25 +96,27 @@ class EngineReference:
         self._process: EngineProcess | None = None
 
     async def open(self, facts: Mapping[str, Any]) -> int:
-        most = min(LONGEST, int(facts["max_len"]))
-        # Twice what the first engine's layers take: a pruned model has fewer heads than its original.
-        room = 2 * (most + int(facts["page_tokens"])) * int(facts["kv_bytes_per_token"])
+        max_len = min(MAX_TOKENS, int(facts["max_len"]))
+        # Twice the bytes of the first engine's layers, because a pruned model has fewer heads than its original.
+        kv_bytes = 2 * (max_len + int(facts["page_tokens"])) * int(facts["kv_bytes_per_token"])
         engine = replace(
             self._engine,
             max_num_seqs=1,
-            kv_cache_memory=room,
+            kv_cache_memory=kv_bytes,
             speculate="",
             enable_prefix_caching=False,
             calibration="",
         )
-        self._process = await launch(replace(self._model, max_model_len=most), engine)
-        os.setpriority(os.PRIO_PROCESS, self._process.process.pid, NICE)
-        found = await self._process.client.wait_ready()
-        if found["vocab_size"] != facts["vocab_size"]:
-            raise EngineFailed(f"{self.name} has {found['vocab_size']} tokens, the served model {facts['vocab_size']}.")
-        return most
+        self._process = await launch(replace(self._model, max_model_len=max_len), engine)
+        os.setpriority(os.PRIO_PROCESS, self._process.process.pid, NICENESS)
+        reference_facts = await self._process.client.wait_ready()
+        if reference_facts["vocab_size"] != facts["vocab_size"]:
+            raise EngineFailed(
+                f"{self.name} has {reference_facts['vocab_size']} tokens, the served model {facts['vocab_size']}."
+            )
+        return max_len
 
-    async def score(self, ids: list[int]) -> list[Told]:
+    async def score(self, ids: list[int]) -> list[TopLogprobs]:
         assert self._process is not None
         return await scores(self._process.client, ids)
 
@@ -120,8 +126,7 @@ class EngineReference:
 
 
 def make_reference(config: ServiceConfig, model: ModelConfig, engine: EngineConfig) -> Reference | None:
-    """Who scores a share of the answers; None if nobody is to. Raises ConfigError for a share that is none, or without a
-    reference."""
+    """The configured reference; None without a share. Raises ConfigError for an invalid share, or if the reference is missing."""
     if not 0.0 <= config.shadow_rate <= 1.0:
         raise ConfigError(f"shadow_rate is {config.shadow_rate:g}: give a share from 0 to 1.", param="shadow_rate")
     if not config.shadow_rate:
@@ -129,38 +134,41 @@ def make_reference(config: ServiceConfig, model: ModelConfig, engine: EngineConf
     if config.shadow_url.startswith(("http://", "https://")):
         return ServerReference(config.shadow_url, config.shadow_model)
     if config.shadow_url:
-        raise ConfigError(f"shadow_url is {config.shadow_url!r}: an address begins with http://.", param="shadow_url")
+        raise ConfigError(
+            f"shadow_url is {config.shadow_url!r}: give an address that begins with http:// or https://.",
+            param="shadow_url",
+        )
     if not config.shadow_model and not model.quantization:
         raise ConfigError(
             "shadow_rate needs the reference weights: name their folder as shadow_model, or give a server's address "
             "(http://...) as shadow_url.",
             param="shadow_model",
         )
-    named = config.shadow_model or model.model
-    revision = model.revision if named == model.model else None
-    return EngineReference(replace(model, model=named, revision=revision, quantization=""), engine)
+    name = config.shadow_model or model.model
+    revision = model.revision if name == model.model else None
+    return EngineReference(replace(model, model=name, revision=revision, quantization=""), engine)
 
 
 _numbers = itertools.count(1)
 
 
-async def scores(client: EngineClient, ids: list[int]) -> list[Told]:
-    """What an engine says of tokens 1.. of `ids`, asked behind everybody else. Raises EngineFailed."""
+async def scores(client: EngineClient, ids: list[int]) -> list[TopLogprobs]:
+    """An engine's log-probabilities of tokens 1.. of `ids`, at the lowest priority. Raises EngineFailed."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP)
-    request = Submit(f"shadow-{next(_numbers)}", ids, sampling, time.time(), LAST, cache=False)
-    subscription, found = client.submit(request), None
+    request = Submit(f"shadow-{next(_numbers)}", ids, sampling, time.time(), LOWEST_PRIORITY, cache=False)
+    subscription, prompt_logprobs = client.submit(request), None
     try:
         while not subscription.over:
             for delta in await subscription.take():
                 if delta.finish not in ("", "stop", "length"):
                     raise EngineFailed(delta.error or delta.finish)
-                found = found or delta.prompt_logprobs
+                prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
     finally:
         subscription.close()
-    if found is None or len(found) != len(ids) - 1:
+    if prompt_logprobs is None or len(prompt_logprobs) != len(ids) - 1:
         raise EngineFailed("the engine gave no scores.")
-    return [_told(one) for one in found]
+    return [_top_logprobs(entry) for entry in prompt_logprobs]
 
 
-def _told(one: TokenLogprobs) -> Told:
-    return {one.token: one.logprob, **dict(zip(one.top_ids, one.top_logprobs, strict=True))}
+def _top_logprobs(entry: TokenLogprobs) -> TopLogprobs:
+    return {entry.token: entry.logprob, **dict(zip(entry.top_ids, entry.top_logprobs, strict=True))}

@@ -1,6 +1,7 @@
 """The small routes: health, version, models, metrics, tokenize, detokenize, the prefix cache.
 
-The docstring of a handler is what the API's description says of its route."""
+A handler's docstring is the route's text in the API description.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +69,13 @@ async def metrics(request: web.Request) -> web.Response:
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The model that this server has."""
+    """The model that this server serves."""
     return json_response({"object": "list", "data": [_card(request.app[FRONT].service())]})
 
 
 @ROUTES.get("/v1/models/{name:.+}")
 async def model(request: web.Request) -> web.Response:
-    """The model by its name; 404 for another one."""
+    """The model by its name; 404 for another name."""
     service = request.app[FRONT].service()
     service.card.check(request.match_info["name"])
     return json_response(_card(service))
@@ -95,7 +96,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 @ROUTES.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
-    """Token ids of `prompt`, whose special tokens count, or of `messages` as a chat completion reads them."""
+    """Token ids of `prompt`, in which special tokens are recognized, or of `messages`, as in a chat completion."""
     service = request.app[FRONT].service()
     body = await _body(request, TOKENIZE)
     _check_model(service, body)
@@ -114,7 +115,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
 
 
 async def _tokenize_messages(request: web.Request, service: Service, body: dict[str, Any]) -> list[int]:
-    """The prompt that a chat completion would have; what a chat would refuse is refused here too."""
+    """The token ids of a chat completion's prompt. Refuses what a chat completion refuses."""
     messages = body["messages"]
     if tools := body.get("tools"):
         await asyncio.to_thread(read_tools, tools)
@@ -139,8 +140,8 @@ async def detokenize(request: web.Request) -> web.Response:
     _check_model(service, body)
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: send {DETOKENIZE['tokens'].expects}.", param="tokens")
-    if len(body["tokens"]) > (most := service.limits.context):  # every stream would wait for millions of them
-        raise ContextTooLong(f"tokens has {len(body['tokens'])} ids: send at most {most} at once.", param="tokens")
+    if len(body["tokens"]) > (limit := service.limits.context):  # decoding millions of ids would delay all streams
+        raise ContextTooLong(f"tokens has {len(body['tokens'])} ids: send at most {limit} at once.", param="tokens")
     service.limits.check_ids(body["tokens"], "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body["tokens"], skip_special_tokens=False)
     return json_response({"prompt": text})
@@ -148,7 +149,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget every cached prefix that no request uses."""
+    """Remove all cached prefixes that no request uses."""
     return json_response(await request.app[FRONT].service().client.control("reset_prefix_cache"))
 
 
@@ -159,7 +160,7 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any]:
-    """Members of a body by their readers, nulls left out; what nobody knows is named in the answer's header."""
+    """The body's members, read by `known`, without nulls. Unknown members are named in a response header."""
     values, ignored = await read_json(request, partial(_read, known))
     if ignored:
         request[IGNORED] = ignored
@@ -169,8 +170,10 @@ async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any
 def _read(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(body, dict):
         raise RequestError("The body is not a JSON object: send an object.")
-    found = {name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None}
-    return found, tuple(name for name in body if name not in known)
+    values = {
+        name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None
+    }
+    return values, tuple(name for name in body if name not in known)
 
 
 def _check_model(service: Service, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""From checked fields to SamplingParams: the same for every route."""
+"""Converts checked fields to SamplingParams, for every route."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAMMAR_FIELDS = (
     "guided_grammar",
 )
 
-_PLAIN = (
+_SAME_NAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
@@ -37,28 +37,28 @@ _PLAIN = (
 _WITH_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 _IN_LOOP = 4096
-"""Characters that are tokenized in the event loop; longer texts go to a thread, so that no other stream waits."""
+"""Characters up to which a text is tokenized in the event loop. Longer texts go to a thread, so that other streams go on."""
 
 
 def read_sampling(service: Service, fields: Fields, max_tokens: int) -> SamplingParams:
-    """The sampling a body asks for; what it leaves open comes from the model's generation_config, then from OpenAI.
+    """The request's sampling parameters. Defaults come from the model's generation_config, then from OpenAI.
 
-    max_tokens 0 becomes 1, as something must be computed; whoever asked drops it.
+    max_tokens 0 becomes 1, because the engine must compute a token; the caller drops it.
     """
-    values: dict[str, Any] = {name: fields.values[name] for name in _PLAIN if name in fields.values}
+    values: dict[str, Any] = {name: fields.values[name] for name in _SAME_NAME if name in fields.values}
     for name, default in _WITH_DEFAULTS.items():
         values[name] = fields.get(name, service.card.defaults.get(name, default))
     values["top_k"] = max(0, int(values["top_k"]))
     if values["top_p"] == 0:
         values["top_k"], values["top_p"] = 1, 1.0
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        if (given := fields.get(name)) is not None:
-            service.limits.check_ids([item[0] for item in given] if name == "logit_bias" else given, name)
-            values[name] = given
+        if (ids := fields.get(name)) is not None:
+            service.limits.check_ids([item[0] for item in ids] if name == "logit_bias" else ids, name)
+            values[name] = ids
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
         raise RequestError(
             f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
-            "beside the model's own end tokens.",
+            "in addition to the model's end tokens.",
             param="stop_token_ids",
         )
     return SamplingParams(
@@ -71,25 +71,25 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
 
 
 def _grammar(fields: Fields) -> Grammar | None:
-    given = [name for name in GRAMMAR_FIELDS if fields.get(name) is not None]
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} constrain the same output: give one of them.", param=given[1])
-    return fields.get(given[0]) if given else None
+    present = [name for name in GRAMMAR_FIELDS if fields.get(name) is not None]
+    if len(present) > 1:
+        raise RequestError(f"{' and '.join(present)} constrain the same output: give one of them.", param=present[1])
+    return fields.get(present[0]) if present else None
 
 
 async def check_grammar(service: Service, sampling: SamplingParams, param: str) -> None:
-    """Compile the grammar before the engine sees it. Raises as GrammarChecks.check does, naming `param`."""
+    """Compile the grammar before the engine receives it. Raises as GrammarChecks.check does, naming `param`."""
     if sampling.grammar is not None:
         await service.grammars.check(sampling.grammar, param)
 
 
 def grammar_field(fields: Fields) -> str:
-    """The field that constrains the output, "" where none does."""
+    """The field that constrains the output; "" if there is none."""
     return next((name for name in GRAMMAR_FIELDS if fields.get(name) is not None), "")
 
 
 def read_streaming(fields: Fields) -> Streaming | None:
-    """How to stream, None for a single body."""
+    """How to stream; None for a single body."""
     options = fields.get("stream_options")
     if not fields.get("stream"):
         if options is not None:
@@ -104,24 +104,24 @@ def read_streaming(fields: Fields) -> Streaming | None:
 
 
 def read_priority(fields: Fields) -> int:
-    """`priority`, else what `service_tier` stands for (lower runs first)."""
+    """`priority`, otherwise the priority of `service_tier` (lower runs first)."""
     priority = fields.get("priority")
     return int(priority) if priority is not None else TIERS[fields.get("service_tier", "auto")]
 
 
 def read_tier(fields: Fields) -> str:
-    """The tier the answer names, when the request named one: what it was run as."""
+    """The tier in the answer: the one that the request ran as. "" if the request named none."""
     tier = fields.get("service_tier", "")
     return "default" if tier and TIERS[tier] == 0 else tier
 
 
-async def tokenize(service: Service, text: str, *, add_special_tokens: bool, among: int = 0) -> list[int]:
-    """Ids of the field `prompt`, at least one. A text that cannot fit the context is refused before the work is done.
+async def tokenize(service: Service, text: str, *, add_special_tokens: bool, batch_characters: int = 0) -> list[int]:
+    """Ids of the field `prompt`, at least one. A text that cannot fit the context is refused before it is tokenized.
 
-    among: characters of all texts that are tokenized in a row, where this is one of several.
+    batch_characters: characters of all texts of the request, if there are several.
     """
     service.limits.check_text(text, "prompt")
-    if max(len(text), among) <= _IN_LOOP:
+    if max(len(text), batch_characters) <= _IN_LOOP:
         ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
         ids = await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -137,7 +137,7 @@ async def encode_chat(
     options: RenderOptions,
     add_special_tokens: bool,
 ) -> Prompt:
-    """A conversation's prompt, made in a thread: the work grows with the messages, and other streams go on."""
+    """A conversation's prompt. Runs in a thread, because the time grows with the messages and other streams must go on."""
     prompt = await asyncio.to_thread(
         encoder.encode,
         messages,
@@ -151,7 +151,7 @@ async def encode_chat(
 
 
 def not_empty(ids: list[int], field: str) -> list[int]:
-    """The ids. Raises RequestError when there are none."""
+    """The ids. Raises RequestError if there are none."""
     if not ids:
         raise RequestError(f"{field} has no tokens: send at least one character.", param=field)
     return ids

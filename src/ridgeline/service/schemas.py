@@ -1,6 +1,6 @@
-"""Readers of request fields as JSON schemas (draft 2020-12), for the API's description.
+"""JSON schemas (draft 2020-12) of request fields, from their readers, for the API description.
 
-A schema accepts every value that its reader accepts. It refuses what JSON schema can express; the reader refuses the rest
+A schema accepts every value that its reader accepts. The reader also refuses values that JSON schema cannot exclude
 (a grammar that does not compile, fields that exclude each other).
 """
 
@@ -29,7 +29,7 @@ Schema = dict[str, Any]
 
 
 def nullable(schema: Schema) -> Schema:
-    """The same or null, which means "not given" everywhere."""
+    """The schema, extended by null, which always means "not given"."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None], **({"type": ["string", "null"]} if "type" in schema else {})}
     if isinstance(schema.get("type"), str):
@@ -131,11 +131,11 @@ SHAPES: Mapping[str, Schema] = {
         ]
     },
 }
-"""Fields whose reader does not tell its shape: a function reads them, or later code checks what is inside."""
+"""Schemas of fields that a function reads, or that later code checks in detail."""
 
 
 def reader_schema(reader: Reader) -> Schema:
-    """What a reader accepts. A reader of an unknown kind accepts anything, and is described by its own words."""
+    """The values that a reader accepts. For an unknown kind of reader: any value, described by `expects`."""
     match reader:
         case Number(low=low, high=high, above=above):
             return {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
@@ -143,27 +143,27 @@ def reader_schema(reader: Reader) -> Schema:
             return {"type": "integer", "minimum": low, **({"maximum": high} if high != LONG else {})}
         case Boolean():
             return {"type": "boolean"}
-        case Text(longest=longest):
-            return {"type": "string", **({"maxLength": longest} if longest != LONG else {})}
+        case Text(max_length=max_length):
+            return {"type": "string", **({"maxLength": max_length} if max_length != LONG else {})}
         case OneOf(values=values):
             return {"type": "string", "enum": list(values)}
-        case Texts(most=most, longest=longest, single=single):
-            text = {"type": "string", "minLength": 1, "maxLength": longest}
-            several = {"type": "array", "items": text, "maxItems": most}
+        case Texts(max_items=max_items, max_length=max_length, single=single):
+            text = {"type": "string", "minLength": 1, "maxLength": max_length}
+            several = {"type": "array", "items": text, "maxItems": max_items}
             return {"anyOf": [text, several]} if single else several
-        case TokenIds(most=most):
-            return {"type": "array", "items": _TOKEN_ID, **({"maxItems": most} if most != LONG else {})}
-        case Biases(most=most):
+        case TokenIds(max_items=max_items):
+            return {"type": "array", "items": _TOKEN_ID, **({"maxItems": max_items} if max_items != LONG else {})}
+        case Biases(max_items=max_items):
             bias = {"type": "number", "minimum": -100, "maximum": 100}
             pattern = {"^[0-9]{1,9}$": bias}
             return {
                 "type": "object",
                 "patternProperties": pattern,
                 "additionalProperties": False,
-                "maxProperties": most,
+                "maxProperties": max_items,
             }
-        case Items(each=each, most=most, least=least):
-            return {"type": "array", "items": reader_schema(each), "minItems": least, "maxItems": most}
+        case Items(item=item, max_items=max_items, min_items=min_items):
+            return {"type": "array", "items": reader_schema(item), "minItems": min_items, "maxItems": max_items}
         case Record(known=known, open=open_):
             members = {name: nullable(reader_schema(member)) for name, member in known.items()}
             return {"type": "object", "properties": members, **({} if open_ else {"additionalProperties": False})}
@@ -174,7 +174,7 @@ def reader_schema(reader: Reader) -> Schema:
 
 
 def field_schema(field: Field, route: Route) -> Schema:
-    """The schema of one field, with what it does and its examples."""
+    """The schema of one field, with its effect and examples."""
     schema = SHAPES[field.name] if field.name in SHAPES else reader_schema(field.reader)
     if field.name not in REQUIRED[route]:
         schema = nullable(schema)
@@ -183,7 +183,7 @@ def field_schema(field: Field, route: Route) -> Schema:
 
 
 def body_schema(route: Route) -> Schema:
-    """The request body of a route that generates. Unknown fields are accepted, and named in a header of the answer."""
+    """The request body of a generating route. Unknown fields are accepted and named in a response header."""
     fields = [field for field in TABLE if route in field.routes]
     return {
         "type": "object",
@@ -193,7 +193,7 @@ def body_schema(route: Route) -> Schema:
 
 
 def record_schema(readers: Mapping[str, Reader], words: Mapping[str, str], required: tuple[str, ...] = ()) -> Schema:
-    """A body whose members have these readers, described by `words`. Unknown members are accepted."""
+    """A body whose members have these readers. words: descriptions. Unknown members are accepted."""
     properties = {
         name: {**nullable(reader_schema(reader)), **({"description": words[name]} if name in words else {})}
         for name, reader in readers.items()

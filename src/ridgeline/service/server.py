@@ -1,4 +1,4 @@
-"""Start, serve, stop: the listening socket is there at once, the answers as soon as the engine is."""
+"""Start, serve, stop. The server listens at once and answers as soon as the engine is ready."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from ridgeline.wire.client import EngineClient
 from ridgeline.wire.messages import StepStats
 
 _CLOSE_S = 2.0
-"""Seconds that connections get to close after the drain."""
+"""Seconds in which connections may close after the drain."""
 _LOOK_S = 0.05
-"""Seconds between two looks at the engine's progress while it loads."""
+"""Seconds between two polls of the engine's progress while it loads."""
 _BACKLOG = 1024
 _NOTHING_RUNS = StepStats(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, steps=0)
-"""A record without a step: the gauges of a lost engine."""
+"""A record without a step. It resets the gauges when the engine is lost."""
 
-CEILING_NAMES = frozenset(one.name for one in fields(Ceilings))
+CEILING_NAMES = frozenset(field.name for field in fields(Ceilings))
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
-"""Where aiohttp writes."""
+"""Logger for aiohttp."""
 
 
-def _ours(record: logging.LogRecord) -> bool:
-    """False for what a stranger sent that is no HTTP: it is answered 400, and a traceback of each would fill the log."""
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """False for invalid HTTP from clients. It is answered with 400; a traceback for each would fill the log."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (http_exceptions.HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -63,35 +63,39 @@ def _ours(record: logging.LogRecord) -> bool:
     return False
 
 
-http_log.addFilter(_ours)
+http_log.addFilter(_is_server_error)
 
 
 class Server:
-    """The HTTP side of a supervised engine. `start` listens, `open` answers, `keep_open` replaces engines that are lost, `stop`
-    drains and closes."""
+    """The HTTP side of a supervised engine.
+
+    `start` listens, `open` answers requests, `keep_open` replaces lost engines, `stop` drains and closes.
+    """
 
     def __init__(
         self, config: ServiceConfig, supervisor: Supervisor, metrics: Metrics, reference: Reference | None = None
     ) -> None:
-        """supervisor: of an engine that was begun; the caller stops it. reference: scores a share of the answers again."""
+        """supervisor: of a started engine; the caller stops it. reference: scores a share of the answers."""
         self.front = Front(config, supervisor.engine.client, metrics)
         self.port = config.port
         self._supervisor = supervisor
         self._address = Address.read(config)
         self._reference = reference
         self._service: Service | None = None
-        """Of the present engine, or of the last one until another is ready."""
+        """Of the current engine, or of the last one until the next is ready."""
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
     async def start(self, listeners: Sequence[socket.socket]) -> None:
-        """Listen on bound sockets (`listen.bind`). Until `open` every route but the small ones answers 503. Raises ConfigError
-        when another process listens on the port by now."""
+        """Listen on bound sockets (`listen.bind`). Until `open`, all routes that need the engine answer 503.
+
+        Raises ConfigError if another process listens on the port by now.
+        """
         config = self.front.config
         runner = Runner(
             make_app(self.front),
             prefix=self._address.prefix,
-            auto_decompress=False,  # `Bodies` decompresses no more than it needs
+            auto_decompress=False,  # `Bodies` decompresses only what it needs
             handler_cancellation=True,
             access_log=None,
             logger=http_log,
@@ -113,7 +117,7 @@ class Server:
         return self._address.url(self.port)
 
     async def open(self, folder: Path, name: str) -> None:
-        """Read the model folder's text side, wait for the engine, and answer. Raises what either of them raises."""
+        """Load tokenizer and templates, wait for the engine, and answer requests. Raises the errors of these steps."""
         config, client = self.front.config, self.front.client
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         templates = await asyncio.to_thread(_read_templates, config, tokenizer)
@@ -125,8 +129,10 @@ class Server:
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
-        """After `open`: start another engine whenever one is lost. Ends by being cancelled; raises EngineFailed when no
-        restart is left."""
+        """After `open`: start another engine whenever one is lost.
+
+        Ends when it is cancelled. Raises EngineFailed when no restart is left.
+        """
         announce = announce or Quiet()
         assert self._service is not None
         while True:
@@ -135,13 +141,13 @@ class Server:
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
             self.front.metrics.on_step(_NOTHING_RUNS)
-            # The reference engine ends as well: it would hold memory that the next engine is to be sized with.
+            # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()
             client = await self._supervisor.restart()
             try:
                 await client.wait_ready()
             except RidgelineError:
-                continue  # an engine that does not start is the next one that is lost
+                continue  # wait_lost reports an engine that does not start
             self._answer(_renewed(self._service, client))
             announce.restarted(self.url)
 
@@ -152,7 +158,7 @@ class Server:
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
         if self._reference is not None:
-            shadow = Shadow(config, client, metrics, self._reference, service.limits.most)
+            shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
             service = replace(service, shadow=shadow)
         self._service = service
@@ -164,7 +170,7 @@ class Server:
             await asyncio.wait({self._shadowing})
 
     async def stop(self) -> None:
-        """Drain, end with an error what is left, close. The engine is the supervisor's to stop."""
+        """Drain, end remaining requests with an error, close. The supervisor stops the engine."""
         if self._shadowing is not None:
             self._shadowing.cancel()
         await self.front.drain()
@@ -177,19 +183,19 @@ class Server:
 
 
 def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
-    """What the engine says of its device, and what it costs: as configured, else as the table has it."""
+    """The device's ceilings as the engine reports them. A configured price replaces that of the hardware table."""
     known = {name: value for name, value in (facts.get("ceilings") or {}).items() if name in CEILING_NAMES}
-    found = Ceilings(**known)
-    return found if config.price_per_hour is None else replace(found, price=config.price_per_hour)
+    ceilings = Ceilings(**known)
+    return ceilings if config.price_per_hour is None else replace(ceilings, price=config.price_per_hour)
 
 
 def _make_service(
     front: Front, card: ModelCard, folder: Path, tokenizer: Tokenizer, templates: ChatTemplates
 ) -> Service:
-    """The service of an engine that is ready."""
+    """The service for an engine that is ready."""
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
-    ends = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
+    end_ids = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
     return Service(
         config=front.config,
         client=front.client,
@@ -197,7 +203,7 @@ def _make_service(
         card=card,
         tokenizer=tokenizer,
         templates=templates,
-        grammars=GrammarChecks(GrammarWorker(folder, vocab_size=limits.vocab, end_ids=ends)),
+        grammars=GrammarChecks(GrammarWorker(folder, vocab_size=limits.vocab, end_ids=end_ids)),
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
@@ -205,7 +211,7 @@ def _make_service(
 
 
 def _renewed(service: Service, client: EngineClient) -> Service:
-    """The service with another engine of the same model. What was read from the model's files stays."""
+    """The service with another engine of the same model. Tokenizer and templates are kept."""
     limits = Limits.of(client.facts, service.tokenizer)
     return replace(service, client=client, limits=limits, gate=_make_gate(service.config, client.facts), shadow=None)
 
@@ -215,21 +221,23 @@ def _make_gate(config: ServiceConfig, facts: Mapping[str, Any]) -> Gate:
 
 
 def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplates:
-    """The model's chat templates, or the one given instead: a file, or the text itself (it has a brace, a path has none).
+    """The model's chat templates, or the configured one: a file, or the text itself if it contains a brace.
 
-    Raises ConfigError for one that is missing or not valid.
+    Raises ConfigError for a template that is missing or not valid.
     """
-    given = config.chat_template
-    if given is not None and "{" not in given:
+    template = config.chat_template
+    if template is not None and "{" not in template:
         try:
-            given = Path(given).read_text(encoding="utf-8")
+            template = Path(template).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"Cannot read the chat template {given} ({error.strerror}): give a Jinja file."
+                f"Cannot read the chat template {template} ({error.strerror}): give a Jinja file."
             ) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"The chat template {given} is not UTF-8 text ({error}): give a Jinja file.") from error
-    sources = None if given is None else {"default": given}
+            raise ConfigError(
+                f"The chat template {template} is not UTF-8 text ({error}): give a Jinja file."
+            ) from error
+    sources = None if template is None else {"default": template}
     return ChatTemplates(tokenizer, sources, allow_special_in_content=config.allow_special_in_content)
 
 
@@ -248,7 +256,7 @@ class Announce(Protocol):
 
 
 class Quiet:
-    """Announces nothing."""
+    """Ignores all announcements."""
 
     def listening(self, url: str) -> None: ...
 
@@ -268,10 +276,10 @@ async def serve(
     begun: Begun,
     announce: Announce | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT. folder: the model's files on this disk. listeners: bound sockets. begun: the first engine
-    process of `resolved`.
+    """Run until SIGTERM or SIGINT.
 
-    Raises ConfigError or EngineFailed for what cannot start, and EngineFailed when the engine is lost and no restart is left.
+    folder: the model folder. listeners: bound sockets. begun: the first engine process of `resolved`. Raises ConfigError or
+    EngineFailed if the server cannot start, and EngineFailed when the engine is lost and no restart is left.
     """
     config, model, engine = resolved.service, resolved.model, resolved.engine
     reference = make_reference(config, model, engine)
@@ -287,7 +295,7 @@ async def serve(
         announce.listening(server.url)
         await run_until(stopped, _run(server, folder, name, announce))
     except RidgelineError:
-        server.front.hurry()  # nothing can be answered any more
+        server.front.hurry()  # no request can be answered any more
         raise
     finally:
         await server.stop()
@@ -295,7 +303,7 @@ async def serve(
 
 
 def _stop_signals(front: Front) -> asyncio.Event:
-    """Set by SIGTERM and SIGINT. The first signal drains, the second one does not wait."""
+    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain."""
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -334,10 +342,10 @@ async def run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> 
 
 
 async def _watch_loading(client: EngineClient, announce: Announce) -> None:
-    """Pass the engine's progress on until it is ready."""
-    seen = None
+    """Announce the engine's progress until it is ready."""
+    announced = None
     while not client.ready.is_set():
-        if client.loading is not None and client.loading is not seen:
-            seen = client.loading
-            announce.loading(seen.stage, seen.done, seen.total)
+        if client.loading is not None and client.loading is not announced:
+            announced = client.loading
+            announce.loading(announced.stage, announced.done, announced.total)
         await asyncio.sleep(_LOOK_S)

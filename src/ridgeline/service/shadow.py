@@ -1,8 +1,8 @@
-"""Drift in production: a share of live answers is scored again, by this engine and by the reference weights.
+"""Measures drift in production: this engine and the reference weights both score a share of the live answers.
 
-Answers wait until nobody else does; then both sides score their tokens, behind the same prompt, and what they think of every
-place is compared. The divergence counts the alternatives that both sides told and takes all other tokens as one, so it is a
-lower bound (see quality.drift, which measures fixed texts in the same way).
+Answers wait until no request is open. Then both models score the answer's tokens after the same prompt, and their distributions
+at each position are compared. The divergence counts alternatives that both models returned, and merges all other tokens into
+one outcome, so it is a lower bound (quality.drift measures fixed texts in the same way).
 """
 
 from __future__ import annotations
@@ -20,106 +20,110 @@ import aiohttp
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.metrics import Metrics
-from ridgeline.service.reference import Reference, Told, scores
+from ridgeline.service.reference import Reference, TopLogprobs, scores
 from ridgeline.wire.client import EngineClient
 
-WAITING = 64
-"""Answers that may wait; a new one then takes the oldest one's place."""
-REMEMBERED = 50
-"""Answers that the mean behind gauge and warning is taken over."""
+MAX_WAITING = 64
+"""Maximum waiting answers. A further answer replaces the oldest."""
+MEAN_WINDOW = 50
+"""Number of recent answers in the mean of gauge and warning."""
 LOOK_S = 0.2
 PAUSE_S = 30.0
-"""Rest after a reference that did not answer."""
+"""Pause after the reference failed to answer, in seconds."""
 _TINY = 1e-9
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One answer. nats: sum of divergences; same: tokens whose most probable alternative is the same on both sides."""
+class Comparison:
+    """Comparison of one answer. nats: sum of divergences. same: positions where both models have the same most probable token."""
 
     tokens: int
     nats: float
     same: int
 
 
-def divergence(ours: Told, theirs: Told) -> float:
-    """KL(theirs || ours), in nats, of the tokens both know and of all others as one."""
-    shared = ours.keys() & theirs.keys()
-    p, q = (sum(math.exp(one[token]) for token in shared) for one in (theirs, ours))
-    nats = sum(math.exp(theirs[token]) * (theirs[token] - ours[token]) for token in shared)
-    rest_p, rest_q = max(1.0 - p, 0.0), max(1.0 - q, _TINY)
-    return max(0.0, nats + (rest_p * math.log(rest_p / rest_q) if rest_p > _TINY else 0.0))
+def divergence(served: TopLogprobs, reference: TopLogprobs) -> float:
+    """KL(reference || served), in nats, over the tokens that both returned and one outcome for all others."""
+    shared = served.keys() & reference.keys()
+    p, q = (sum(math.exp(logprobs[token]) for token in shared) for logprobs in (reference, served))
+    nats = sum(math.exp(reference[token]) * (reference[token] - served[token]) for token in shared)
+    other_p, other_q = max(1.0 - p, 0.0), max(1.0 - q, _TINY)
+    return max(0.0, nats + (other_p * math.log(other_p / other_q) if other_p > _TINY else 0.0))
 
 
-def compare(ours: Sequence[Told], theirs: Sequence[Told]) -> Compared:
-    """What both sides said of the same places."""
-    pairs = list(zip(ours, theirs, strict=True))
+def compare(served: Sequence[TopLogprobs], reference: Sequence[TopLogprobs]) -> Comparison:
+    """Compare the log-probabilities of both models at the same positions."""
+    pairs = list(zip(served, reference, strict=True))
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs)
-    return Compared(len(pairs), sum(divergence(a, b) for a, b in pairs), same)
+    return Comparison(len(pairs), sum(divergence(a, b) for a, b in pairs), same)
 
 
 class Shadow:
-    """Answers that wait to be scored, and the task that scores them. most: tokens that a scored answer may have."""
+    """Queue of answers to be scored, and the task that scores them. max_tokens: maximum length of a scored answer, prompt
+    included.
+    """
 
     def __init__(
-        self, config: ServiceConfig, client: EngineClient, metrics: Metrics, reference: Reference, most: int
+        self, config: ServiceConfig, client: EngineClient, metrics: Metrics, reference: Reference, max_tokens: int
     ) -> None:
         self._config, self._client, self._metrics = config, client, metrics
-        self._reference, self._most = reference, most
-        self._waiting: deque[tuple[list[int], int]] = deque(maxlen=WAITING)
-        self._last: deque[Compared] = deque(maxlen=REMEMBERED)
-        self._chance = random.Random()
-        self._beyond = False
+        self._reference, self._max_tokens = reference, max_tokens
+        self._waiting: deque[tuple[list[int], int]] = deque(maxlen=MAX_WAITING)
+        self._recent: deque[Comparison] = deque(maxlen=MEAN_WINDOW)
+        self._random = random.Random()
+        self._above_limit = False
 
     def draws(self) -> bool:
-        """Whether the next request is one of the share."""
-        return self._chance.random() < self._config.shadow_rate
+        """Whether the next request belongs to the share."""
+        return self._random.random() < self._config.shadow_rate
 
     def offer(self, prompt: list[int], tokens: list[int]) -> None:
-        """An answer that has come to its end."""
-        if tokens and len(prompt) + len(tokens) < self._most:
+        """Queue an answer that has ended."""
+        if tokens and len(prompt) + len(tokens) < self._max_tokens:
             self._waiting.append(([*prompt, *tokens], len(prompt)))
 
     async def run(self) -> None:
-        """Score what waits, one answer at a time, while no request is open. Ends by being cancelled, or at once where the
-        reference cannot be opened."""
+        """Score queued answers, one at a time, while no request is open.
+
+        Ends when it is cancelled, or at once if the reference cannot be opened.
+        """
         try:
-            self._most = min(self._most, await self._reference.open(self._client.facts))
+            self._max_tokens = min(self._max_tokens, await self._reference.open(self._client.facts))
             while True:
                 await asyncio.sleep(LOOK_S)
                 if self._waiting and not self._client.open_choices:
                     await self._score(*self._waiting.popleft())
         except RidgelineError as error:
-            self._most = 0
+            self._max_tokens = 0
             self._metrics.shadow_failed()
-            log.warning("shadow: nothing is scored, as the reference does not start: %s", error.message)
+            log.warning("shadow: nothing is scored, because the reference does not start: %s", error.message)
         finally:
             await self._reference.close()
 
     async def _score(self, ids: list[int], first: int) -> None:
-        if len(ids) >= self._most:  # it came before the reference said how much it takes
+        if len(ids) >= self._max_tokens:  # it was queued before the reference reported its maximum
             return
         try:
-            ours = await scores(self._client, ids)
-            theirs = await self._reference.score(ids)
-            self._tell(compare(ours[first - 1 :], theirs[first - 1 :]))
+            served = await scores(self._client, ids)
+            reference = await self._reference.score(ids)
+            self._record(compare(served[first - 1 :], reference[first - 1 :]))
         except (aiohttp.ClientError, TimeoutError, EngineFailed, ValueError, KeyError, TypeError) as error:
             self._metrics.shadow_failed()
             log.warning("shadow: an answer could not be scored (%s: %s)", type(error).__name__, error)
             await asyncio.sleep(PAUSE_S)
 
-    def _tell(self, found: Compared) -> None:
-        """Count an answer, and warn once when the mean goes beyond the limit."""
-        self._last.append(found)
-        mean = sum(one.nats for one in self._last) / sum(one.tokens for one in self._last)
-        self._metrics.shadowed(found.tokens, found.same, found.nats, mean)
+    def _record(self, comparison: Comparison) -> None:
+        """Count an answer. Warn when the mean rises above the limit."""
+        self._recent.append(comparison)
+        mean = sum(answer.nats for answer in self._recent) / sum(answer.tokens for answer in self._recent)
+        self._metrics.shadowed(comparison.tokens, comparison.same, comparison.nats, mean)
         limit = self._config.shadow_limit
-        if mean > limit and not self._beyond:
+        if mean > limit and not self._above_limit:
             log.warning(
                 "shadow: answers drift from %s: KL %.4f nats per token over the last %d answers, limit %g. "
                 "`ridgeline compare` measures it on fixed texts.",
-                *(self._reference.name, mean, len(self._last), limit),
+                *(self._reference.name, mean, len(self._recent), limit),
             )
-        self._beyond = mean > limit
+        self._above_limit = mean > limit

@@ -1,4 +1,4 @@
-"""What the routes share: one value, made when the server starts."""
+"""The state that all routes share: one immutable value per engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import EngineClient
 
 _SHRINK = 4
-"""No normalizer makes a text shorter than a quarter."""
+"""A normalizer shortens a text at most to a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The model as the API shows it. `created`: unix seconds.
+    """The model as the API shows it. created: unix seconds.
 
-    defaults: sampling parameters of its generation_config.json, used where a request gives none.
+    defaults: sampling parameters of its generation_config.json, used where a request sets none.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ModelCard:
     defaults: Mapping[str, float]
 
     def check(self, name: str | None) -> None:
-        """Raises ModelNotFound for any model but this one; a request without a model means this one."""
+        """Raises ModelNotFound for another model's name. A request without a model is accepted."""
         if name is not None and name not in (self.name, self.root):
             raise ModelNotFound(
                 f"The model {name[:80]!r} does not exist: this server has {self.name!r}.", param="model"
@@ -43,46 +43,55 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may hold, from the engine's facts. All counts are tokens but `stop_ids`."""
+    """Limits of one request, from the engine's facts.
+
+    context: tokens of the model's context. kv_tokens: tokens that the KV cache holds for one request. vocab: number of token ids.
+    stop_ids: maximum stop token ids of a request.
+    """
 
     context: int
-    held: int
+    kv_tokens: int
     vocab: int
     stop_ids: int
-    longest_piece: int
+    longest_token: int
     """Characters of the longest token."""
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], tokenizer: Tokenizer) -> Limits:
         context = int(facts["max_len"])
-        held = int(facts.get("max_request_tokens") or context)
-        own = len(facts.get("eos_ids") or ())
+        kv_tokens = int(facts.get("max_request_tokens") or context)
+        end_ids = len(facts.get("eos_ids") or ())
         vocab = int(facts.get("vocab_size") or tokenizer.vocab_size)
-        longest = max(len(tokenizer.token_bytes(index)) for index in range(tokenizer.vocab_size))
-        return cls(context, held, vocab, MAX_STOP_IDS - own, longest)
+        longest_token = max(len(tokenizer.token_bytes(index)) for index in range(tokenizer.vocab_size))
+        return cls(context, kv_tokens, vocab, MAX_STOP_IDS - end_ids, longest_token)
 
     @property
-    def most(self) -> int:
-        """Tokens of prompt and answer together."""
-        return min(self.context, self.held)
+    def request_tokens(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+        return min(self.context, self.kv_tokens)
 
     def check(self, prompt: int, max_tokens: int | None, field: str) -> None:
-        """Raises ContextTooLong for a request that can never run; `field` names the prompt's. max_tokens None: as many as fit;
-        0: the prompt is only scored, which draws a token all the same."""
-        asked = max_tokens or 1
-        for most, what in ((self.context, "the model's context is"), (self.held, "this server's KV cache holds")):
-            if prompt + asked > most:
+        """Raises ContextTooLong for a request that can never run.
+
+        field: the prompt's field. max_tokens: None: as many as fit; 0: the prompt is only scored, which still draws one token.
+        """
+        answer_tokens = max_tokens or 1
+        for limit, subject in (
+            (self.context, "the model's context is"),
+            (self.kv_tokens, "this server's KV cache holds"),
+        ):
+            if prompt + answer_tokens > limit:
                 answer = str(max_tokens) if max_tokens else "at least 1"
-                remedy = "shorten the prompt" if prompt >= most else "lower max_tokens or shorten the prompt"
+                remedy = "shorten the prompt" if prompt >= limit else "lower max_tokens or shorten the prompt"
                 raise ContextTooLong(
-                    f"The prompt has {prompt} tokens and the answer may have {answer} more, but {what} {most} tokens: "
+                    f"The prompt has {prompt} tokens and the answer may have {answer} more, but {subject} {limit} tokens: "
                     f"{remedy}.",
-                    param=field if prompt >= most else "max_tokens",
+                    param=field if prompt >= limit else "max_tokens",
                 )
 
     def check_text(self, text: str, field: str) -> None:
         """Raises ContextTooLong for a text that cannot fit the context, however it is tokenized."""
-        if len(text) > self.context * self.longest_piece * _SHRINK:
+        if len(text) > self.context * self.longest_token * _SHRINK:
             raise ContextTooLong(
                 f"{field} has {len(text)} characters, more than {self.context} tokens can hold: shorten {field}.",
                 param=field,
@@ -91,9 +100,9 @@ class Limits:
     def check_ids(self, ids: list[int] | tuple[int, ...], field: str) -> None:
         """Raises RequestError for an id outside the vocabulary."""
         if ids and (max(ids) >= self.vocab or min(ids) < 0):
-            strange = next(index for index in ids if not 0 <= index < self.vocab)
+            unknown = next(index for index in ids if not 0 <= index < self.vocab)
             raise RequestError(
-                f"{field} contains the token id {strange}, which the vocabulary does not have: use 0 to {self.vocab - 1}.",
+                f"{field} contains the token id {unknown}, which the vocabulary does not have: use 0 to {self.vocab - 1}.",
                 param=field,
             )
 
@@ -112,5 +121,5 @@ class Service:
     limits: Limits
     gate: Gate
     fingerprint: str
-    """`system_fingerprint` of every answer: server version and model."""
+    """`system_fingerprint` of every answer: the server version."""
     shadow: Shadow | None = None

@@ -1,6 +1,6 @@
-"""From deltas to text: ONE generator feeds server-sent events and single bodies alike.
+"""Converts deltas to text. One generator feeds both server-sent events and single bodies.
 
-Leaving it early, as a disconnect does, closes the subscription, and that cancels the request in the engine.
+If a caller leaves it early, as on a disconnect, it closes the subscription, which cancels the request in the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ridgeline.wire.messages import Delta
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token with its log-probabilities and the character of the answer's text at which it begins."""
+    """A token with its log-probabilities. start: the character of the answer's text at which the token begins."""
 
     start: int
     logprobs: TokenLogprobs
@@ -30,11 +30,11 @@ class Scored:
 
 @dataclass(slots=True)
 class Piece:
-    """News of one choice. finish: "" while it runs, else "stop" or "length".
+    """Update of one choice. finish: "" while it runs, else "stop" or "length".
 
-    count: tokens it gained (they count in usage). scored: those whose text is released now. ended_by: the stop token,
-    scored; it is no part of the text. stopped_by: the request's stop string or stop token id that ended it.
-    prompt_logprobs: with the first piece of a prompt's first choice, when asked for.
+    count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
+    which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
+    prompt_logprobs: with the first piece of a prompt's first choice, if requested.
     """
 
     index: int
@@ -55,86 +55,86 @@ class _Choice:
         self.index = index
         self._include_stop = sampling.include_stop
         self._stop_ids = sampling.stop_token_ids
-        self._text = Detokenizer(
+        self._detokenizer = Detokenizer(
             service.tokenizer,
             skip_special_tokens=sampling.skip_special_tokens,
             context=call.prompts[index // sampling.n] if call.continues else (),
         )
         self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens)
-        self._one_by_one = bool(sampling.stop) or sampling.logprobs is not None
+        self._token_by_token = bool(sampling.stop) or sampling.logprobs is not None
         self._scored: deque[Scored] = deque()
-        self._read = 0
-        self._released = 0
+        self._read_characters = 0
+        self._released_characters = 0
         self.tokens: list[int] = []
-        """What it said; kept for answers that are shadowed."""
+        """Its tokens; kept only for answers that are scored by the reference."""
         self.count = 0
         self.finished = False
 
     def take(self, delta: Delta) -> Piece:
-        """The piece a delta makes. After a stop string the piece has a finish that the engine does not know of yet."""
+        """The piece for a delta. After a stop string the piece has a finish that the engine does not know yet."""
         piece = Piece(self.index, "", len(delta.tokens), delta.finish)
-        cut = delta.stop_id >= 0 and not self._include_stop
-        shown = delta.tokens[:-1] if cut else delta.tokens
-        if self._one_by_one:
-            self._walk(piece, shown, delta.logprobs)
+        hides_stop = delta.stop_id >= 0 and not self._include_stop
+        text_tokens = delta.tokens[:-1] if hides_stop else delta.tokens
+        if self._token_by_token:
+            self._push_tokens(piece, text_tokens, delta.logprobs)
         else:
-            piece.text = self._text.push(shown)
+            piece.text = self._detokenizer.push(text_tokens)
         if piece.finish and piece.stopped_by is None:
-            self._end(piece, delta, cut)
-        self._released += len(piece.text)
+            self._finish(piece, delta, hides_stop)
+        self._released_characters += len(piece.text)
         self.count += piece.count
         self.finished = bool(piece.finish)
         self._release(piece)
         return piece
 
-    def _walk(self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """With stop strings or logprobs it matters which token brought which text."""
+    def _push_tokens(self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Detokenize token by token: stop strings and logprobs need the text of each token."""
         for place, token in enumerate(tokens):
-            text = self._text.push((token,))
+            text = self._detokenizer.push((token,))
             if logprobs is not None:
-                self._scored.append(Scored(self._read, logprobs[place]))
-            self._read += len(text)
-            shown, hit = self._stops.push(text)
-            piece.text += shown
+                self._scored.append(Scored(self._read_characters, logprobs[place]))
+            self._read_characters += len(text)
+            visible, hit = self._stops.push(text)
+            piece.text += visible
             if hit is not None:
                 piece.finish, piece.stopped_by, piece.count = "stop", hit, place + 1
                 return
 
-    def _end(self, piece: Piece, delta: Delta, cut: bool) -> None:
-        """The engine ended it: what was held back comes out."""
-        shown, hit = self._stops.push(self._text.finish())
-        piece.text += shown + self._stops.finish()
+    def _finish(self, piece: Piece, delta: Delta, hides_stop: bool) -> None:
+        """The engine ended the choice: release the text held back."""
+        visible, hit = self._stops.push(self._detokenizer.finish())
+        piece.text += visible + self._stops.finish()
         piece.stopped_by = delta.stop_id if delta.stop_id in self._stop_ids else hit
-        if cut and delta.logprobs is not None:
-            piece.ended_by = Scored(self._released + len(piece.text), delta.logprobs[-1])
+        if hides_stop and delta.logprobs is not None:
+            piece.ended_by = Scored(self._released_characters + len(piece.text), delta.logprobs[-1])
 
     def _release(self, piece: Piece) -> None:
-        """Log-probabilities follow their text; those of a stop string that is cut off never come."""
-        rest = self.finished and not isinstance(piece.stopped_by, str)
-        while self._scored and (rest or self._scored[0].start < self._released):
+        """Release log-probabilities with their text. Those of a stop string that is cut off are dropped."""
+        release_all = self.finished and not isinstance(piece.stopped_by, str)
+        while self._scored and (release_all or self._scored[0].start < self._released_characters):
             piece.scored.append(self._scored.popleft())
 
 
 async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
-    """What the engine says, as text, until every choice has ended; an empty list after a silence of keep_alive_s.
+    """The call's pieces until every choice has ended; an empty list after a silence of keep_alive_s.
 
-    Keeps `usage` up to date. Raises RequestError when the engine refuses it (a grammar that cannot be followed to its
-    end), EngineFailed when the engine fails.
+    Updates `usage`. Raises RequestError if the engine refuses the request (for example, a grammar that exceeds its limits later),
+    EngineFailed if the engine fails.
     """
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call, service.metrics)
     try:
         run = _Run(service, call, subscription, ledger, usage)
         while not subscription.over:
-            news: list[Piece] = []
+            batch: list[Piece] = []
             failed: RidgelineError | None = None
             deltas = await subscription.take(service.config.keep_alive_s)
             for delta in _merged(deltas) if len(deltas) > 1 else deltas:
                 failed = failed or run.failure(delta)
                 if failed is None and (piece := run.take(delta)) is not None:
-                    news.append(piece)
-            if news or not deltas:
-                yield news
+                    batch.append(piece)
+            if batch or not deltas:
+                yield batch
             if failed is not None:
                 raise failed
     finally:
@@ -144,18 +144,18 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:
-    """Deltas of one choice that follow each other as one: a client that is behind gets fewer, larger events."""
-    found = deltas[:1]
+    """Merge consecutive deltas of one choice: a slow client gets fewer, larger events."""
+    merged = deltas[:1]
     for delta in deltas[1:]:
-        last = found[-1]
+        last = merged[-1]
         if (last.id, last.choice) != (delta.id, delta.choice) or delta.finish not in ("", "stop", "length"):
-            found.append(delta)
+            merged.append(delta)
             continue
         last.tokens = last.tokens + delta.tokens
         last.finish, last.stop_id, last.times = delta.finish, delta.stop_id, delta.times or last.times
         if delta.logprobs is not None:
             last.logprobs = (last.logprobs or []) + delta.logprobs
-    return found
+    return merged
 
 
 class _Run:
@@ -172,7 +172,7 @@ class _Run:
         usage.prompt = sum(map(len, call.prompts))
 
     def failure(self, delta: Delta) -> RidgelineError | None:
-        """Why a choice was ended before its end: the caller's fault, the server's going away, or ours."""
+        """The error for a choice that ended early: a bad request, a shutdown, or a failure of the server."""
         if delta.finish in ("", "stop", "length"):
             return None
         if delta.finish == "refused":
@@ -187,7 +187,7 @@ class _Run:
         return EngineFailed(delta.error or f"The request was ended by the server ({delta.finish}).")
 
     def take(self, delta: Delta) -> Piece | None:
-        """A delta as a piece; None for what comes after the service ended the choice."""
+        """The piece for a delta; None if the service has already ended the choice."""
         call, usage = self._call, self._usage
         choice = self._choices[self._places[delta.id] * call.sampling.n + delta.choice]
         if choice.finished:

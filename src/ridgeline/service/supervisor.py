@@ -1,4 +1,4 @@
-"""Keeps an engine running: a process that has ended or is stuck is replaced by another one with the same configuration."""
+"""Keeps an engine running: replaces a process that has ended or is stuck by another one with the same configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RunningEngine(Protocol):
-    """An engine process with the client that speaks to it. Both ways to end it may be called again."""
+    """An engine process with its client. `stop` and `kill` may be called repeatedly."""
 
     @property
     def client(self) -> EngineClient: ...
@@ -29,7 +29,7 @@ class RunningEngine(Protocol):
 class Supervisor:
     """Owns the engine processes of a server, one after the other.
 
-    engine: the first one, already begun. start: starts another one with the same configuration. clock: seconds that only grow.
+    engine: the first one, already started. start: starts another one with the same configuration. clock: monotonic seconds.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Supervisor:
         self._minutes = config.engine_restart_minutes
         self._clock = clock
         self._restarts: deque[float] = deque()
-        """Times of the restarts that count: those of the last `_minutes`."""
+        """Times of the restarts within the last `_minutes`."""
 
     async def wait_lost(self) -> str:
-        """Wait until the engine is lost; logs and returns why. Raises EngineFailed when it may not be restarted."""
+        """Wait until the engine is lost; log and return the reason. Raises EngineFailed if no restart is left."""
         reason = (await self.engine.client.wait_lost()).rstrip(".")
-        await self.engine.client.close()  # what a stuck engine still sends is not read
+        await self.engine.client.close()  # ignore what a stuck engine still sends
         now = self._clock()
         while self._restarts and now - self._restarts[0] > 60 * self._minutes:
             self._restarts.popleft()
@@ -65,7 +65,7 @@ class Supervisor:
         return reason
 
     async def restart(self) -> EngineClient:
-        """End what is left of the lost engine, then start another one; returns its client, which is not ready yet.
+        """Kill the lost engine, then start another one. Returns its client, which is not ready yet.
 
         The order matters: the lost process may hold the device's memory until it has ended.
         """
@@ -74,5 +74,5 @@ class Supervisor:
         return self.engine.client
 
     async def stop(self) -> None:
-        """Let the engine end by itself, and kill it when it does not."""
+        """Let the engine exit; kill it if it does not."""
         await self.engine.stop()

@@ -1,1 +1,1 @@
-"""Text at the border: tokens and back, chat templates, stop strings, thoughts, tool calls, grammars."""
+"""Text processing around the model: tokenizer, chat templates, stop strings, reasoning, tool calls, grammars."""

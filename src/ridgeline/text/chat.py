@@ -1,7 +1,7 @@
-"""Messages to a prompt through the model's own chat template, with the helpers that transformers gives it.
+"""Renders messages to a prompt with the model's chat template and the helper functions that transformers provides.
 
-A template comes with the model and is run only in jinja2's immutable sandbox. Templates sent with a request are not
-supported: a loop in one could hold the server for ever.
+A template comes with the model and runs only in jinja2's immutable sandbox. Templates in requests are not supported: an
+endless loop in one could block the server.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ridgeline.core.errors import ConfigError, RequestError, UnsupportedField
-from ridgeline.text.messages import normalize, unread
+from ridgeline.text.messages import normalize, unread_members
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
 _TAIL_MARK = f"~end {secrets.randbelow(10**30):030}~ "
-"""Marks the end of a message that is continued. It is random, so no message contains it."""
+"""Marks the end of the message that the model continues. It is random, so no message contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """add_generation_prompt: open the assistant's turn. continue_final_message: leave the last message open instead.
+    """How to end the prompt.
 
+    add_generation_prompt: open the assistant's turn. continue_final_message: leave the last message open instead.
     variables: the request's chat_template_kwargs.
     """
 
@@ -40,10 +41,10 @@ class RenderOptions:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
-    takes_parts: content may be a list of parts (else the texts of a list are joined with a newline). names: the
-    variables the template reads.
+    takes_parts: content may be a list of parts; otherwise the texts of a list are joined with a newline. names: the variables that
+    the template reads.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class ChatTemplate:
         rewrite: Callable[[str], str] | None = None,
         role: Callable[[str], str] = str,
     ) -> None:
-        """specials: variables such as bos_token that the template may use. rewrite: applied to every string that the template
-        itself contains, and to specials. role: makes the role that the template sees.
+        """specials: variables such as bos_token that the template may use. rewrite: applied to specials and to every string in the
+        template's source. role: maps each role to the value that the template sees.
 
         Raises ConfigError when the template is not valid.
         """
@@ -75,8 +76,8 @@ class ChatTemplate:
         self._role = role
         self.takes_parts = self._shows([{"type": "text", "text": "PROBE"}])
         self.takes_text = not self.takes_parts or self._shows("PROBE")
-        named = self._shows("x" if self.takes_text else [{"type": "text", "text": "x"}], name="PROBE")
-        self._members = members - (set() if named else {"name"})  # functions have names too
+        shows_name = self._shows("x" if self.takes_text else [{"type": "text", "text": "x"}], name="PROBE")
+        self._members = members - (set() if shows_name else {"name"})  # "name" may be read of a function only
 
     def render(
         self,
@@ -85,15 +86,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: RenderOptions = RenderOptions(),
     ) -> str:
-        """The prompt's text for OpenAI-style messages. `text.prompts.ChatEncoder` makes token ids of it.
+        """The prompt text of OpenAI-style messages. `text.prompts.ChatEncoder` turns it into token ids.
 
-        Raises RequestError with the template's own message when it rejects the conversation, UnsupportedField for
-        content that is not text.
+        Raises RequestError with the template's message when it rejects the conversation, UnsupportedField for content that is not
+        text.
         """
-        clash = sorted(_RESERVED & options.variables.keys())
-        if clash:
+        reserved = sorted(_RESERVED & options.variables.keys())
+        if reserved:
             raise RequestError(
-                f"chat_template_kwargs must not contain {clash[0]}: send {clash[0]} as a field of the request.",
+                f"chat_template_kwargs must not contain {reserved[0]}: send {reserved[0]} as a field of the request.",
                 param="chat_template_kwargs",
             )
         if tools and "tools" not in self.names:
@@ -101,18 +102,22 @@ class ChatTemplate:
                 "tools is not supported: this model's chat template does not show tools to the model. Leave tools out.",
                 param="tools",
             )
-        plain = normalize(messages, parts=self.takes_parts, text=self.takes_text, developer="developer" in self.source)
-        for message in plain:
+        normalized = normalize(
+            messages, parts=self.takes_parts, text=self.takes_text, developer="developer" in self.source
+        )
+        for message in normalized:
             message["role"] = self._role(message["role"])
         if options.continue_final_message:
-            return self._render_open(plain, tools, options)
-        return self._render(plain, tools, options.add_generation_prompt, options.variables)
+            return self._render_open(normalized, tools, options)
+        return self._render(normalized, tools, options.add_generation_prompt, options.variables)
 
     def ignored(self, messages: Sequence[Mapping[str, Any]], variables: Iterable[str]) -> tuple[str, ...]:
-        """What the template reads of neither messages that were rendered nor a request's variables: `messages.name`,
-        `chat_template_kwargs.name`."""
-        strange = (f"chat_template_kwargs.{name}" for name in variables if name not in self.names)
-        return tuple(dict.fromkeys((*unread(messages, self._members), *strange)))
+        """Names of members and variables that the template does not read: `messages.name`, `chat_template_kwargs.name`.
+
+        messages: as they were rendered. variables: names of the request's variables.
+        """
+        unknown = (f"chat_template_kwargs.{name}" for name in variables if name not in self.names)
+        return tuple(dict.fromkeys((*unread_members(messages, self._members), *unknown)))
 
     def _render(
         self,
@@ -135,7 +140,7 @@ class ChatTemplate:
             raise RequestError(
                 f"The chat template refuses these messages: {reason}. Change messages.", param="messages"
             ) from error
-        except Exception as error:  # a template meets values it was not written for: whatever it raises is about them
+        except Exception as error:  # the request has values that the template does not expect
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(
                 f"The chat template fails on these messages ({reason}): change messages or chat_template_kwargs.",
@@ -145,7 +150,7 @@ class ChatTemplate:
     def _render_open(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: RenderOptions
     ) -> str:
-        """Mark the end of the last message, render, and cut at the mark (what follows would close the turn)."""
+        """Mark the end of the last message, render, and cut at the mark. The template's text after it would close the turn."""
         if options.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true: set add_generation_prompt to false.",
@@ -171,12 +176,12 @@ class ChatTemplate:
                 "continue_final_message to false.",
                 param="continue_final_message",
             )
-        # A template that trims its messages has eaten the mark's space, and would have eaten the text's own.
+        # If the mark's trailing space is gone, the template trims messages, so trailing spaces of the text are cut too.
         trimmed = not prompt.startswith(_TAIL_MARK, cut)
         return prompt[:cut].rstrip() if trimmed else prompt[:cut]
 
     def _shows(self, content: Any, **members: Any) -> bool:
-        """Whether the template renders such a message's text: asked of the template, not guessed from its source."""
+        """Whether the template renders the text of such a message. Tests by rendering; the source is not inspected."""
         try:
             prompt = self._render([{"role": "user", "content": content, **members}], None, True, {})
         except RequestError:
@@ -185,13 +190,13 @@ class ChatTemplate:
 
 
 def _members(syntax: nodes.Template) -> frozenset[str]:
-    """Names that a template may read of a message: its attributes, and all strings in its code."""
+    """Names that a template may read from a message: attributes, and all strings in its code."""
     attributes = (node.attr for node in syntax.find_all(nodes.Getattr))
     return frozenset({*attributes, *(str(node.value) for node in syntax.find_all(nodes.Const))})
 
 
 def _rewrite_strings(syntax: nodes.Template, rewrite: Callable[[str], str]) -> None:
-    """Change every string of a template's own, in place: text that it writes, and constants in its code."""
+    """Apply `rewrite` in place to every string of a template: the text that it writes, and constants in its code."""
     for constant in syntax.find_all(nodes.Const):
         if isinstance(constant.value, str):
             constant.value = rewrite(constant.value)
@@ -200,7 +205,7 @@ def _rewrite_strings(syntax: nodes.Template, rewrite: Callable[[str], str]) -> N
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it is only its body."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training. Only its body is rendered here."""
 
     tags = {"generation"}  # noqa: RUF012 - an instance variable in the base class
 

@@ -1,8 +1,7 @@
-"""Control tokens under private names, so that no text can spell them.
+"""Gives control tokens private names, so that no request text can spell them.
 
-A chat template marks roles and turns with control tokens. Text of a user that spells one must not become that token. So the
-control tokens of a template have names that only this process knows, and a copy of the tokenizer knows them by these names
-alone.
+A chat template marks roles and turns with control tokens. User text that spells one must not become that token. The template
+therefore uses names that only this process knows, and a copy of the tokenizer knows the control tokens by these names only.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ import msgspec
 import tokenizers
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.text.tokenizer import Tokenizer, encode_alone
+from ridgeline.text.tokenizer import Tokenizer, encode_text
 
 MARK = f"~{secrets.randbelow(10**16):016}~"
-"""Begins the private name of a control token. It is random, so no request contains it. Filters of templates (trim, upper,
-tojson) and normalizers of tokenizers do not change its characters. It is short, because the tokenizer reads it too."""
+"""Prefix of the private name of a control token. It is random, so no request contains it. Template filters (trim, upper, tojson)
+and tokenizer normalizers do not change its characters. It is short, because it adds to the text that is tokenized."""
 
 _PRIVATE = "\ue000"
-"""A private-use character. It makes names that the texts of grammars do not contain."""
+"""A private-use character. Names with it do not occur in the texts of grammars."""
 
 
 class ControlTokens:
-    """A tokenizer that knows some of its added tokens by their private names only. A private name is MARK + text.
+    """A tokenizer that knows some of its added tokens by private names only. A private name is MARK + text.
 
     texts: the tokens' texts, longest first.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Collection[str]) -> None:
-        """texts: texts of added tokens. Raises ConfigError when the renamed tokenizer has other ids."""
+        """texts: texts of the added tokens to rename. Raises ConfigError when the renamed tokenizer has other ids."""
         self.texts = sorted(texts, key=len, reverse=True)
         added = tokenizer.backend.get_added_tokens_decoder().items()
         self._ids = {token.content: index for index, token in added if token.content in texts}
-        # Texts such as "user" stay: templates compare roles with such strings.
-        written = [re.escape(text) for text in self.texts if not text.replace("_", "").isalnum()]
-        self._pattern = re.compile("|".join(written) or r"(?!)")
-        self._backend, self._counted = tokenizer.backend, frozenset[int]()
+        # Texts such as "user" are not renamed: templates compare roles with such strings.
+        patterns = [re.escape(text) for text in self.texts if not text.replace("_", "").isalnum()]
+        self._pattern = re.compile("|".join(patterns) or r"(?!)")
+        self._backend, self._countable = tokenizer.backend, frozenset[int]()
         if texts:
             self._rename()
-        self._around = self._count(self._backend.encode("", add_special_tokens=True).ids)
+        self._added_count = self._count(self._backend.encode("", add_special_tokens=True).ids)
 
     def _rename(self) -> None:
         content = msgspec.json.decode(self._backend.to_str())
-        # Models also take the unknown token for characters that they do not know, so it says nothing about names.
-        unknown = _unknown_token(content["model"])
-        self._counted = frozenset(index for text, index in self._ids.items() if text != unknown)
+        # The unknown token also stands for unknown characters, so it cannot be counted as a name.
+        unknown_token = _unknown_token(content["model"])
+        self._countable = frozenset(index for text, index in self._ids.items() if text != unknown_token)
         content = rename_tokens(content, {text: MARK + text for text in self.texts})
         self._backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
         if any(self._backend.token_to_id(MARK + text) != index for text, index in self._ids.items()):
@@ -58,40 +57,40 @@ class ControlTokens:
             )
 
     def name(self, text: str) -> str:
-        """A string of a chat template, with private names for its control tokens."""
+        """Replace control tokens in a string of a chat template by their private names."""
         return self._pattern.sub(rf"{MARK}\g<0>", text)
 
     def encode(self, named: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text in which control tokens stand under their private names. `named` is valid Unicode."""
-        around = self._around if add_special_tokens else 0
-        encoding = encode_alone(self._backend, named, add_special_tokens)
-        while self._count(encoding.ids) < named.count(MARK) + around:
-            # Some tokenizers take a token at certain places only, and elsewhere its text: so it is here.
-            before, named = named, self._without_unused_names(named, encoding)
-            if named == before:
+        """Ids of a text with private names for control tokens. `named` must be valid Unicode."""
+        added = self._added_count if add_special_tokens else 0
+        encoding = encode_text(self._backend, named, add_special_tokens)
+        while self._count(encoding.ids) < named.count(MARK) + added:
+            # Some tokenizers accept a token only at certain places. Elsewhere its text is tokenized, which is repeated here.
+            previous, named = named, self._without_unused_names(named, encoding)
+            if named == previous:
                 break
-            encoding = encode_alone(self._backend, named, add_special_tokens)
+            encoding = encode_text(self._backend, named, add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def _count(self, ids: list[int]) -> int:
-        return sum(map(self._counted.__contains__, ids))
+        return sum(map(self._countable.__contains__, ids))
 
     def _without_unused_names(self, named: str, encoding: tokenizers.Encoding) -> str:
-        """The text, in which private names that did not become tokens are texts again."""
+        """Replace private names that did not become tokens by their texts."""
         known = frozenset(self._ids.values())
         spans = (span for index, span in zip(encoding.ids, encoding.offsets, strict=True) if index in known)
         used = {named.find(MARK, start, end) for start, end in spans}
         return re.sub(MARK, lambda mark: mark[0] if mark.start() in used else "", named)
 
 
-def plain(named: str) -> str:
-    """The text without private names."""
+def without_private_names(named: str) -> str:
+    """Replace private names by their texts."""
     return named.replace(MARK, "")
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:
-    """The text of the token that a decoded model takes for unknown characters."""
+    """The text of the token that a model uses for unknown characters."""
     if model.get("unk_id") is not None:
         text: str = model["vocab"][model["unk_id"]][0]
         return text
@@ -99,16 +98,16 @@ def _unknown_token(model: Mapping[str, Any]) -> str | None:
 
 
 def rename_tokens(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename added tokens of a decoded tokenizer.json, in place; their ids stay the same. names: new name by text.
+    """Rename added tokens of a decoded tokenizer.json, in place. Their ids stay the same. names: new name by text.
 
-    Text that spells a renamed token becomes ordinary tokens: the token is renamed in the model's vocabulary too, and merges
-    that build it from letters are removed.
+    Text that spells a renamed token becomes ordinary tokens, because the token is also renamed in the model's vocabulary, and
+    merges that produce it are removed.
     """
     model = content["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(name, name): index for name, index in model["vocab"].items()}
     else:  # pairs of a piece and its score
-        model["vocab"] = [[names.get(name, name), *rest] for name, *rest in model["vocab"]]
+        model["vocab"] = [[names.get(name, name), *score] for name, *score in model["vocab"]]
     if model.get("unk_token") is not None:  # the model looks this token up by its name
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:
@@ -119,12 +118,11 @@ def rename_tokens(content: dict[str, Any], names: Mapping[str, str]) -> dict[str
     return content
 
 
-def nameless(content: dict[str, Any]) -> dict[str, Any]:
-    """A decoded tokenizer.json for the grammar library, whose added tokens have private names; grammars use their ids.
+def hide_added_tokens(content: dict[str, Any]) -> dict[str, Any]:
+    """Give added tokens of a decoded tokenizer.json private names, for the grammar library. Grammars refer to them by id.
 
-    Where a grammar leaves one text only (a constant, for example), the library tokenizes that text and allows the first token
-    alone. For the text of an added token it would allow the added token, and then refuse it, because the grammar asks for
-    letters.
+    Where a grammar allows one text only (a constant, for example), the library tokenizes that text and allows its first token only.
+    For the text of an added token it would allow the added token, and then reject it, because the grammar requires the letters.
     """
     names = {
         token["content"]: f"{token['content'][:1]}{_PRIVATE}{token['content'][1:]}"
@@ -136,6 +134,6 @@ def nameless(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_to_library(token: dict[str, Any]) -> bool:
-    """Whether the grammar library takes an added token for more than its text."""
+    """Whether the grammar library treats an added token as more than its text."""
     text: str = token["content"]
     return token["special"] or (text.startswith("<") and text.endswith(">"))

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: only text that no later token can change."""
+"""Incremental detokenization: returns only text that no later token can change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from ridgeline.text.tokenizer import Tokenizer
 
 _CONTEXT = 64
-"""Tokens of context looked at: a character has at most four bytes, so more than enough to find its start."""
+"""Tokens of context that are decoded. A character has at most four bytes, so its start is among them."""
 
 
 class Detokenizer:
     """Incremental decoding of one output, O(1) per token.
 
-    What all `push` and `finish` calls return, joined, equals `tokenizer.decode` of all ids pushed. With a `context`
-    (the prompt) the text goes on from there: behind any text no leading space is stripped, and a character whose first
-    bytes end the context comes out whole.
+    The joined results of all `push` and `finish` calls equal `tokenizer.decode` of all pushed ids. With a `context` (the prompt)
+    the text continues it: no leading space is stripped after a text, and a character whose first bytes end the context is
+    returned whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
@@ -29,7 +29,7 @@ class Detokenizer:
             self._begin(context)
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that became final with `ids`."""
+        """Text that `ids` made final."""
         pieces, hidden = self._pieces, self._hidden
         if pieces.byte_level:
             return self._utf8.decode(b"".join([pieces.bytes_of(index) for index in ids if index not in hidden]))
@@ -44,7 +44,7 @@ class Detokenizer:
         return self._stripped("".join(parts))
 
     def finish(self) -> str:
-        """What was held back; the output is over."""
+        """The text held back, at the end of the output."""
         return self._utf8.decode(b"", final=True) if self._pieces.byte_level else self._stripped(self._end_run())
 
     def _begin(self, context: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class Detokenizer:
             self._strip = 0
 
     def _end_run(self) -> str:
-        """Text of the byte tokens seen in a row. A later one can spoil the whole run, so it is read only at its end."""
+        """Text of a run of byte tokens. It is decoded at its end, because a later byte can make the whole run invalid."""
         run, self._run = self._run, bytearray()
         try:
             return run.decode()

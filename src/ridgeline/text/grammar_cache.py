@@ -1,5 +1,6 @@
-"""Compiled grammars of an engine: made in a thread beside the step loop, as are masks that take long, and kept up to a number
-of bytes."""
+"""Cache of an engine's compiled grammars, bounded in bytes. Compiles in one thread and computes slow masks in another, outside
+of the step loop.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +14,32 @@ from ridgeline.core.sampling import Grammar
 from ridgeline.text.grammar import CompiledGrammar, GrammarCompiler
 
 MAX_BYTES = 64 << 20
-"""Bytes of compiled grammars that are kept for later requests."""
+"""Maximum bytes of compiled grammars that are kept for later requests."""
 
 _SMALLEST = 64 << 10
-"""Bytes that every grammar counts for at least; its source may be as long."""
+"""Minimum bytes that a grammar counts for; its source may be that long."""
 _TRIM = 4 << 20
-"""Bytes of a compiled grammar from which freed memory is given back to the system."""
+"""Size of a compiled grammar, in bytes, above which freed memory is returned to the system."""
 NICENESS = 5
-"""The system prefers the step loop and the event loop to what compiles. By Linux's weights (335 for 5, 110 for 10, 1,024 for 0)
-that gets a seventh of two cores which four other threads want, where 10 would leave it a twentieth."""
+"""Niceness of compiling threads, so that step loop and event loop have precedence. By Linux's weights (335 for 5, 110 for 10,
+1,024 for 0), next to four busy threads on two cores a compiling thread gets a seventh; with 10 it would get a twentieth."""
 
 
 def _compile_thread() -> ThreadPoolExecutor:
-    """One thread of low priority, so that hostile grammars wait for each other and not the streams for them."""
+    """One thread of low priority. Hostile grammars delay each other, but not the streams."""
     return ThreadPoolExecutor(1, thread_name_prefix="grammar", initializer=_lower_priority)
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux it holds for this thread alone
+    # On Linux this affects the current thread only.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class GrammarCache:
-    """Key: the grammar. Owner: the engine. A compiled grammar leaves when it failed, when it has grown beyond a quarter of
-    `max_bytes`, or when all of them take more than `max_bytes` and it was used the longest ago. States that run keep theirs
-    until they end."""
+    """Key: the grammar. Owner: the engine. An entry is removed when it failed or has grown beyond a quarter of `max_bytes`. The
+    least recently used are removed while all entries exceed `max_bytes`. Running states keep their compiled grammar until they
+    end.
+    """
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int = MAX_BYTES) -> None:
         self._compiler = compiler
@@ -50,9 +53,9 @@ class GrammarCache:
         return sum(map(_size, self._compiled.values()))
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The compiled grammar, done at once when it is kept. Its result raises as GrammarCompiler.compile does.
+        """The compiled grammar; the future is done at once on a cache hit. Its result raises as GrammarCompiler.compile does.
 
-        Called by one thread only, the step loop's.
+        Call it from the step loop's thread only.
         """
         compiled = self._compiled.pop(grammar, None)
         if compiled is None or _failed(compiled) or _size(compiled) > self._max_bytes // 4:
@@ -62,7 +65,7 @@ class GrammarCache:
         return compiled
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Cancel all pending compilations."""
         for thread in (self._thread, self._masks):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -74,9 +77,9 @@ class GrammarCache:
         return compiled
 
     def shrink(self) -> None:
-        """Drop what failed, and then what was used the longest ago; the last one stays, as somebody has just asked for it.
+        """Remove failed entries, then the least recently used. The last entry stays, because it was just requested.
 
-        To be called when a grammar has been compiled too, by the thread that calls `compile`.
+        Call it also when a compilation ends, from the thread that calls `compile`.
         """
         for grammar in [grammar for grammar, compiled in self._compiled.items() if _failed(compiled)]:
             del self._compiled[grammar]

@@ -1,4 +1,4 @@
-"""Errors of the grammar library in words that name the cause and the remedy."""
+"""Translates errors of the grammar library to messages that name the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOUNS = {
     "choice": "list of choices",
     "lark": "grammar",
 }
-"""What a caller calls a grammar of each kind."""
+"""Noun for each kind of grammar, for messages."""
 
 _SMALLER = {
     "regex": "reduce its nested repetitions",
@@ -21,11 +21,11 @@ _SMALLER = {
     "choice": "shorten it",
 }
 _LIMIT = re.compile(r"too (many|big|complex)|grammar too large|max is \d+|\(limit|limit for|fuel", re.IGNORECASE)
-"""What the library says when a grammar needs more than it may."""
+"""Messages of the library when a grammar exceeds a limit."""
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 _LISTING = re.compile(r"\n\s*\d+ \| ")
-"""Where a listing of the grammar begins, which need not be the caller's text."""
+"""Start of the grammar listing in a message. The listing may differ from the caller's text."""
 
 _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), words)
@@ -33,8 +33,8 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r'invalid regex "(.{0,80}).*" \(in regex\): regex parse error:.*error: (.+)', r'the regex "\1" is not valid: \2'),
         (r"regex parse error:.*error: (.+)", r"a pattern is not valid: \1"),
         (r"Unable to determine if regex is empty", "its patterns are too complex together: simplify or remove some"),
-        (r"coerce_one_of", "oneOf is supported only where it is plain that its branches exclude each other: write anyOf, or give "
-         "each a required property with a const of its own"),  # the library names an option of its own that no caller can reach
+        (r"coerce_one_of", "oneOf is supported only if its branches obviously exclude each other: write anyOf, or give "
+         "each a required property with a const of its own"),  # the library names an internal option that callers cannot set
         (r"Resource '(.+?)' is not present", r"$ref '\1' points outside of the schema: move the definition to $defs"),
         (r"Pointer '(.+?)' does not exist", r"a $ref points to '\1', which does not exist: add it or correct the reference"),
         (r"anyOf is empty", "an enum or anyOf has no values: add one"),
@@ -47,13 +47,13 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r'unknown name: "(.+?)"', r'the rule "\1" is not defined: define it'),
     )
 )  # fmt: skip
-"""Errors that name something of the library's or lack the remedy, and what is said instead."""
+"""Messages that name internals of the library or lack the remedy, and their replacements."""
 
 
 def explain(grammar: Grammar, message: str) -> str:
-    """What the library's error means for the caller, and the remedy."""
+    """The message for the caller: cause and remedy."""
     noun = NOUNS[grammar.kind]
-    if "satisfy the grammar" in message:  # masks allow nothing else, so nothing was left to draw
+    if "satisfy the grammar" in message:  # masks allow only such tokens, so other filters removed all of them
         return f"No token that the {noun} allows was left to draw: check allowed_token_ids and logit_bias."
     if message.startswith("NoExtension"):
         if grammar.kind == "lark":
@@ -62,13 +62,13 @@ def explain(grammar: Grammar, message: str) -> str:
     if _LIMIT.search(_within(message)[0]):
         return too_large(grammar)
     cause = reason(message)
-    if grammar.kind == "regex":  # which is the only one there is
+    if grammar.kind == "regex":  # the message would repeat the only regex
         cause = re.sub(r'^the regex ".*" is not valid: ', "", cause)
     return f"The {noun} does not compile: {cause}."
 
 
 def too_large(grammar: Grammar) -> str:
-    """The refusal of a grammar that takes too much time or memory."""
+    """The message for a grammar that needs too much time or memory."""
     remedy = _SMALLER.get(grammar.kind, "shorten its patterns, enums and limits, and combine fewer of them")
     return f"This {NOUNS[grammar.kind]} is too large: {remedy}."
 
@@ -78,13 +78,13 @@ def reason(message: str) -> str:
     outer, schema = _within(message)
     text = _LISTING.split(_PLACE.sub("", schema or outer))[0]
     for pattern, words in _REASONS:
-        if (found := pattern.search(text)) is not None:
-            text = found.expand(words)
+        if (match := pattern.search(text)) is not None:
+            text = match.expand(words)
             break
     return " ".join(text.split())[:300].rstrip(".")
 
 
 def _within(message: str) -> tuple[str, str]:
-    """The message up to the error in a JSON schema, and that error."""
+    """The message up to the error of the JSON schema, and that error."""
     outer, _, schema = message.partition("failed to compile JSON schema: ")
     return outer, schema

@@ -1,8 +1,8 @@
-"""Tells whether a grammar can be followed, by compiling it in a process of its own.
+"""Checks grammars by compiling each in a process of its own.
 
-The library's limits do not bound what it does with some schemas (patterns that `allOf` intersects, large `multipleOf`): 24
-patterns in 1.5 kB took 4 GB and did not end. A thread cannot be stopped, a process can: each grammar gets a child of the
-process that has read the vocabulary, so that the system ends what takes too much, and the next one starts at once.
+The library's limits do not bound its work for some schemas (patterns that `allOf` intersects, large `multipleOf`): 24 patterns
+in 1.5 kB took 4 GB and did not end. A thread cannot be stopped, but a process can. One process reads the vocabulary once and
+forks a child for each grammar. The system ends a child that exceeds its limits, and the next child starts at once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ridgeline.text.grammar_errors import NOUNS, too_large
 from ridgeline.text.tokenizer import Tokenizer
 
 CPU_S = 1.0
-"""Processor seconds that one grammar may take; large honest ones take 0.2."""
+"""CPU seconds that one grammar may take. Large ordinary grammars take 0.2."""
 MEMORY = 256 << 20
 """Bytes that one grammar may take."""
 
 _PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when the one it was started by ends."""
+"""prctl(2): sets the signal that a process gets when its parent ends."""
 _WALL_S = 60
-"""Seconds after which a child ends even if it has not had its processor time."""
+"""Seconds after which a child ends even if it did not use up its CPU time."""
 
 
 class GrammarWorker:
-    """The process, started with the first grammar. `judge` is called by one thread at a time."""
+    """The checking process. It starts with the first grammar. Only one thread at a time may call `judge`."""
 
     def __init__(self, folder: Path, *, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """folder: the model's, with its tokenizer. vocab_size, end_ids: as in GrammarCompiler."""
+        """folder: the model folder, with its tokenizer. vocab_size, end_ids: as in GrammarCompiler."""
         self._command = [sys.executable, "-m", __name__, str(folder), str(vocab_size), *map(str, end_ids)]
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
 
     def judge(self, grammar: Grammar) -> str:
-        """Why the grammar is refused, "" for one that can be followed.
+        """Why the grammar is refused; "" if it is accepted.
 
         Raises UnsupportedField without llguidance, EngineFailed when the process cannot start, was killed or was closed.
         """
@@ -71,7 +71,7 @@ class GrammarWorker:
         return str(message)
 
     def close(self) -> None:
-        """End the process; whoever waits for a verdict gets an error. May be called from another thread."""
+        """End the process. Callers that wait for a verdict get an error. May be called from another thread."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
@@ -96,19 +96,19 @@ class GrammarWorker:
 
 
 def main(folder: str, vocab_size: str, *end_ids: str) -> None:
-    """Answer grammars on standard input, a line each, until it ends."""
+    """Read grammars from standard input, one a line, and write a verdict for each, until the input ends."""
     _end_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
     os.nice(NICENESS)
     compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size=int(vocab_size), end_ids=list(map(int, end_ids)))
-    _answer(compiler, Grammar("regex", "a"))  # which reads the vocabulary
+    _answer(compiler, Grammar("regex", "a"))  # reads the vocabulary
     print("ready", flush=True)
     for line in sys.stdin:
         print(_answer_in_child(compiler, Grammar(*json.loads(line))), flush=True)
 
 
 def _answer_in_child(compiler: GrammarCompiler, grammar: Grammar) -> str:
-    """The line that answers a grammar. A child that ends without one was killed because it took too much."""
+    """The verdict on a grammar as a line of JSON. A child that ends without one was killed because it exceeded its limits."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""OpenAI-style chat messages as templates expect them: checked, copied, and in the one shape a template understands."""
+"""Checks OpenAI-style chat messages and copies them in the form that a template reads."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ridgeline.core.errors import RequestError, UnsupportedField, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_READ = frozenset({"role", "content", "tool_call_id"})
-"""Members that have their effect, or are a label, in every template."""
+_ALWAYS_READ = frozenset({"role", "content", "tool_call_id"})
+"""Members that every template uses, and labels."""
 MAX_ARGUMENTS = 1 << 20
-"""Characters of the arguments of all tool calls of a conversation."""
-_GONE = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
-"""Members of OpenAI's messages that are refused, and why."""
+"""Maximum characters of the arguments of all tool calls of a conversation."""
+_REFUSED = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
+"""Members of OpenAI's messages that are refused, and the reason."""
 
 
 def normalize(
     messages: Sequence[Mapping[str, Any]], *, parts: bool, text: bool, developer: bool
 ) -> list[dict[str, Any]]:
-    """Fresh messages without null fields.
+    """Copies of the messages without null members.
 
-    parts, text: which content the template takes; a list of parts becomes its texts joined by newlines where it takes
-    no lists, a text a list of one part where it takes nothing else. developer: it knows that role (else: system).
-    Arguments of tool calls become objects, as templates write them out themselves. A refusal is what was said instead of content.
+    parts, text: kinds of content that the template takes. Without `parts`, a list of parts becomes its texts joined by newlines;
+    without `text`, a text becomes a list of one part. developer: the template knows that role; otherwise it becomes system.
+    Arguments of tool calls become objects, because templates serialize them. A refusal becomes the content where there is none.
     Raises RequestError naming the field, UnsupportedField naming a part that is not text.
     """
     if not messages:
@@ -34,13 +34,19 @@ def normalize(
     return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
 
 
-def unread(messages: Sequence[Mapping[str, Any]], shown: Collection[str]) -> Iterator[str]:
-    """Members of messages that `normalize` took and nothing reads, as `messages.name`; those that say nothing (empty ones) are
-    left out. shown: the members that the template reads. Names come as often as they stand there."""
+def unread_members(messages: Sequence[Mapping[str, Any]], readable: Collection[str]) -> Iterator[str]:
+    """Members of messages that `normalize` accepted and the template does not read, as `messages.name`, with repetitions.
+
+    readable: the members that the template reads. Empty members are not reported.
+    """
     for message in messages:
         content = message.get("content")
         for name, value in message.items():
-            known = name in _READ or name in shown or (name in _REASONING_FIELDS and "reasoning_content" in shown)
+            known = (
+                name in _ALWAYS_READ
+                or name in readable
+                or (name in _REASONING_FIELDS and "reasoning_content" in readable)
+            )
             if value and not known and (name != "refusal" or content):
                 yield f"messages.{name}"
         for part in content if isinstance(content, list) else ():
@@ -52,26 +58,26 @@ def unread(messages: Sequence[Mapping[str, Any]], shown: Collection[str]) -> Ite
 def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and content.", param=where)
-    fresh = {key: value for key, value in message.items() if value is not None}
-    for name in _GONE.keys() & fresh.keys():
-        raise UnsupportedField(f"{where}.{name} is not supported: {_GONE[name]}.", param=f"{where}.{name}")
-    role = fresh.get("role")
+    members = {key: value for key, value in message.items() if value is not None}
+    for name in _REFUSED.keys() & members.keys():
+        raise UnsupportedField(f"{where}.{name} is not supported: {_REFUSED[name]}.", param=f"{where}.{name}")
+    role = members.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role is {shown(role)}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
     if role == "developer" and not developer:
-        fresh["role"] = "system"
-    if fresh.get("refusal") and not fresh.get("content"):
-        fresh["content"] = fresh.pop("refusal")
-    if "content" in fresh:
-        fresh["content"] = _content(fresh["content"], f"{where}.content", parts, text)
+        members["role"] = "system"
+    if members.get("refusal") and not members.get("content"):
+        members["content"] = members.pop("refusal")
+    if "content" in members:
+        members["content"] = _content(members["content"], f"{where}.content", parts, text)
     elif role != "assistant":
         raise RequestError(f"{where}.content is missing: add the text of the message.", param=f"{where}.content")
-    if "tool_calls" in fresh:
-        fresh["tool_calls"] = _calls(fresh["tool_calls"], f"{where}.tool_calls")
-    thought = next((fresh[name] for name in _REASONING_FIELDS if name in fresh), None)
-    if thought is not None:
-        fresh.setdefault("reasoning_content", thought)
-    return fresh
+    if "tool_calls" in members:
+        members["tool_calls"] = _calls(members["tool_calls"], f"{where}.tool_calls")
+    reasoning = next((members[name] for name in _REASONING_FIELDS if name in members), None)
+    if reasoning is not None:
+        members.setdefault("reasoning_content", reasoning)
+    return members
 
 
 def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[dict[str, Any]]:
@@ -79,7 +85,7 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
         return content if text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of parts.", param=where)
-    fresh = []
+    texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
@@ -91,20 +97,20 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
             raise UnsupportedField(reason, param=f"{where}[{i}]")
         if not isinstance(part.get(kind), str):
             raise RequestError(f"{where}[{i}].{kind} must be a string.", param=f"{where}[{i}].{kind}")
-        fresh.append({"type": "text", "text": part[kind]})
-    return fresh if parts else "\n".join(part["text"] for part in fresh)
+        texts.append({"type": "text", "text": part[kind]})
+    return texts if parts else "\n".join(part["text"] for part in texts)
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RequestError for more JSON in tool calls than is read in a moment: it may hold any number of values."""
-    held = 0
+    """Raises RequestError if the arguments of tool calls are too long: parsing them takes time and memory."""
+    characters = 0
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, Mapping) else None
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            held += len(arguments) if isinstance(arguments, str) else 0
-        if held > MAX_ARGUMENTS:
+            characters += len(arguments) if isinstance(arguments, str) else 0
+        if characters > MAX_ARGUMENTS:
             raise RequestError(
                 f"The arguments of tool calls have more than {MAX_ARGUMENTS} characters: shorten them or leave out old calls.",
                 param=f"messages[{i}].tool_calls",

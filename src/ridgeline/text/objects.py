@@ -1,4 +1,4 @@
-"""One JSON object followed character by character, with the raw text of the values at its top level."""
+"""Reads one JSON object character by character and gives the raw text of its top-level values."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 
 
 class ObjectReader:
-    """Give it text with `push`; ask for values by key at any time.
+    """Receives text with `push` and gives values by key at any time.
 
-    It follows strings and brackets only and does not judge what stands between them.
+    It tracks strings and brackets only, and does not validate the text between them.
     """
 
     def __init__(self) -> None:
         self.raw = ""
         self.done = False
         self.failed = False
-        """The text is no object: `raw` holds what was read of it."""
+        """The text is not an object; `raw` holds the text read so far."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -25,7 +25,7 @@ class ObjectReader:
         self._spans: dict[str, tuple[int, int]] = {}
 
     def push(self, text: str) -> str:
-        """Read on; returns what follows the object (or, after a failure, the rest)."""
+        """Read more text. Returns the text after the object or, after a failure, the remaining text."""
         base = len(self.raw)
         self.raw += text
         for position in range(base, len(self.raw)):
@@ -34,13 +34,13 @@ class ObjectReader:
             else:
                 self._structure(position)
             if self.done or self.failed:
-                rest = self.raw[position + 1 :]
+                remainder = self.raw[position + 1 :]
                 self.raw = self.raw[: position + 1]
-                return rest
+                return remainder
         return ""
 
     def begun(self, key: str) -> bool:
-        """Whether a character of the key's value has come."""
+        """Whether the first character of the key's value was read."""
         return key in self._spans
 
     def opens_object(self, key: str) -> bool:
@@ -48,14 +48,14 @@ class ObjectReader:
         return self.raw[self._spans[key][0]] == "{"
 
     def partial(self, key: str, skip: int = 0) -> str:
-        """The value of a key that has begun, as far as it has come, less its first `skip` characters."""
+        """The part of a key's value that was read, without its first `skip` characters. The value must have begun."""
         start, end = self._spans[key]
         return self.raw[start + skip : end if end >= 0 else None]
 
     def value(self, key: str) -> str | None:
-        """The key's value once it is whole."""
-        whole = self._spans.get(key, (0, -1))[1] >= 0
-        return self.partial(key).rstrip() if whole else None
+        """The key's value once it is complete."""
+        complete = self._spans.get(key, (0, -1))[1] >= 0
+        return self.partial(key).rstrip() if complete else None
 
     def _string(self, position: int) -> None:
         letter = self.raw[position]
@@ -92,7 +92,7 @@ class ObjectReader:
             self._key = None
 
     def _end_value(self, position: int) -> None:
-        """The current value ends here, if it stands at the top level and has not ended yet."""
+        """End the current value here, if it is at the top level and has not ended yet."""
         start, end = self._spans.get(self._key or "", (-1, -1))
         if self._depth <= 1 and start >= 0 and end < 0:
             self._spans[self._key or ""] = (start, position)

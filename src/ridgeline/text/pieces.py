@@ -1,9 +1,9 @@
-"""What each token adds to a text, for the two kinds of decoder that language models use.
+"""The bytes that each token adds to a text, for the two kinds of decoder that language models use.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, written with one printable character per byte; the
-text is their concatenation read as UTF-8. Sentencepiece style (Llama 2, Mistral, Gemma): a token is text with U+2581
-for a space, or one byte written <0x41>; a run of byte tokens counts only as a whole: when it is not UTF-8, each of its
-bytes is one U+FFFD.
+text is their concatenation decoded as UTF-8. Sentencepiece style (Llama 2, Mistral, Gemma): a token is text with U+2581
+for a space, or one byte written <0x41>. A run of byte tokens is decoded as a unit: if it is not UTF-8, each of its bytes
+becomes one U+FFFD.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """table[id]: the token's bytes, None for an id without a token. fallback: ids that are one raw byte of a run.
+    """table[id]: the token's bytes, None for an id without a token. fallback: ids of byte tokens.
 
-    byte_level: the whole text is one run of bytes. strip: leading spaces that the start of a text loses.
+    byte_level: the text is one run of bytes. strip: number of leading spaces that are removed from the start of a text.
     """
 
     table: tuple[bytes | None, ...]
@@ -37,7 +37,7 @@ class Pieces:
 
 
 def read_pieces(decoder: dict[str, Any] | None, vocab: Mapping[str, int]) -> Pieces:
-    """Pieces for the decoder section of a tokenizer.json. Raises UnsupportedModel naming a decoder we do not know."""
+    """Pieces for the decoder section of a tokenizer.json. Raises UnsupportedModel naming an unknown decoder."""
     steps = _steps(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -65,7 +65,7 @@ def read_pieces(decoder: dict[str, Any] | None, vocab: Mapping[str, int]) -> Pie
 
 
 def byte_letters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2; Radford et al. 2019)."""
+    """The printable character for each byte in a byte-level vocabulary (GPT-2; Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -78,7 +78,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_level(token: str, letters: Mapping[str, int]) -> bytes:
-    """A token with a character that stands for no byte (an added token with a space) is taken as plain text."""
+    """A token's bytes. A token with other characters (an added token with a space) is ordinary text."""
     try:
         return bytes([letters[letter] for letter in token])
     except KeyError:

@@ -1,12 +1,12 @@
 """Conversations to prompts: the text that a chat template makes of messages, and its token ids.
 
-Control tokens come from the template only. Text of a request (contents, names, tool schemas, tool results, variables) that
-spells a control token is tokenized as ordinary text:
+Control tokens come from the template only. Request text (contents, names, tool schemas, tool results, variables) that spells a
+control token is tokenized as ordinary text:
 
-- The template's own strings hold private names for control tokens (`text.control_tokens`). No request can spell such a name.
+- The template's strings contain private names for control tokens (`text.control_tokens`). Requests cannot spell such a name.
 - A copy of the tokenizer knows control tokens by these names only.
-- A template may put a control token together from strings and a role (`'<|' + message.role + '|>'`). Roles are checked
-  before, so a role that a template prints carries a mark, and such a token is recognized by it.
+- A template may build a control token from strings and a role (`'<|' + message.role + '|>'`). Roles are validated first, so a
+  role that a template prints carries a mark, and a control token built from it is recognized by the mark.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 
 from ridgeline.core.errors import ConfigError, RequestError
 from ridgeline.text.chat import ChatTemplate, RenderOptions
-from ridgeline.text.control_tokens import MARK, ControlTokens, plain
+from ridgeline.text.control_tokens import MARK, ControlTokens, without_private_names
 from ridgeline.text.messages import ROLES
 from ridgeline.text.reasoning import detect_tags
 from ridgeline.text.tokenizer import Tokenizer, check_unicode
 from ridgeline.text.tools import detect_format
 
 _ROLE_MARK = f"~role{secrets.randbelow(10**16):016}~"
-"""Stands before a role that a template prints. It is random, so no request contains it."""
+"""Prefix of a role that a template prints. It is random, so no request contains it."""
 
-_ASK = {"role": "user", "content": "a"}
-_SAY = {"role": "assistant", "content": "b"}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+_USER_MESSAGE = {"role": "user", "content": "a"}
+_ASSISTANT_MESSAGE = {"role": "assistant", "content": "b"}
+_TOOL_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 _SAMPLES: tuple[list[dict[str, Any]], ...] = (
-    [_ASK],
-    [{"role": "system", "content": "s"}, _ASK],
-    [_ASK, _SAY, _ASK],
-    [_ASK, {"role": "assistant", "content": "", "tool_calls": [_CALL]}],
+    [_USER_MESSAGE],
+    [{"role": "system", "content": "s"}, _USER_MESSAGE],
+    [_USER_MESSAGE, _ASSISTANT_MESSAGE, _USER_MESSAGE],
+    [_USER_MESSAGE, {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]}],
     [
-        _ASK,
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        _USER_MESSAGE,
+        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
         {"role": "tool", "tool_call_id": "call00000", "content": "t"},
     ],
 )
@@ -50,20 +50,20 @@ _TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as the model reads it."""
+    """A conversation as text and as token ids."""
 
     text: str
     ids: list[int]
 
 
 class ChatEncoder:
-    """Makes prompts through one chat template.
+    """Makes prompts with one chat template.
 
-    template: its source, and what it reads of messages.
+    template: the template without private names.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, control: ControlTokens) -> None:
-        """Raises ConfigError when the template writes a control token that cannot be told from text."""
+        """Raises ConfigError when the template writes a control token that cannot be distinguished from text."""
         self.template = template
         self._control = control
         self._from_roles = {
@@ -75,7 +75,7 @@ class ChatEncoder:
         self._named = ChatTemplate(
             template.source, tokenizer.specials, rewrite=control.name, role=_Role if self._from_roles else str
         )
-        for named in map(self._name_rest, _sample_texts(self._named)):
+        for named in map(self._name_role_tokens, _sample_texts(self._named)):
             self._check(tokenizer, named)
 
     def encode(
@@ -89,33 +89,37 @@ class ChatEncoder:
     ) -> Prompt:
         """The prompt for OpenAI-style messages.
 
-        add_special_tokens: with the tokens that the tokenizer puts around a text. check: sees the text before it is tokenized,
-        and may refuse it. Raises as ChatTemplate.render does.
+        add_special_tokens: add the tokens that the tokenizer puts around a text. check: called with the text before it is
+        tokenized; may raise. Raises as ChatTemplate.render does.
         """
         try:
             rendered = self._named.render(messages, tools=tools, options=options)
         except RequestError as error:  # its message may quote the template's strings
-            raise type(error)(plain(error.message).replace(_ROLE_MARK, ""), param=error.param) from error
-        named = self._name_rest(rendered)
-        text = plain(named)
+            raise type(error)(
+                without_private_names(error.message).replace(_ROLE_MARK, ""), param=error.param
+            ) from error
+        named = self._name_role_tokens(rendered)
+        text = without_private_names(named)
         check_unicode(text)
         if check is not None:
             check(text)
         return Prompt(text, self._control.encode(named, add_special_tokens=add_special_tokens))
 
-    def _name_rest(self, rendered: str) -> str:
-        """Give control tokens that were put together from a role their private names."""
+    def _name_role_tokens(self, rendered: str) -> str:
+        """Replace control tokens that were built from a role by their private names."""
         for text, name in self._from_roles.items():
             rendered = rendered.replace(text, name)
         return rendered.replace(_ROLE_MARK, "")
 
     def _check(self, tokenizer: Tokenizer, named: str) -> None:
-        """Raises ConfigError unless the tokenizer reads the same ids out of the plain text."""
-        wanted = tokenizer.encode(plain(named), add_special_tokens=False)
+        """Raises ConfigError unless the tokenizer gives the same ids for the text without private names."""
+        expected = tokenizer.encode(without_private_names(named), add_special_tokens=False)
         ids = self._control.encode(named, add_special_tokens=False)
-        if ids != wanted:
-            lost = next((index for index in wanted if wanted.count(index) > ids.count(index)), None)
-            text = "a control token" if lost is None else repr(tokenizer.decode([lost], skip_special_tokens=False))
+        if ids != expected:
+            missing = next((index for index in expected if expected.count(index) > ids.count(index)), None)
+            text = (
+                "a control token" if missing is None else repr(tokenizer.decode([missing], skip_special_tokens=False))
+            )
             raise ConfigError(
                 f"The chat template does not write {text} as one string, so it cannot be distinguished from the text of a request: "
                 "change the template (--chat-template FILE), or start with --allow-special-in-content."
@@ -123,7 +127,7 @@ class ChatEncoder:
 
 
 class ChatTemplates:
-    """The chat templates of a model: the usual one, the one for tools, or none at all."""
+    """The chat templates of a model: the default one, one for tools, or none."""
 
     def __init__(
         self,
@@ -132,16 +136,17 @@ class ChatTemplates:
         *,
         allow_special_in_content: bool = False,
     ) -> None:
-        """sources: text by name; the tokenizer's own by default. allow_special_in_content: text of a request that spells a
-        control token becomes that token. Raises ConfigError when a template is not valid."""
-        given = tokenizer.templates if sources is None else sources
-        templates = {name: ChatTemplate(source, tokenizer.specials) for name, source in given.items()}
+        """sources: text by name; None: the tokenizer's templates. allow_special_in_content: request text that spells a control
+        token becomes that token. Raises ConfigError when a template is not valid.
+        """
+        chosen = tokenizer.templates if sources is None else sources
+        templates = {name: ChatTemplate(source, tokenizer.specials) for name, source in chosen.items()}
         texts = frozenset() if allow_special_in_content else _control_texts(tokenizer, templates.values())
         control = ControlTokens(tokenizer, texts)
         self._encoders = {name: ChatEncoder(template, tokenizer, control) for name, template in templates.items()}
 
     def choose(self, *, tools: bool) -> ChatEncoder:
-        """The template for a request with or without tools. Raises RequestError when the model has none."""
+        """The template for a request with or without tools. Raises RequestError if the model has none."""
         names = ("tool_use", "default") if tools else ("default",)
         for name in names:
             if name in self._encoders:
@@ -153,7 +158,7 @@ class ChatTemplates:
 
 
 class _Role(str):
-    """A role that equals the plain string, and shows _ROLE_MARK where a template prints it."""
+    """A role that equals the ordinary string, but prints with _ROLE_MARK in a template."""
 
     __slots__ = ()
 
@@ -168,11 +173,10 @@ class _Role(str):
 
 
 def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> frozenset[str]:
-    """Texts of a model's control tokens: all special tokens, and tags that a template writes though the tokenizer does not
-    call them special.
+    """Texts of a model's control tokens: all special tokens, and tags in templates that the tokenizer does not mark as special.
 
-    White space is not among them, because it marks nothing. Tags of thoughts and of tool calls are not either, because templates
-    split the text of earlier answers at these.
+    White space is excluded, because it marks nothing. Tags of reasoning and of tool calls are excluded, because templates split
+    the text of earlier answers at them.
     """
     added = tokenizer.backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
@@ -187,14 +191,14 @@ def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> f
 
 
 def _is_tag(text: str) -> bool:
-    """Whether a text is a name between two symbols, like <|user|> or [INST]: others are words, numbers, runs of spaces."""
+    """Whether a text is a name between two symbols, like <|user|> or [INST]. Others are words, numbers, runs of spaces."""
     ends = (text[:1], text[-1:])
     symbols = not any(end.isalnum() or end.isspace() for end in ends)
     return len(text) > 2 and symbols and any(map(str.isalpha, text))
 
 
 def _sample_texts(template: ChatTemplate) -> Iterator[str]:
-    """What a template writes for each of the samples that it takes."""
+    """The template's output for each sample conversation that it accepts."""
     for tools in (None, [_TOOL]):
         for messages in _SAMPLES:
             for generate in (True, False):

@@ -1,7 +1,7 @@
-"""JSON schemas from a caller: every keyword is honoured, an annotation, or refused by name.
+"""Checks JSON schemas from callers. Every keyword is enforced, an annotation, or refused by name.
 
-The grammar library refuses what it knows and lacks, but ignores what it does not know; a misspelt or foreign keyword
-must not turn into an unconstrained answer.
+The grammar library refuses known keywords that it does not support, but ignores unknown ones. A misspelled or foreign keyword
+must not lead to an unconstrained answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ridgeline.core.errors import BadGrammar
 
 MAX_DEPTH = 64
 MAX_REFERENCE = 1000
-"""Characters of a $ref."""
+"""Maximum characters of a $ref."""
 MAX_SCHEMAS = 4096
 
-_ONE = ("items", "additionalProperties", "additionalItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = (
@@ -31,9 +31,9 @@ _ANNOTATIONS = (
     *("discriminator", "externalDocs", "xml"),  # of OpenAPI 3.1
 )
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_WIDEST = (1 << 63) - 1024
-"""The last number before 2^63 that is a float too."""
-KEYWORDS = frozenset({*_ONE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
+_LARGEST = (1 << 63) - 1024
+"""The largest number below 2^63 that is exact as a float."""
+KEYWORDS = frozenset({*_SINGLE, *_LISTS, *_MAPS, *_VALUES, *_ANNOTATIONS})
 
 
 def read_schema(source: str) -> Any:
@@ -45,7 +45,7 @@ def read_schema(source: str) -> Any:
 
 
 def check_schema(schema: Any, *, strict: bool = True, param: str | None = None) -> None:
-    """Raises BadGrammar naming the place of what is malformed, too large or, when `strict`, not enforceable."""
+    """Raises BadGrammar naming the place of a part that is malformed, too large or, if `strict`, not enforceable."""
     waiting: list[tuple[Any, str, int]] = [(schema, "the schema", 0)]
     seen = 0
     while waiting:
@@ -67,30 +67,34 @@ def check_schema(schema: Any, *, strict: bool = True, param: str | None = None) 
         waiting.extend((child, f"{where}.{name}", depth + 1) for name, child in _children(node))
 
 
-def draw_in(schema: Any) -> Any:
-    """The schema with bounds of numbers beyond 64 bits (int64's least, the largest float) drawn in to what the grammar library
-    can count to: it refuses those. Whatever is allowed then was allowed before. Recursive: check its depth first."""
+def clamp_bounds(schema: Any) -> Any:
+    """The schema with number bounds clamped to the range that the grammar library supports: it refuses larger ones.
+
+    Every value that the result allows, the given schema allows. Recursive: check the depth first.
+    """
     if not isinstance(schema, dict):
         return schema
-    fresh = mapped(schema, draw_in)
+    fresh = map_subschemas(schema, clamp_bounds)
     for key in _BOUNDS & fresh.keys():
         bound = fresh[key]
         if isinstance(bound, (int, float)) and not isinstance(bound, bool):
-            fresh[key] = max(bound, -_WIDEST) if "inimum" in key else min(bound, _WIDEST)
+            fresh[key] = max(bound, -_LARGEST) if "inimum" in key else min(bound, _LARGEST)
     return fresh
 
 
 def prune_schema(schema: Any) -> Any:
-    """The schema without annotations and without keywords we do not know. Recursive: check its depth first."""
+    """The schema without annotations and unknown keywords. Recursive: check the depth first."""
     if not isinstance(schema, dict):
         return schema
-    return mapped({key: schema[key] for key in schema if key in KEYWORDS and key not in _ANNOTATIONS}, prune_schema)
+    return map_subschemas(
+        {key: schema[key] for key in schema if key in KEYWORDS and key not in _ANNOTATIONS}, prune_schema
+    )
 
 
-def mapped(node: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy of a schema with what `change` makes of each subschema right in it."""
+def map_subschemas(node: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of a schema with `change` applied to each of its direct subschemas."""
     fresh = dict(node)
-    for key in _ONE:
+    for key in _SINGLE:
         if isinstance(fresh.get(key), dict):
             fresh[key] = change(fresh[key])
     for key in _LISTS:
@@ -103,7 +107,7 @@ def mapped(node: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]
 
 
 def _children(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in _ONE:
+    for key in _SINGLE:
         if key in node and not isinstance(node[key], list):
             yield key, node[key]
     for key in _LISTS:

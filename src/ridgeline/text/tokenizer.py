@@ -1,4 +1,4 @@
-"""Text to token ids and back: a checkpoint's tokenizer.json with the facts beside it in tokenizer_config.json."""
+"""Text to token ids and back: a checkpoint's tokenizer.json, with settings from tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG_FILE = "tokenizer_config.json"
 LEGACY_SPECIALS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _LONG = 4096
-"""Characters from which on a text is encoded without the interpreter lock."""
+"""Characters from which a text is encoded without the interpreter lock."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -27,10 +27,9 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 class Tokenizer:
     """A loaded tokenizer. Make one with `Tokenizer.load`.
 
-    vocab_size: highest id + 1 (a model's vocabulary may be padded beyond it). specials: text by name ("bos_token", ...).
+    vocab_size: highest id + 1; a model's vocabulary may be padded beyond it. specials: text by name ("bos_token", ...).
     special_ids: ids that `skip_special_tokens` hides. markup_ids: added tokens that stay in the text (tags of tool calls
-    and thoughts). templates: chat templates by name, "default" the usual one; a checkpoint may bring a second one for
-    tools ("tool_use").
+    and reasoning). templates: chat templates by name: "default" and, in some checkpoints, "tool_use".
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -43,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
-        """Read a model folder. Raises ConfigError naming the file that is missing or broken."""
+        """Read a model folder. Raises ConfigError naming a file that is missing or broken."""
         folder = Path(model_dir)
         config = _read_json(folder / CONFIG_FILE)
         specials = _specials(config, _read_json(folder / LEGACY_SPECIALS_FILE))
@@ -62,31 +61,31 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`; with `add_special_tokens` the tokenizer adds what it puts around a plain text (a BOS, say).
+        """Ids of `text`. add_special_tokens: also add the tokens that the tokenizer puts around a text (a BOS, for example).
 
-        What that is, tokenizer.json alone decides, as in transformers 5 (`add_bos_token` beside it counts for nothing).
+        tokenizer.json alone defines these tokens, as in transformers 5; `add_bos_token` of tokenizer_config.json is ignored.
         Text of special tokens inside `text` becomes those tokens. Raises RequestError for text that is not Unicode.
         """
         check_unicode(text)
-        ids: list[int] = encode_alone(self.backend, text, add_special_tokens).ids
+        ids: list[int] = encode_text(self.backend, text, add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of `ids`; ids outside the vocabulary have none."""
+        """Text of `ids`. Ids outside the vocabulary have no text."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_id(self, text: str) -> int | None:
-        """Id of the token that is exactly `text` in the vocabulary, special tokens included."""
+        """Id of the token whose text in the vocabulary is exactly `text`, special tokens included."""
         index: int | None = self.backend.token_to_id(text)
         return index
 
     def token_bytes(self, index: int) -> bytes:
-        """Bytes one token adds to a text: possibly half a character; empty for an id outside the vocabulary."""
+        """Bytes that one token adds to a text, possibly part of a character. Empty for an id outside the vocabulary."""
         return self.pieces.bytes_of(index)
 
     def token_text(self, index: int) -> str:
-        """The token's bytes as text, U+FFFD where they are not whole characters; its leading space is kept."""
+        """The token's bytes as text, with U+FFFD for incomplete characters. Its leading space is kept."""
         return self.token_bytes(index).decode("utf-8", "replace")
 
     @property
@@ -95,7 +94,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The tokenizer's end token; a model may have more (generation_config.json)."""
+        """The tokenizer's end token. A model may have more (generation_config.json)."""
         return self._special_id("eos_token")
 
     def _special_id(self, name: str) -> int | None:
@@ -112,15 +111,15 @@ def check_unicode(text: str) -> None:
         raise RequestError(f"The text holds a lone surrogate at {place}: send valid Unicode.") from error
 
 
-def encode_alone(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-    """The encoding of one text. Only a batch is encoded without the interpreter lock, so a long text goes as one."""
+def encode_text(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    """The encoding of one text. A long text is encoded as a batch of one: only batches release the interpreter lock."""
     if len(text) < _LONG:
         return backend.encode(text, add_special_tokens=add_special_tokens)
     return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is no such file."""
+    """The object in a JSON file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -154,12 +153,12 @@ def _text(token: Any) -> str | None:
 
 
 def _specials(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
-    found = {name: _text(config[name] if name in config else legacy.get(name)) for name in SPECIAL_NAMES}
-    return {name: text for name, text in found.items() if text is not None}
+    texts = {name: _text(config[name] if name in config else legacy.get(name)) for name in SPECIAL_NAMES}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows join the vocabulary, in the order of their ids."""
+    """Add tokens that only tokenizer_config.json lists to the vocabulary, in the order of their ids."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -175,9 +174,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], specials:
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if path.is_file():
         return {"default": path.read_text(encoding="utf-8")}
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
     return {}

@@ -1,4 +1,4 @@
-"""Tool calls read out of streamed text."""
+"""Parses tool calls from streamed text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ridgeline.text.objects import ObjectReader
-from ridgeline.text.reasoning import held_prefix
+from ridgeline.text.reasoning import partial_tag_length
 from ridgeline.text.tools import ToolFormat
 
 _ARGUMENTS = ("arguments", "parameters")
-"""Models mix the two names up; which one a format teaches matters only for grammars."""
+"""Models confuse the two names, so both are accepted. Grammars require the one of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """News of call number `index` of an output: first its id and name, then fragments of its arguments."""
+    """Update of call number `index` of an output: first its id and name, then fragments of its arguments."""
 
     index: int
     id: str = ""
@@ -27,7 +27,7 @@ class ToolDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call; `arguments` is the JSON text as the model wrote it."""
+    """A complete call. `arguments` is the JSON text as the model wrote it."""
 
     id: str
     name: str
@@ -41,16 +41,16 @@ def new_call_id() -> str:
 class ToolCallParser:
     """Splits one output into text and calls of the functions in `names`.
 
-    An object that names no such function is text, tags and all. White space around calls is dropped. Arguments stream
-    as they come; if the output ends inside them they stay incomplete. Without tags (Llama 3) calls can only begin the
-    output, and what follows them is text.
+    An object that names no such function is text, tags included. White space around calls is dropped. Arguments are streamed; if
+    the output ends inside them they stay incomplete. In a format without tags (Llama 3) an output may only start with calls, and
+    text may follow them.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
         self._form = form
         self._names = frozenset(names)
         self._new_id = new_id
-        self._step = self._in_text if form.open else self._at_start
+        self._state = self._in_text if form.open else self._at_start
         self._pending = ""
         self._trim = False
         self._reader = ObjectReader()
@@ -61,24 +61,24 @@ class ToolCallParser:
         """Calls reported so far."""
 
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """New text to show (it comes before the calls), and news of calls."""
+        """New visible text (it comes before the calls), and updates of calls."""
         self._pending += text
-        while self._step():
+        while self._state():
             pass
-        return self._news()
+        return self._take_updates()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """What was held back; the output is over."""
-        if self._step == self._in_call and self._sent < 0:
+        """The text held back and the last updates, at the end of the output."""
+        if self._state == self._in_call and self._sent < 0:
             self._reject()
         self._show(self._pending)
         self._pending = ""
-        return self._news()
+        return self._take_updates()
 
-    def _news(self) -> tuple[str, list[ToolDelta]]:
-        news = "".join(self._content), self._deltas
+    def _take_updates(self) -> tuple[str, list[ToolDelta]]:
+        updates = "".join(self._content), self._deltas
         self._content, self._deltas = [], []
-        return news
+        return updates
 
     def _show(self, text: str) -> None:
         text = text.lstrip() if self._trim else text
@@ -87,39 +87,39 @@ class ToolCallParser:
             self._content.append(text)
 
     def _in_text(self) -> bool:
-        """Text up to an opening tag. Each step returns whether another one can go on from there."""
+        """Text up to an opening tag. Each state function returns whether the next one can continue at once."""
         tag, pending = self._form.open, self._pending
         end = pending.find(tag)
-        text = pending[:end] if end >= 0 else pending[: len(pending) - held_prefix(pending, tag)]
-        shown = text.rstrip()
-        self._show(shown)
-        self._pending = pending[end + len(tag) :] if end >= 0 else pending[len(shown) :]
+        text = pending[:end] if end >= 0 else pending[: len(pending) - partial_tag_length(pending, tag)]
+        visible = text.rstrip()
+        self._show(visible)
+        self._pending = pending[end + len(tag) :] if end >= 0 else pending[len(visible) :]
         if end >= 0:
             self._begin_call()
         return end >= 0
 
     def _at_start(self) -> bool:
-        """The start of an output without tags, or what follows a call in one."""
-        seen = self._pending.lstrip(" \t\r\n;," if self.calls else None)
+        """The start of an output in a format without tags, or the text after a call in one."""
+        start = self._pending.lstrip(" \t\r\n;," if self.calls else None)
         marker = self._form.marker
-        if marker and seen.startswith(marker):
-            self._pending = seen[len(marker) :]
-        elif seen.startswith("{"):
-            self._pending = seen
+        if marker and start.startswith(marker):
+            self._pending = start[len(marker) :]
+        elif start.startswith("{"):
+            self._pending = start
             self._begin_call()
-        elif seen and not marker.startswith(seen):
-            self._step = self._plain
+        elif start and not marker.startswith(start):
+            self._state = self._in_final_text
         else:
             return False
         return True
 
-    def _plain(self) -> bool:
+    def _in_final_text(self) -> bool:
         self._show(self._pending)
         self._pending = ""
         return False
 
     def _begin_call(self) -> None:
-        self._reader, self._sent, self._step = ObjectReader(), -1, self._in_call
+        self._reader, self._sent, self._state = ObjectReader(), -1, self._in_call
 
     def _in_call(self) -> bool:
         self._pending = self._reader.push(self._pending)
@@ -133,7 +133,7 @@ class ToolCallParser:
             self._reject()
         else:
             self._trim = True
-            self._step = self._behind_call if self._form.open else self._at_start
+            self._state = self._after_call if self._form.open else self._at_start
         return True
 
     def _misnamed(self) -> bool:
@@ -141,12 +141,12 @@ class ToolCallParser:
         return name is not None and self._sent < 0 and _text_of(name) not in self._names
 
     def _reject(self) -> None:
-        """The object is no call after all: it becomes text."""
+        """The object is not a call: it becomes text."""
         self._show(self._form.open + self._reader.raw)
-        self._step = self._in_text if self._form.open else self._plain
+        self._state = self._in_text if self._form.open else self._in_final_text
 
     def _report(self) -> None:
-        """Tell the call's name once its arguments begin, then the new part of the arguments."""
+        """Report the call's name once its arguments begin, then the new part of the arguments."""
         reader = self._reader
         key = next((key for key in _ARGUMENTS if reader.begun(key)), None)
         name = reader.value("name")
@@ -161,19 +161,19 @@ class ToolCallParser:
             self._deltas.append(ToolDelta(self.calls - 1, arguments=arguments))
             self._sent += len(arguments)
 
-    def _behind_call(self) -> bool:
-        """The closing tag; a model that forgets it goes on in text."""
-        seen, tag = self._pending.lstrip(), self._form.close
-        if seen.startswith(tag):
-            self._pending = seen[len(tag) :]
-        elif tag.startswith(seen):
+    def _after_call(self) -> bool:
+        """The closing tag. If the model omits it, text continues."""
+        start, tag = self._pending.lstrip(), self._form.close
+        if start.startswith(tag):
+            self._pending = start[len(tag) :]
+        elif tag.startswith(start):
             return False
-        self._step = self._in_text
+        self._state = self._in_text
         return True
 
 
 def parse_tool_calls(form: ToolFormat, names: Collection[str], text: str) -> tuple[str, list[ToolCall]]:
-    """A whole output: its text and its calls."""
+    """The text and the calls of a complete output."""
     parser = ToolCallParser(form, names)
     pushed, last = parser.push(text), parser.finish()
     deltas = [*pushed[1], *last[1]]
@@ -186,18 +186,18 @@ def parse_tool_calls(form: ToolFormat, names: Collection[str], text: str) -> tup
 
 
 def _arguments(reader: ObjectReader, key: str, sent: int) -> str:
-    """Arguments beyond `sent`: an object as it comes; anything else once it is whole (a text holds the JSON itself)."""
+    """Arguments beyond `sent`. An object is streamed; other values are returned once complete (a string holds the JSON itself)."""
     if reader.opens_object(key):
         return reader.partial(key, sent)
-    whole = reader.value(key)
-    if whole is None:
+    value = reader.value(key)
+    if value is None:
         return ""
-    text = _text_of(whole) if whole.startswith('"') else "{}" if whole == "null" else whole
+    text = _text_of(value) if value.startswith('"') else "{}" if value == "null" else value
     return text[sent:]
 
 
 def _text_of(raw: str) -> str:
-    """The text of a JSON string, "" for anything else."""
+    """The text of a JSON string; "" for anything else."""
     try:
         value = json.loads(raw)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Functions a request offers, how its model writes calls to them, and the grammar that makes the calls valid."""
+"""The functions that a request offers, the format of the model's calls, and the grammar that makes calls valid."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField, shown
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.chat import ChatTemplate
-from ridgeline.text.grammar import quoted
-from ridgeline.text.schema import check_schema, draw_in, prune_schema
+from ridgeline.text.grammar import lark_literal
+from ridgeline.text.schema import check_schema, clamp_bounds, prune_schema
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.text.unions import settle_unions
+from ridgeline.text.unions import rewrite_unions
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -23,10 +23,10 @@ MAX_TOOLS = 128
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes a call: `open` before the JSON object with "name" and `arguments` in it, `close` after it.
+    """How a model writes a call: `open`, a JSON object with "name" and `arguments`, `close`.
 
-    lead, tail: white space between the tags and the object. between: what separates two calls. marker: a token that
-    may stand before the first call and says nothing.
+    lead, tail: white space between the tags and the object. between: separator of two calls. marker: a token without meaning that
+    may stand before the first call.
     """
 
     name: str
@@ -45,7 +45,7 @@ LLAMA3 = ToolFormat("llama3", "", "", "parameters", between="; ", marker="<|pyth
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function. schema: of its arguments. strict: keywords we cannot enforce are refused, not left out."""
+    """One function. schema: of its arguments. strict: refuse keywords that cannot be enforced, instead of dropping them."""
 
     name: str
     schema: Mapping[str, Any]
@@ -54,14 +54,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """tools: those the output may call, none for plain text only. required: it must call one."""
+    """tools: functions that the output may call, empty for text only. required: it must call one of them."""
 
     tools: tuple[Tool, ...]
     required: bool
 
 
 def detect_format(template: ChatTemplate) -> ToolFormat | None:
-    """The format a template teaches its model; None when it takes no tools or writes calls in another format."""
+    """The call format in a chat template; None if the template takes no tools or uses an unknown format."""
     source = template.source
     if "tools" not in template.names or "<function=" in source:
         return None
@@ -73,19 +73,19 @@ def detect_format(template: ChatTemplate) -> ToolFormat | None:
 
 
 def read_tools(tools: Any) -> tuple[Tool, ...]:
-    """The `tools` field checked. Raises RequestError naming the entry, BadGrammar for a schema we cannot enforce."""
+    """Check the `tools` field. Raises RequestError naming the entry, BadGrammar for a schema that cannot be enforced."""
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise RequestError(f"tools must be a list of 1 to {MAX_TOOLS} functions.", param="tools")
-    found = tuple(_tool(entry, f"tools[{i}]") for i, entry in enumerate(tools))
-    names = [tool.name for tool in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(f"tools has two functions named {twice!r}: rename one.", param="tools")
-    return found
+    functions = tuple(_tool(entry, f"tools[{i}]") for i, entry in enumerate(tools))
+    names = [tool.name for tool in functions]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise RequestError(f"tools has two functions named {duplicate!r}: rename one.", param="tools")
+    return functions
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """The `tool_choice` field (None: "auto") for these tools. Raises RequestError or UnsupportedField."""
+    """Check the `tool_choice` field (None: "auto") for these tools. Raises RequestError or UnsupportedField."""
     if choice == "none":
         return ToolChoice((), False)
     if choice is None or choice == "auto":
@@ -110,11 +110,10 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def tool_grammar(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
-    """A grammar for outputs that call these tools: with valid arguments, and one call only unless `parallel`.
+    """A grammar for outputs that call these tools with valid arguments; one call only unless `parallel`.
 
-    When a call is not required, text runs free until a call begins (with the opening tag; where a format has none,
-    with "{" as the first character) and is bound from there. Calls have the spacing that models are trained on; there
-    are at most single spaces in the arguments.
+    If a call is not required, text is unconstrained until a call begins: at the opening tag or, in a format without tags, at a "{"
+    as the first character. Calls have the white space that models are trained on. Arguments have single spaces at most.
     """
     added = tokenizer.markup_ids | tokenizer.special_ids
     lazy = form.open != "" and tokenizer.token_id(form.open) not in added and not choice.required
@@ -122,9 +121,9 @@ def tool_grammar(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, *, 
     rules.append("body: " + " | ".join(f"call_{i}" for i in range(len(choice.tools))))
     rules.append(f"call: {'begin' if lazy else _tag(form.open, tokenizer)} body {_tag(form.close, tokenizer)}")
     if lazy:
-        # A lazy lexeme ends at the first opening tag, so free text cannot run past one.
+        # A lazy lexeme ends at the first opening tag, so text cannot contain one.
         rules.append(rf"begin[lazy]: /(.|\n)*{re.escape(form.open)}/")
-    again = f"({quoted(form.between)} call)*" if parallel else ""
+    again = f"({lark_literal(form.between)} call)*" if parallel else ""
     first = f"{_tag(form.marker, tokenizer)}? call" if form.marker else "call"
     if choice.required:
         return _lark(f"{first} {again}", rules)
@@ -141,29 +140,29 @@ def _lark(start: str, rules: Sequence[str]) -> Grammar:
 
 
 def _call(form: ToolFormat, tool: Tool) -> str:
-    """One call between the tags. The arguments are a schema of their own, so that references in it stay valid."""
+    """One call between the tags. The arguments are a separate schema, so that references in it stay valid."""
     head = f'{form.lead}{{"name": "{tool.name}", "{form.arguments}": '
     options: dict[str, Any] = {"whitespace_pattern": " "}
     if not tool.strict:
         options["lenient"] = True
     schema = json.dumps({"x-guidance": options, **tool.schema})
-    return f"{quoted(head)} %json {schema} {quoted('}' + form.tail)}"
+    return f"{lark_literal(head)} %json {schema} {lark_literal('}' + form.tail)}"
 
 
 def _tag(tag: str, tokenizer: Tokenizer) -> str:
-    """A tag in a grammar: by its id where it is one added token, else as text."""
+    """A tag in a grammar: its id if it is one added token, otherwise its text."""
     index = tokenizer.token_id(tag)
-    return f"<[{index}]>" if index in tokenizer.markup_ids | tokenizer.special_ids else quoted(tag)
+    return f"<[{index}]>" if index in tokenizer.markup_ids | tokenizer.special_ids else lark_literal(tag)
 
 
 def _text_rules(form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
-    """Free text: plain tokens, and the markup the model may use in it (tags of thoughts, say), but no opening tag."""
+    """Rules for text: ordinary tokens and other markup (reasoning tags, for example), but no opening tag."""
     markup = sorted(tokenizer.markup_ids - {tokenizer.token_id(form.open)})
-    other = f" | <[{','.join(map(str, markup))}]>" if markup else ""
+    markup_rule = f" | <[{','.join(map(str, markup))}]>" if markup else ""
     if form.open:
-        return [r"TEXT: /(.|\n)+/", f"text: (TEXT{other})*"]
+        return [r"TEXT: /(.|\n)+/", f"text: (TEXT{markup_rule})*"]
     head = r"HEAD: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"
-    return [head, r"TEXT: /(.|\n)+/", f"text: ((HEAD{other}) (TEXT{other})*)?"]
+    return [head, r"TEXT: /(.|\n)+/", f"text: ((HEAD{markup_rule}) (TEXT{markup_rule})*)?"]
 
 
 def _tool(entry: Any, where: str) -> Tool:
@@ -188,7 +187,7 @@ def _arguments(schema: Any, strict: bool, where: str) -> Mapping[str, Any]:
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be a JSON schema (an object).", param=where)
     check_schema(schema, strict=strict, param=where)
-    pruned: dict[str, Any] = prune_schema(settle_unions(draw_in(schema)))
+    pruned: dict[str, Any] = prune_schema(rewrite_unions(clamp_bounds(schema)))
     if pruned.setdefault("type", "object") != "object":
         raise BadGrammar(f'{where}.type must be "object".', param=where)
     return pruned

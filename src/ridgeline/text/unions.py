@@ -1,7 +1,8 @@
-"""Unions told apart by a tag, as pydantic and OpenAPI write them: `oneOf` as the `anyOf` that means the same.
+"""Rewrites `oneOf` as an equivalent `anyOf` for tagged unions, as pydantic and OpenAPI write them.
 
-The grammar library proves that branches of a `oneOf` exclude each other only where they stand in place; behind a `$ref` it
-refuses them. Where a property holds other constants in every branch, nothing is both, and `anyOf` allows the same values.
+The grammar library can only prove that the branches of a `oneOf` exclude each other if they are inline; it refuses branches
+behind a `$ref`. If a property has different constants in every branch, no value matches two branches, and `anyOf` allows the
+same values.
 """
 
 from __future__ import annotations
@@ -10,87 +11,87 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.text.schema import mapped
+from ridgeline.text.schema import map_subschemas
 
-_MOST_PARTS = 64
-"""Parts of a reference that are followed; deeper schemas are refused."""
-_MOST_TAGS = 8
-"""Properties tried as a tag where no discriminator names it."""
-_PLAIN = (str, int, float, bool, type(None))
+_MAX_PARTS = 64
+"""Maximum parts of a reference; deeper schemas are refused."""
+_MAX_TAGS = 8
+"""Maximum properties tried as a tag if there is no discriminator."""
+_SCALARS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """values: what the property may hold in a branch. required: it has to be there."""
+    """values: constants of the property in a branch. required: the property is required."""
 
     values: frozenset[Any]
     required: bool
 
 
-def settle_unions(schema: Any) -> Any:
-    """The schema with `anyOf` for every `oneOf` whose branches a tag tells apart; nothing else changes.
+def rewrite_unions(schema: Any) -> Any:
+    """The schema with `anyOf` for every `oneOf` whose branches a tag distinguishes. Nothing else changes.
 
-    A tag that `discriminator` names is made required, as OpenAPI demands of it (pydantic leaves out tags with a default, and
-    then takes no value without one). Recursive: check the schema's depth first.
+    A tag that `discriminator` names becomes required, as OpenAPI demands (pydantic does not list tags with a default as required,
+    but rejects values without one). Recursive: check the schema's depth first.
     """
-    return _Settling(schema).settle(schema)
+    return _UnionRewriter(schema).rewrite(schema)
 
 
-class _Settling:
-    """One schema's unions. Tags that were looked for are kept by node, so that no chain of references is walked twice."""
+class _UnionRewriter:
+    """Rewrites the unions of one schema. Tags are cached by node, so that no chain of references is followed twice."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._found: dict[tuple[int, str], _Tag | None] = {}
-        self._alive: list[Any] = []
+        self._tags: dict[tuple[int, str], _Tag | None] = {}
+        self._visited: list[Any] = []
 
-    def settle(self, node: Any) -> Any:
-        if not isinstance(node, dict) or ("$id" in node and node is not self._root):  # references in it mean others
+    def rewrite(self, node: Any) -> Any:
+        if not isinstance(node, dict) or ("$id" in node and node is not self._root):  # its references have another base
             return node
-        fresh = mapped(node, self.settle)
+        fresh = map_subschemas(node, self.rewrite)
         branches = fresh.get("oneOf")
-        if isinstance(branches, list) and "anyOf" not in fresh and (tag := self._telling(fresh, branches)):
+        if isinstance(branches, list) and "anyOf" not in fresh and (tag := self._find_tag(fresh, branches)):
             del fresh["oneOf"]
-            named = "discriminator" in fresh
-            fresh["anyOf"] = [self._demand(tag, branch) for branch in branches] if named else branches
+            has_discriminator = "discriminator" in fresh
+            fresh["anyOf"] = [self._require(tag, branch) for branch in branches] if has_discriminator else branches
         return fresh
 
-    def _telling(self, union: Mapping[str, Any], branches: list[Any]) -> str | None:
-        """The property that tells the branches apart."""
-        named = union.get("discriminator")
-        if isinstance(named, Mapping):
-            name = named.get("propertyName")
-            return name if isinstance(name, str) and self._apart(name, branches, demanded=True) else None
+    def _find_tag(self, union: Mapping[str, Any], branches: list[Any]) -> str | None:
+        """The property that distinguishes the branches."""
+        discriminator = union.get("discriminator")
+        if isinstance(discriminator, Mapping):
+            name = discriminator.get("propertyName")
+            return name if isinstance(name, str) and self._is_tag(name, branches, made_required=True) else None
         properties = self._resolved(branches[0]).get("properties") if branches else None
-        names = [name for name in properties or () if self._tag(branches[0], name)][:_MOST_TAGS]
-        return next((name for name in names if self._apart(name, branches, demanded=False)), None)
+        names = [name for name in properties or () if self._tag(branches[0], name)][:_MAX_TAGS]
+        return next((name for name in names if self._is_tag(name, branches, made_required=False)), None)
 
-    def _apart(self, name: str, branches: list[Any], *, demanded: bool) -> bool:
+    def _is_tag(self, name: str, branches: list[Any], *, made_required: bool) -> bool:
         tags = [self._tag(branch, name) for branch in branches]
         known = [tag for tag in tags if tag is not None]
-        seen = frozenset[Any]().union(*(tag.values for tag in known))
-        optional = 0 if demanded else sum(not tag.required for tag in known)
-        return len(known) == len(tags) and optional <= 1 and len(seen) == sum(len(tag.values) for tag in known)
+        values = frozenset[Any]().union(*(tag.values for tag in known))
+        optional = 0 if made_required else sum(not tag.required for tag in known)
+        return len(known) == len(tags) and optional <= 1 and len(values) == sum(len(tag.values) for tag in known)
 
-    def _demand(self, name: str, branch: Any) -> Any:
+    def _require(self, name: str, branch: Any) -> Any:
         tag = self._tag(branch, name)
-        asked = branch.get("required", [])
-        if tag is None or tag.required or not isinstance(asked, list):
+        required = branch.get("required", [])
+        if tag is None or tag.required or not isinstance(required, list):
             return branch
-        return {**branch, "required": [*asked, name]}
+        return {**branch, "required": [*required, name]}
 
     def _tag(self, node: Any, name: str) -> _Tag | None:
-        """The property as a tag of one branch; None where it is none, or the branch may be no object."""
+        """The property as a tag of one branch; None if it is not one, or if the branch may be no object."""
         key = (id(node), name)
-        if key not in self._found:
-            self._alive.append(node)  # or another node could be given its id
-            self._found[key] = None  # of a union within itself nothing is said
-            self._found[key] = self._look(node, name)
-        return self._found[key]
+        if key not in self._tags:
+            self._visited.append(node)  # keeps the node alive, so that its id stays unique
+            self._tags[key] = None  # the answer within a recursive union
+            self._tags[key] = self._read_tag(node, name)
+        return self._tags[key]
 
-    def _look(self, node: Any, name: str) -> _Tag | None:
+    def _read_tag(self, node: Any, name: str) -> _Tag | None:
         target = self._resolved(node)
-        demanded = any(name in _strings(one.get("required")) for one in (node, target) if isinstance(one, Mapping))
+        required = any(name in _strings(part.get("required")) for part in (node, target) if isinstance(part, Mapping))
         inner = target.get("anyOf", target.get("oneOf"))
         if isinstance(inner, list) and inner:
             tags = [self._tag(branch, name) for branch in inner]
@@ -98,29 +99,29 @@ class _Settling:
             if len(known) < len(tags):
                 return None
             values = frozenset[Any]().union(*(tag.values for tag in known))
-            return _Tag(values, demanded or all(tag.required for tag in known))
+            return _Tag(values, required or all(tag.required for tag in known))
         properties = target.get("properties")
-        held = self._resolved(properties.get(name)) if isinstance(properties, Mapping) else {}
-        constants: Any = [held["const"]] if "const" in held else held.get("enum")
+        property_schema = self._resolved(properties.get(name)) if isinstance(properties, Mapping) else {}
+        constants: Any = [property_schema["const"]] if "const" in property_schema else property_schema.get("enum")
         if target.get("type") != "object" or not isinstance(constants, list) or not constants:
             return None
-        return _Tag(frozenset(constants), demanded) if all(isinstance(one, _PLAIN) for one in constants) else None
+        return _Tag(frozenset(constants), required) if all(isinstance(value, _SCALARS) for value in constants) else None
 
     def _resolved(self, node: Any) -> Mapping[str, Any]:
-        """What a reference within the schema stands for; an empty schema for what cannot be followed."""
-        for _ in range(_MOST_TAGS):
+        """The schema that a reference stands for; an empty schema if it cannot be resolved."""
+        for _ in range(_MAX_TAGS):
             if not isinstance(node, Mapping):
                 break
             if "$ref" not in node:
                 return node
-            node = self._follow(node["$ref"])
+            node = self._dereference(node["$ref"])
         return {}
 
-    def _follow(self, reference: Any) -> Any:
+    def _dereference(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         node = self._root
-        for part in reference[2:].split("/", _MOST_PARTS):
+        for part in reference[2:].split("/", _MAX_PARTS):
             if node is None:
                 break
             node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
@@ -130,4 +131,4 @@ class _Settling:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
