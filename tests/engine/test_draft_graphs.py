@@ -85,7 +85,7 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     drafter, shape = drafters("llama-gqa")["itself"]
     controller = Scripted((0, 1, 3), [3, 0, 0, 0, 0, 3, 0, 0, 1, 1, 0, 3, 3] * 9)
     bench = DeviceBench(
-        speculation=Speculator(None, shape, controller),
+        speculation=Speculator(None, shape, controller, sampled=controller),
         drafter=drafter,
         drafts=(0, 1, 3),
         step_tokens=TOKENS,
