@@ -1,6 +1,6 @@
 """The import table as data, and the check that every module obeys it. Imports point inwards only and form no cycle.
 
-`imports.py` prints breaches, `imports.py --table` prints the table of docs/architecture.md. Nothing is imported: every file
+`imports.py` prints breaches, `imports.py --table` prints the table of docs/imports.md. Nothing is imported: every file
 is read as a syntax tree.
 """
 
@@ -295,7 +295,7 @@ def _path_to_torch(start: str, edges: Mapping[str, list[str]]) -> list[str] | No
 
 
 def table() -> str:
-    """The import table in Markdown, as docs/architecture.md has it."""
+    """The import table in Markdown, as docs/imports.md has it."""
     lines = ["| package or module | may import, beside its own modules |", "|---|---|"]
     lines += [f"| `{package}` | {_names(allowed)} |" for package, allowed in ROOMS.items()]
     lines.append("| `cli` | everything; no package imports it |")
