@@ -1,0 +1,35 @@
+"""Retired names are found wherever Python lets a name stand."""
+
+from __future__ import annotations
+
+import pytest
+from tools.words import RETIRED, main, retired
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one = 1",
+        "for one in range(3): pass",
+        "def found(): pass",
+        "def f(told): pass",
+        "f(own=1)",
+        "x.rehearse()",
+        "_found = 1",
+        "[one for one in x]",
+    ],
+)
+def test_a_retired_name_is_found(text: str) -> None:
+    assert retired(text)
+
+
+def test_words_in_other_names_in_strings_and_comments_are_not() -> None:
+    assert retired("one_layer = 'one'  # one\ndef f():\n    'What is found.'") == []
+
+
+def test_every_retired_name_has_a_better_one() -> None:
+    assert all(RETIRED.values()) and all(name == name.lower() for name in RETIRED)
+
+
+def test_the_sources_are_free_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0, capsys.readouterr().out
