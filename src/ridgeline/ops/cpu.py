@@ -30,8 +30,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 def _rope_factors(shape: QkvShape, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors (of x, of x with swapped halves), float32 [T, Hq + 2 Hkv, d]; 1 and 0 where nothing turns (values)."""
     key = ("rope", shape.cos_sin.data_ptr(), shape.n_heads, shape.n_kv_heads, shape.head_dim)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     turn = shape.cos_sin.index_select(0, step.position)
     half, turned = turn.shape[2], shape.n_heads + shape.n_kv_heads
     same = torch.ones(turn.shape[0], turned + shape.n_kv_heads, shape.head_dim)
@@ -53,8 +53,8 @@ def _write_index(view: KvView, step: StepInputs) -> torch.Tensor:
     """Where k and v of each token go, int64 [T * 2 * Hkv], in vectors of head_dim from the start of view.kv."""
     page, kind, head, place, _ = view.kv.stride()
     key = ("write", view.slots.data_ptr(), view.kv.shape[2], page, kind, head)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     token = view.slots // view.page_tokens * (page // place) + view.slots % view.page_tokens
     kinds = torch.arange(2).view(2, 1) * (kind // place) + torch.arange(view.kv.shape[2]) * (head // place)
     index = (token.view(-1, 1, 1) + kinds).flatten()
@@ -116,8 +116,8 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
     """The calls a step takes. A slice is the query tokens of a row that starts in this step: its fresh keys and values
     are all there is, so nothing is gathered. by_hand: see _scores_by_hand, which takes no slices."""
     key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, by_hand, group)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     starts, lengths = step.q_start.tolist(), step.length.tolist()
     batches: dict[int, list[int]] = {}
     parts: list[_Part | slice] = []
@@ -192,20 +192,20 @@ def _seen(
         bit = (step.ancestors[tokens].unsqueeze(2) >> among.clamp(0, TREE_BITS - 1)) & 1
         seen = seen & ((among < 0) | (among >= TREE_BITS) | (among == place) | (bit == 1))
     if view.window is not None:
-        said = slots
+        key_positions = slots
         if step.key_positions is not None:
             inside = slots.clamp(max=step.key_positions.shape[1] - 1)
-            said = step.key_positions[row.unsqueeze(1), inside].long()
-        own = step.position[tokens].long()
-        fresh = torch.gather(own, 1, among[:, 0].clamp(0, n - 1))
-        said = torch.where(among[:, 0] >= 0, fresh, said)
-        seen = seen & (own.unsqueeze(2) - said.unsqueeze(1) < view.window)
+            key_positions = step.key_positions[row.unsqueeze(1), inside].long()
+        positions = step.position[tokens].long()
+        fresh = torch.gather(positions, 1, among[:, 0].clamp(0, n - 1))
+        key_positions = torch.where(among[:, 0] >= 0, fresh, key_positions)
+        seen = seen & (positions.unsqueeze(2) - key_positions.unsqueeze(1) < view.window)
     return seen
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of a row's first tokens among themselves: q [n, Hq, d] over k, v [n, Hkv, d] -> [n, Hq, d]."""
-    q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (q, k, v))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 

@@ -44,7 +44,7 @@ class NativeRecurrent:
         self._sizes = torch.tensor(parts.cut.sizes, dtype=torch.int32)
         vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks, self._sizes)
         self._parts = _Parts(
-            *(at(one) for one in vectors),
+            *(at(vector) for vector in vectors),
             *(int_weights(matrices[name]) for name in _MATRICES),
             parts.embedding.shape[1],
             matrices["query"].out,

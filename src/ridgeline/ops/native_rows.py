@@ -29,14 +29,14 @@ class NativeRows:
         self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
         self._keep, self._last = library.rows_keep, library.rows_last
 
-    def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+    def gather(self, state: RowState, device_rows: torch.Tensor, spread: Spread | None) -> Gathered:
         """See ops.rows.gather."""
-        rows, groups = own.shape[0], state.tables.shape[0]
+        rows, groups = device_rows.shape[0], state.tables.shape[0]
         if spread is None:
-            count, given = rows, (0, 0, 0, 0)
+            count, spread_pointers = rows, (0, 0, 0, 0)
         else:
             count = spread.row_of.shape[0]
-            given = (
+            spread_pointers = (
                 at(spread.n_query),
                 at(spread.row_of),
                 at(spread.place),
@@ -45,7 +45,7 @@ class NativeRows:
         position, tokens = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
         length, slots = torch.empty(rows, dtype=torch.int32), torch.empty((groups, count), dtype=torch.int64)
         out = (position.data_ptr(), tokens.data_ptr(), length.data_ptr(), slots.data_ptr())
-        self._gather(_GATHER.pack(*state_of(state), at(own), *given, rows, count, *out))
+        self._gather(_GATHER.pack(*state_of(state), at(device_rows), *spread_pointers, rows, count, *out))
         return Gathered(tokens, position, slots, length)
 
     def draw(

@@ -72,9 +72,9 @@ def draw_key(key: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> tor
     """Key words of draws. key: int32 [N, 2] of the rows; position: int32 [N] -> int32 [N, 2]."""
     first, second = key[:, 0], key[:, 1]
     where = position * _signed(_GOLDEN) + _signed((purpose + 1) * 0x85EBCA6B)
-    one = _mix_(where + first, second)
-    two = _mix_(where + second, one)
-    return torch.stack((one, two), dim=1)
+    word_0 = _mix_(where + first, second)
+    word_1 = _mix_(where + second, word_0)
+    return torch.stack((word_0, word_1), dim=1)
 
 
 def words(draw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

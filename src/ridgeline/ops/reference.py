@@ -107,7 +107,7 @@ def _row_attention(
     """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]); nothing seen gives 0, -inf."""
     group = q.shape[1] // keys.shape[0]
     q = _wide(q)
-    keys, values = (one.to(q.dtype).repeat_interleave(group, 0) for one in (keys, values))
+    keys, values = (tensor.to(q.dtype).repeat_interleave(group, 0) for tensor in (keys, values))
     scores = torch.einsum("nhd,hsd->hns", q, keys) * view.scale
     if view.softcap is not None:
         scores = view.softcap * torch.tanh(scores / view.softcap)

@@ -92,17 +92,17 @@ class Gathered:
     length: torch.Tensor
 
 
-def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
-    """The next query tokens of device rows `own` int32 [B]; without `spread` each row has one."""
-    held = state.ints.index_select(0, own)
+def gather(state: RowState, device_rows: torch.Tensor, spread: Spread | None) -> Gathered:
+    """Read the next query tokens of `device_rows` int32 [B]. Without `spread` each row has one query token."""
+    ints = state.ints.index_select(0, device_rows)
     if spread is None:
-        row, position, slot = own, held[:, Int.POSITION].contiguous(), held[:, Int.LENGTH]
+        row, position, slot = device_rows, ints[:, Int.POSITION].contiguous(), ints[:, Int.LENGTH]
         length = slot + 1
     else:
-        row = own.index_select(0, spread.row_of)
-        length = held[:, Int.LENGTH] + spread.n_query
-        held = held[:, :MOVING].index_select(0, spread.row_of)
-        position, slot = held[:, Int.POSITION] + spread.place, held[:, Int.LENGTH] + spread.place
+        row = device_rows.index_select(0, spread.row_of)
+        length = ints[:, Int.LENGTH] + spread.n_query
+        ints = ints[:, :MOVING].index_select(0, spread.row_of)
+        position, slot = ints[:, Int.POSITION] + spread.place, ints[:, Int.LENGTH] + spread.place
     tables, size = state.tables, state.page_tokens
     tokens = state.tokens.view(-1).index_select(0, row * state.tokens.shape[1] + position)
     pages = tables.view(len(tables), -1).index_select(1, row * tables.shape[2] + slot // size)
@@ -115,10 +115,10 @@ def ends(state: RowState, rows: torch.Tensor, place: torch.Tensor, drawn: torch.
     """What a token drawn for `place` of device rows [N] ends: int32 [N], 1 for a stop id, 2 for the limit, 3 for both, as
     in core.plan.Flag."""
     ints = state.ints.index_select(0, rows)
-    held = place + 1
+    known = place + 1
     stop = (drawn.unsqueeze(1) == ints[:, Int.STOP :]).any(dim=1)
-    stop &= held - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
-    return (held >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
+    stop &= known - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
+    return (known >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
 
 
 def move(state: RowState, rows: torch.Tensor, count: torch.Tensor, flag: torch.Tensor) -> None:
@@ -167,10 +167,10 @@ def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.
     source = path[:, 1 : depth + 1]
     goes = (place < count.unsqueeze(1)) & (source != place)
     slots = root.long().unsqueeze(1) + torch.stack((source, place.expand_as(source)))
-    size, own = state.page_tokens, rows.long().unsqueeze(1)
+    size, row_index = state.page_tokens, rows.long().unsqueeze(1)
     for table, group in zip(state.tables.unbind(0), runs, strict=True):
         # Who stays moves within the scratch page.
-        moved = goes * (table.long()[own, slots // size] * size + slots % size)
+        moved = goes * (table.long()[row_index, slots // size] * size + slots % size)
         (from_page, to_page), (from_place, to_place) = (moved // size).flatten(1), (moved % size).flatten(1)
         for run in group:
             run[to_page, :, to_place] = run[from_page, :, from_place]

@@ -68,9 +68,9 @@ def sample(
     drawn = []
     for at in range(0, n_rows, piece):
         part = slice(at, at + piece)
-        own = logits[part] if limits is None else within(logits[part], temperature[part], limits.of(part))
+        part_logits = logits[part] if limits is None else within(logits[part], temperature[part], limits.of(part))
         noise = exponential(keys[part], tokens).log_()
-        drawn.append(greedy(torch.addcmul(own.float(), cold[part], noise, out=noise)))
+        drawn.append(greedy(torch.addcmul(part_logits.float(), cold[part], noise, out=noise)))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
@@ -90,8 +90,8 @@ def draw_with(sample: Callable[..., torch.Tensor]) -> DrawRows:
             logits: [N, V], behind the rows' last known tokens and their drafts.
             depth: int32 [N], the drawn token's place behind the first unknown one; None: 0.
         """
-        ints, own = state.ints.index_select(0, rows), knobs.index_select(0, rows)
-        temperature, top_p, min_p = (own[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
+        ints, row_knobs = state.ints.index_select(0, rows), knobs.index_select(0, rows)
+        temperature, top_p, min_p = (row_knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
         place = ints[:, Int.KNOWN] if depth is None else ints[:, Int.KNOWN] + depth
         limits = Limits(ints[:, Int.TOP_K], top_p, min_p)
         return sample(logits, temperature, ints[:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN, limits)

@@ -133,8 +133,8 @@ RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
 
 def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
     """See TokenwiseOps."""
-    found = F.embedding(ids, table)
-    return found if scale == 1.0 else found * scale
+    vectors = F.embedding(ids, table)
+    return vectors if scale == 1.0 else vectors * scale
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:

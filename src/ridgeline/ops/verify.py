@@ -80,9 +80,9 @@ def verify(
     wide, n_draft, parent = drafted.wide, drafted.count, drafted.parent
     node = torch.arange(wide, dtype=torch.int32, device=rows.device)
     drawn = drawn[drafted.first.unsqueeze(1) + torch.minimum(node, n_draft.unsqueeze(1))]
-    ints, own = state.ints.index_select(0, rows), rows.unsqueeze(1)
+    ints, row_index = state.ints.index_select(0, rows), rows.unsqueeze(1)
     place = ints[:, Int.KNOWN].unsqueeze(1) + node
-    at = (own * state.tokens.shape[1] + place).long().flatten()
+    at = (row_index * state.tokens.shape[1] + place).long().flatten()
     # What the row drew is written only after its drafts were compared: they stand in the same places.
     drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
     said, path = drawn, None
@@ -92,7 +92,7 @@ def verify(
         accepted, path = accept_path(drawn, drafts, n_draft, parent)
         said = drawn.gather(1, path)
     live = 1 - ints[:, Int.DONE]
-    flags = ends(state, own.expand(-1, wide).flatten(), place.flatten(), said.flatten()).view(-1, wide)
+    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), said.flatten()).view(-1, wide)
     count = until_end(flags > 0, accepted).mul_(live)
     flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
     state.tokens.view(-1).index_copy_(0, at, said.flatten())
