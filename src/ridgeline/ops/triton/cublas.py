@@ -113,8 +113,8 @@ class Product:
         """Whether the library did it."""
         # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
         handle, tokens = torch.cuda.current_blas_handle(), len(out)
-        for attribute, one in zip(SCALES, (matrix.scales, x.scales), strict=True):
-            self._set("MatmulDesc", self._product, attribute, c_void_p(one.data_ptr()))
+        for attribute, scales in zip(SCALES, (matrix.scales, x.scales), strict=True):
+            self._set("MatmulDesc", self._product, attribute, c_void_p(scales.data_ptr()))
         if tokens not in self._uses:
             self._uses[tokens] = self._use(c_void_p(handle), tokens)
         if (use := self._uses[tokens]) is None:
@@ -163,8 +163,8 @@ def product(x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
     if not is_hopper(out.device) or out.dtype != torch.bfloat16:
         return False
     if any(
-        one.data_ptr() % 16 or not one.is_contiguous()
-        for one in (matrix.values, x.values, out, matrix.scales, x.scales)
+        tensor.data_ptr() % 16 or not tensor.is_contiguous()
+        for tensor in (matrix.values, x.values, out, matrix.scales, x.scales)
     ):
         return False
     run = _product(*matrix.values.shape)

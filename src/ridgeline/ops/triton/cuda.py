@@ -80,8 +80,8 @@ def compiled(text: str) -> bytes:
     """Machine code of a source text, from disk if it has been compiled before; RuntimeError: the compiler's words."""
     key = hashlib.sha256(repr((text, OPTIONS, version())).encode()).hexdigest()
     kept = get_cache_manager(key)
-    if (found := kept.get_file("kernel.cubin")) is not None:
-        return Path(found).read_bytes()
+    if (path := kept.get_file("kernel.cubin")) is not None:
+        return Path(path).read_bytes()
     code = _compile(text)
     kept.put(code, "kernel.cubin")
     return code
@@ -146,7 +146,7 @@ class Kernel:
         self, programs: int, threads: int, *given: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
     ) -> None:
         """Launch it on torch's current stream. early: see EARLY."""
-        where = (c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
+        where = (c_void_p * len(given))(*(ctypes.addressof(argument) for argument in given))
         attribute = _Attribute(EARLY, 0, (1,))
         stream = torch.cuda.current_stream().cuda_stream
         sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)

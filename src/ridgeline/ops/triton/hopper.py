@@ -121,7 +121,7 @@ def attend(
     group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS[dim] // pairs.PAIR)
     rows = (stride // dim for stride in kv.stride()[:3])
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
-    pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
+    pointers = (c_void_p(tensor.data_ptr()) for tensor in (q, *results, view.table, units))
     programs = pairs.PAIR * min(count * kv_heads, processors // pairs.PAIR)
     # A capped score lies between -1 and 1 before it is scaled.
     scale = view.scale if view.softcap is None else view.softcap

@@ -360,7 +360,7 @@ class Layers:
         device = layers[0].norms[0].device
         self._programs = processors(device)
         self._cut = cut(layers)
-        self._fields = [[*own, *fields(layer)] for layer, own in zip(layers, self._cut.columns, strict=True)]
+        self._fields = [[*columns, *fields(layer)] for layer, columns in zip(layers, self._cut.columns, strict=True)]
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
@@ -368,10 +368,10 @@ class Layers:
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         """stream, which is changed, behind the last layer."""
-        one, view = self._layers[0], views[0]
-        shape, dim = one.shape, one.shape.head_dim
-        heads, model, features = (each.inputs for each in (one.out, one.qkv, one.down))
-        rows = one.qkv.values.shape[0]
+        first, view = self._layers[0], views[0]
+        shape, dim = first.shape, first.shape.head_dim
+        heads, model, features = (weights.inputs for weights in (first.out, first.qkv, first.down))
+        rows = first.qkv.values.shape[0]
         layers_kernel[(self._programs,)](
             *self._cut.blocks,
             *self._cut.scale_blocks,
@@ -397,13 +397,13 @@ class Layers:
             shape.norm_eps,
             view.scale * math.log2(math.e),
             ROWS=self._cut.rows,
-            LINES=held(one),
-            STAGES=stages_of(one),
-            GROUPS=groups_of(one, self._programs),
-            KIND=KINDS[one.activation],
+            LINES=held(first),
+            STAGES=stages_of(first),
+            GROUPS=groups_of(first, self._programs),
+            KIND=KINDS[first.activation],
             OFFSET=shape.norm_offset,
-            FORM=(one.qkv.bits, one.qkv.grouped),
-            BIASES=sum(1 << index for index, each in enumerate(one.weights) if each.bias is not None),
+            FORM=(first.qkv.bits, first.qkv.grouped),
+            BIASES=sum(1 << index for index, weights in enumerate(first.weights) if weights.bias is not None),
             SHAPE=(shape.n_heads, shape.n_kv_heads, dim, shape.cos_sin.shape[2], view.page_tokens),
             NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
             num_warps=8,
@@ -416,7 +416,7 @@ class Layers:
         """The caches for the copy engine, and what the kernel must know of each layer; made where these caches are first used,
         before a graph is captured."""
         slots = views[0].slots
-        own = tuple(
+        view_rows = tuple(
             (
                 view.kv.data_ptr(),
                 view.table.data_ptr(),
@@ -425,8 +425,11 @@ class Layers:
             )
             for view in views
         )
-        if own not in self._tables:
+        if view_rows not in self._tables:
             blocks, where = key_blocks([view.kv for view in views])
-            rows = [[*fields, *one, place] for fields, one, place in zip(self._fields, own, where, strict=True)]
-            self._tables[own] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
-        return self._tables[own]
+            rows = [
+                [*fields, *view_row, place]
+                for fields, view_row, place in zip(self._fields, view_rows, where, strict=True)
+            ]
+            self._tables[view_rows] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
+        return self._tables[view_rows]

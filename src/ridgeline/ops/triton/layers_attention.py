@@ -48,9 +48,9 @@ def _turning(DIM):
 def _keys_layout(DIM):
     """Of queries [WARPS, 16, DIM], each warp the same."""
     low, high, other = _turning(DIM)
-    own = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
     return gl.DistributedLinearLayout(
-        own, [[0, 0, low], [0, 0, high], *_bits(8, 1, 1, 3)], _bits(8, 1, 0, 3), [], [8, 16, DIM]
+        registers, [[0, 0, low], [0, 0, high], *_bits(8, 1, 1, 3)], _bits(8, 1, 0, 3), [], [8, 16, DIM]
     )
 
 
@@ -59,10 +59,10 @@ def _key_lines(DIM):
     """Of a stage of keys: warps of the same keys, in which they have different values, have all numbers of them."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
-    own = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
+    registers = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
     lanes = [[0, low], [0, high], *_bits(8, pieces, 0)]
     warps = [[0, 0]] * (pieces.bit_length() - 1) + _bits(8 // pieces, 16 * pieces, 0)
-    return gl.DistributedLinearLayout(own, lanes, warps, [], [128, 64])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, 64])
 
 
 @triton.constexpr_function
@@ -70,20 +70,20 @@ def _shared_keys(DIM):
     """Of keys [8 / pieces, pieces, 16, DIM], the same for all pieces."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
-    own = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
     lanes = [[0, 0, 0, low], [0, 0, 0, high], *_bits(8, 1, 2, 4)]
     warps = [*_bits(pieces, 1, 1, 4), *_bits(8 // pieces, 1, 0, 4)]
-    return gl.DistributedLinearLayout(own, lanes, warps, [], [8 // pieces, pieces, 16, DIM])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [8 // pieces, pieces, 16, DIM])
 
 
 @triton.constexpr_function
 def _value_lines(DIM):
     """Of a stage of values: a warp has PIECE numbers of 16 slots."""
     pieces = DIM // 64
-    own = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
+    registers = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
     lanes = [[2 * pieces, 0], [4 * pieces, 0], [0, 8], [0, 16], [0, 32]]
     return gl.DistributedLinearLayout(
-        own, lanes, _bits(pieces, 1, 0) + _bits(8 // pieces, 16 * pieces, 0), [], [128, 64]
+        registers, lanes, _bits(pieces, 1, 0) + _bits(8 // pieces, 16 * pieces, 0), [], [128, 64]
     )
 
 
@@ -412,8 +412,8 @@ def _attended(
         along = gl.where(row == GROUP, 0, newest[1]) + _at(DIM, _flat(DIM))
         gl.store(newest[0] + along, heads, mask=(row == GROUP) | (row == GROUP + 1))
     q = _queries(mixed, DIM)
-    own = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
-    score = gl.sum(own * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
+    queries = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
+    score = gl.sum(queries * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
     score = gl.where(part == 0, score, -float("inf"))
     value = rows.slice(GROUP + 1, 1, 0).load(_flat(DIM)).to(gl.float32)
     top, total, out = _seen(q, ring, at, share, scale, dtype, GROUP, DIM, STAGES)

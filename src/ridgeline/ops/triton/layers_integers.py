@@ -99,10 +99,12 @@ def _spread(LINES, BITS):
     while size < LINES:
         more.append([size, 0])
         size *= 2
-    own, lanes = [[0, 1], [0, 2], [0, 4], [0, 16]], [[0, 8], [0, 32], [0, 64]]
+    registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 16]], [[0, 8], [0, 32], [0, 64]]
     if int(getattr(BITS, "value", BITS)) == 8:
-        own, lanes = [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
-    return gl.DistributedLinearLayout(own + more, lanes + [[1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [LINES, 128])
+        registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
+    return gl.DistributedLinearLayout(
+        registers + more, lanes + [[1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [LINES, 128]
+    )
 
 
 @jit
@@ -186,8 +188,8 @@ RIGHT_DIGITS = gl.constexpr(gl.DotOperandLayout(1, MMA, 4))
 def _codes():
     """Layout of a stage's codes as int32 [128, 32]: a thread has of rows r and r + 8 of a piece what the matrix unit wants of it.
     Rows come to lanes in such an order that no two of eight lanes want the same banks."""
-    own, lanes = [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(own, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
+    registers, lanes = [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
 
 
 @triton.constexpr_function
@@ -195,10 +197,10 @@ def _scales(RUNS):
     """Layout of a stage's scales of groups, [ROWS, PIECES * RUNS], as of codes: a thread has those of its rows and its warp's
     piece."""
     RUNS = int(getattr(RUNS, "value", RUNS))
-    own = [[0, 1]] if RUNS == 2 else []
+    registers = [[0, 1]] if RUNS == 2 else []
     rows = [[0, 0], [0, 0], [4, 0], [1, 0], [2, 0]]
     warps = [[0, RUNS], [0, 2 * RUNS], [0, 4 * RUNS]]
-    return gl.DistributedLinearLayout([*own, [8, 0]], rows, warps, [], [16, 8 * RUNS])
+    return gl.DistributedLinearLayout([*registers, [8, 0]], rows, warps, [], [16, 8 * RUNS])
 
 
 @jit
@@ -304,10 +306,10 @@ def _rows_of(ring, at, chunks, STAGES: gl.constexpr, FORM: gl.constexpr):
             value = gl.convert_layout((high * 256 + low).to(gl.float32), _sums())
             total += value * gl.expand_dims(_factor(steps, chunk * RUNS + run, scale[run], FORM), 2)
         at += 1
-    own = gl.sum(total, 2) * 0.25
+    row_sums = gl.sum(total, 2) * 0.25
     # From (half, r1, r0, r2) to rows.
-    own = gl.permute(gl.reshape(own, (PIECES, 2, 2, 2, 2)), (0, 1, 4, 2, 3))
-    return gl.reshape(own, (PIECES, ROWS)), at
+    row_sums = gl.permute(gl.reshape(row_sums, (PIECES, 2, 2, 2, 2)), (0, 1, 4, 2, 3))
+    return gl.reshape(row_sums, (PIECES, ROWS)), at
 
 
 @jit
@@ -398,6 +400,6 @@ def groups_of(layer: Layer, programs: int) -> int:
 
 def integer_stages(layer: Layer, most: int, programs: int) -> int:
     """Stages of the ring beside inputs of `most` lines, of two digits, a step and a sum of squares each, and what `room` has."""
-    own = most * (2 * LINE.value + 4 + 4) + groups_of(layer, programs) * 2 * PIECES.value * ROWS.value * 4
+    other_bytes = most * (2 * LINE.value + 4 + 4) + groups_of(layer, programs) * 2 * PIECES.value * ROWS.value * 4
     scales = ROWS.value * PIECES.value * 8 // layer.qkv.bits * 2 if layer.qkv.grouped else 0
-    return (MEMORY - own) // (STAGE + scales)
+    return (MEMORY - other_bytes) // (STAGE + scales)

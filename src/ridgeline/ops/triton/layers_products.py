@@ -142,8 +142,8 @@ def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
     mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
     piece = gl.arange(0, LINES_OF_STAGE, gl.SliceLayout(1, SUMS)) % PIECES
     column = gl.arange(0, PIECES, gl.SliceLayout(0, SUMS))
-    own = gl.sum(gl.where(piece[:, None] == column[None, :], sums, 0.0), 1)
-    return gl.sum(gl.reshape(own, (ROWS, PIECES)), 1), at
+    line_sums = gl.sum(gl.where(piece[:, None] == column[None, :], sums, 0.0), 1)
+    return gl.sum(gl.reshape(line_sums, (ROWS, PIECES)), 1), at
 
 
 @triton.constexpr_function
@@ -210,10 +210,10 @@ def product(
     GATED: gl.constexpr = KIND != 0
     scale_ptr = pointer(layer_ptr + SCALE + WHICH, gl.float32)
     bias_ptr = pointer(layer_ptr + BIAS_AT + WHICH, out_ptr.dtype.element_ty)
-    own = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
+    local_row = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
     group, drawn = _handed_on(tickets, drawn)
     while group < groups:
-        row = group * ROWS + own
+        row = group * ROWS + local_row
         facts = _facts(out_ptr, scale_ptr, bias_ptr, row, rows, ADD, FP8, BIAS)
         others = _facts(out_ptr, scale_ptr, bias_ptr, row + apart, rows, False, FP8 & GATED, BIAS & GATED)
         value, at = _rows_of(ring, at, chunks, ROWS, STAGES)

@@ -36,7 +36,7 @@ ALIGNED = 16
 # and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none; the cache's place in its
 # descriptor.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
-NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(one) for one in (12, 14, 16, 17, 18, 19, 20))
+NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(field) for field in (12, 14, 16, 17, 18, 19, 20))
 CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
 
 
@@ -118,10 +118,10 @@ class Places:
 
 
 def places(matrices: Sequence[torch.Tensor]) -> Places:
-    start = min(one.data_ptr() for one in matrices)
-    offsets = [one.data_ptr() - start for one in matrices]
+    start = min(matrix.data_ptr() for matrix in matrices)
+    offsets = [matrix.data_ptr() - start for matrix in matrices]
     step = math.gcd(*offsets) or matrices[0].nbytes
-    lowest = next(one for one in matrices if one.data_ptr() == start)
+    lowest = next(matrix for matrix in matrices if matrix.data_ptr() == start)
     return Places(lowest, step, tuple(offset // step for offset in offsets))
 
 
@@ -144,7 +144,7 @@ def blocks(where: Places, rows: int) -> TensorDescriptor:
 def reachable(matrices: Sequence[torch.Tensor], piece: int = 128) -> bool:
     """Whether one descriptor can address them: rows of whole pieces of bytes, one behind the other, places in multiples of ALIGNED
     bytes and in 31 bits."""
-    if not all(one.is_contiguous() for one in matrices):
+    if not all(matrix.is_contiguous() for matrix in matrices):
         return False
     where = places(matrices)
     row = where.lowest.shape[1] * where.lowest.element_size()
@@ -158,7 +158,7 @@ def lines(k: int, values: torch.Tensor) -> int:
 
 def held(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
-    heads, model, features = (lines(one.inputs, one.values) for one in (layer.out, layer.qkv, layer.down))
+    heads, model, features = (lines(weights.inputs, weights.values) for weights in (layer.out, layer.qkv, layer.down))
     # What warps know of values in float32, and before that two copies of 16 heads. A line of integers has two digits of each input.
     group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
     return heads, model, features, max(16 * group, layer.shape.head_dim // 2) // (2 if layer.qkv.bits else 1)
@@ -171,6 +171,6 @@ def stages(most: int) -> int:
 
 def fields(layer: Layer) -> list[int]:
     """Biases, norms and rotary table of a layer, as in the table; 0: none."""
-    tensors = [one.bias for one in layer.weights]
+    tensors = [weights.bias for weights in layer.weights]
     tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
-    return [0 if one is None else one.data_ptr() for one in tensors]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

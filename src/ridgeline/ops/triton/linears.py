@@ -151,7 +151,7 @@ def _quantizing(
     norm = isinstance(x, Normed)
     source, tensors = (x.x, (x.x, x.weight)) if isinstance(x, Normed) else (x, (x,))
     aligned = matrix.values.data_ptr() % ALIGNED == 0 and all(
-        one.dtype in kernels.HALVES and one.stride(-1) == 1 and one.data_ptr() % 8 == 0 for one in tensors
+        tensor.dtype in kernels.HALVES and tensor.stride(-1) == 1 and tensor.data_ptr() % 8 == 0 for tensor in tensors
     )
     (tokens, k), (stream, out) = source.shape, _target(into)
     given = (source.dtype, out, source.device, aligned, norm, kind, stream is not None, bias is not None)

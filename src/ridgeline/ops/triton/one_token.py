@@ -32,14 +32,14 @@ def knows(parts: Sequence[LayerParts]) -> bool:
     return (
         dtype in (torch.bfloat16, torch.float16)
         and form in LEAST_BYTES
-        and all(_known(one) for layer in parts for one in _matrices(layer))
-        and all(one.dtype == dtype for layer in parts for one in _norms(layer))
-        and all(one.data_ptr() % ALIGNED == 0 for layer in parts for one in _vectors(layer))
+        and all(_known(matrix) for layer in parts for matrix in _matrices(layer))
+        and all(norm.dtype == dtype for layer in parts for norm in _norms(layer))
+        and all(vector.data_ptr() % ALIGNED == 0 for layer in parts for vector in _vectors(layer))
         and shape.head_dim in HEAD_DIMS
         and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
         and len({_form(layer) for layer in parts}) == 1
-        and len({_number(one) for one in _matrices(first)}) == 1
-        and sum(_bytes(one) for one in _matrices(first)) >= LEAST_BYTES[form]
+        and len({_number(matrix) for matrix in _matrices(first)}) == 1
+        and sum(_bytes(matrix) for matrix in _matrices(first)) >= LEAST_BYTES[form]
         and stages_of(_layer(first)) >= FEWEST_STAGES
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
@@ -53,12 +53,12 @@ class OneToken:
 
     def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
         self._otherwise, self._dtype, self._count = otherwise, parts[0].attention_norm.dtype, len(parts)
-        self._layers = Layers([_layer(one) for one in parts])
+        self._layers = Layers([_layer(layer) for layer in parts])
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        whole = stream.shape[0] == 1 and len(views) == self._count
-        taken = whole and step.key_positions is None and self._attends(views)
-        return (self._layers if taken else self._otherwise)(stream, views, step)
+        complete = stream.shape[0] == 1 and len(views) == self._count
+        fused = complete and step.key_positions is None and self._attends(views)
+        return (self._layers if fused else self._otherwise)(stream, views, step)
 
     def _attends(self, views: Sequence[KvView]) -> bool:
         first = views[0]
@@ -76,8 +76,8 @@ def _matrices(parts: LayerParts) -> tuple[Matrix, ...]:
 
 
 def _norms(parts: LayerParts) -> list[torch.Tensor]:
-    own = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
-    return [one for one in own if one is not None]
+    norms = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
+    return [norm for norm in norms if norm is not None]
 
 
 def _known(matrix: Matrix) -> bool:
@@ -102,14 +102,14 @@ def _number(matrix: Matrix) -> tuple[object, ...]:
 
 def _vectors(parts: LayerParts) -> list[torch.Tensor]:
     """What the kernel reads several numbers at a time, beside weights."""
-    weights = [_weights(one) for one in _matrices(parts)]
-    beside = [one for each in weights for one in (each.scales, each.bias) if one is not None]
-    return [*_norms(parts), *beside, parts.shape.cos_sin]
+    weights = [_weights(matrix) for matrix in _matrices(parts)]
+    factors = [factor for weight in weights for factor in (weight.scales, weight.bias) if factor is not None]
+    return [*_norms(parts), *factors, parts.shape.cos_sin]
 
 
 def _form(parts: LayerParts) -> tuple[object, ...]:
     """What layers of one kernel share."""
-    matrices = [(_weights(one).values.shape, *_number(one), one.bias is None) for one in _matrices(parts)]
+    matrices = [(_weights(matrix).values.shape, *_number(matrix), matrix.bias is None) for matrix in _matrices(parts)]
     shape = parts.shape
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.cos_sin.shape[2])
     norms = (shape.q_norm is None, shape.k_norm is None, shape.norm_eps, shape.norm_offset)
@@ -138,9 +138,9 @@ def _bytes(matrix: Matrix) -> int:
 
 def _streams(kind: Sequence[Matrix]) -> bool:
     """Whether the copy engine can address the rows, and scales of groups."""
-    weights = [_weights(one) for one in kind]
-    values = [one.values for one in weights]
-    scales = [one.scales for one in weights if one.scales is not None and one.grouped]
+    weights = [_weights(matrix) for matrix in kind]
+    values = [weight.values for weight in weights]
+    scales = [weight.scales for weight in weights if weight.scales is not None and weight.grouped]
     return reachable(values) and (not scales or reachable(scales, ALIGNED))
 
 

@@ -34,7 +34,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     tokens, inputs = x.shape
     if tokens < FEWEST or inputs < FEWEST_INPUTS or x.dtype != torch.bfloat16 or inputs % 8:
         return False
-    return all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (x, weight))
+    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (x, weight))
 
 
 def saves(tokens: int, features: int, wide: int) -> bool:
@@ -72,7 +72,7 @@ def text(name: str, sums: Mapping[str, int], **macros: int | str) -> str:
         names, registers = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(d[%d])'))
         lines += [f'#define {what}_NAMES "{names}"', f"#define {what}_REGISTERS {registers}"]
     folder = Path(__file__).parent
-    return "\n".join((*lines, *((folder / one).read_text() for one in ("pairs.cu", name))))
+    return "\n".join((*lines, *((folder / filename).read_text() for filename in ("pairs.cu", name))))
 
 
 @cache

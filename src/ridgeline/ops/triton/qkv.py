@@ -166,7 +166,7 @@ def _kv_heads(tokens: int, shape: QkvShape) -> int:
     if tokens < MANY_TOKENS:
         return 1
     most = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
-    return max(one for one in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % one == 0 and one <= most)
+    return max(heads for heads in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % heads == 0 and heads <= most)
 
 
 def qkv_write(

@@ -167,12 +167,12 @@ def _finish(
     held: what they join."""
     bias_ptr, out_ptr = tensors[0], tensors[1]
     where, real = place
-    own = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    out_row = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
     if BIAS:
-        total += gl.load(bias_ptr + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+        total += gl.load(bias_ptr + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
     if KIND != 0:
         if BIAS:
-            up += gl.load(bias_ptr + n + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+            up += gl.load(bias_ptr + n + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
         # See activation.gated.
         inner = total
         if KIND == 2:

@@ -41,14 +41,14 @@ def _verify_kernel(
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
-    own = ints_ptr + row * ints_stride
-    known = tl.load(own + KNOWN)
-    done = tl.load(own + DONE)
-    prompt = tl.load(own + PROMPT)
-    fewest = tl.load(own + MIN_TOKENS)
-    limit = tl.load(own + LIMIT)
+    row_ptr = ints_ptr + row * ints_stride
+    known = tl.load(row_ptr + KNOWN)
+    done = tl.load(row_ptr + DONE)
+    prompt = tl.load(row_ptr + PROMPT)
+    fewest = tl.load(row_ptr + MIN_TOKENS)
+    limit = tl.load(row_ptr + LIMIT)
     stop_at = tl.arange(0, STOPS)
-    stop_ids = tl.load(own + STOP + stop_at, mask=stop_at < stops, other=-1)
+    stop_ids = tl.load(row_ptr + STOP + stop_at, mask=stop_at < stops, other=-1)
     node = tl.arange(0, WIDE)
     count = tl.load(n_draft_ptr + index)
     drafted = (node > 0) & (node <= count)
@@ -87,10 +87,10 @@ def _verify_kernel(
     if TREE:
         tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
         tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
-    tl.store(own + POSITION, tl.load(own + POSITION) + gained)
-    tl.store(own + LENGTH, tl.load(own + LENGTH) + gained)
-    tl.store(own + KNOWN, known + gained)
-    tl.store(own + DONE, done + tl.where(flag > 0, 1, 0))
+    tl.store(row_ptr + POSITION, tl.load(row_ptr + POSITION) + gained)
+    tl.store(row_ptr + LENGTH, tl.load(row_ptr + LENGTH) + gained)
+    tl.store(row_ptr + KNOWN, known + gained)
+    tl.store(row_ptr + DONE, done + tl.where(flag > 0, 1, 0))
 
 
 def verify(
