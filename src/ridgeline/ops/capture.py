@@ -12,13 +12,13 @@ import torch
 class Captured(Protocol):
     """Captured work."""
 
-    def replay(self, *given: Any) -> Any:
+    def replay(self, *arguments: Any) -> Any:
         """Repeat it. -> what the work returned, in memory that holds until the next replay."""
 
 
 class Capture(Protocol):
     """Captures work that depends on nothing but what its tensors hold, and may do so late: the first replays may be the work as
-    it stands, with the arguments `given`."""
+    it stands, with the `arguments` of `replay`."""
 
     def __call__(self, work: Callable[..., Any]) -> Captured: ...
 
@@ -53,6 +53,6 @@ class _CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Any) -> None:
         self._graph, self._result = graph, result
 
-    def replay(self, *given: Any) -> Any:
+    def replay(self, *arguments: Any) -> Any:
         self._graph.replay()
         return self._result

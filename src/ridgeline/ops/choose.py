@@ -36,11 +36,11 @@ def choose(
         log.warning("operations: slow PyTorch reference on %s in %s, because %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        native, what = (None, "disabled by --enforce-eager") if eager else (load or native_cpu.load)()
+        native, detail = (None, "disabled by --enforce-eager") if eager else (load or native_cpu.load)()
         if native is not None:
-            log.info("operations: native in %s, %s", dtype, what)
+            log.info("operations: native in %s, %s", dtype, detail)
             return native
-        log.info("operations: PyTorch in %s (native operations: %s)", dtype, what)
+        log.info("operations: PyTorch in %s (native operations: %s)", dtype, detail)
         return CPU
     # Only here: Triton is an extra that a machine without a GPU need not have.
     from ridgeline.ops.triton.ahead import hashing
@@ -61,11 +61,11 @@ def choose_invariant(
     if missing:
         raise ConfigError(f"--deterministic is not possible on this device: {missing}.", param="deterministic")
     if device.type == "cpu":
-        native, what = (
+        native, detail = (
             (load or native_cpu.load)(fixed=True) if dtype in TYPES else (None, f"they do not support {dtype}")
         )
         if native is None:
-            log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", what)
+            log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", detail)
         return native or CPU_ALONE
     from ridgeline.ops.triton.invariant import INVARIANT
 

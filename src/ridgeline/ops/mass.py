@@ -21,5 +21,5 @@ def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """logits float32 [N, V] -> log of the sum of their exponentials, float32 [N, 1]; minus infinity where all are."""
     top = logits.amax(dim=-1, keepdim=True)
     none = top == float("-inf")
-    whole = masses(logits - top.masked_fill(none, 0.0)).sum(dim=-1, keepdim=True)
-    return (top + (whole.double() / WHOLE).log()).float()
+    total = masses(logits - top.masked_fill(none, 0.0)).sum(dim=-1, keepdim=True)
+    return (top + (total.double() / WHOLE).log()).float()

@@ -78,16 +78,16 @@ class NativeInteger:
     ) -> torch.Tensor:
         """The norm before a product and what follows it in one call."""
         norm = x if isinstance(x, Normed) else None
-        given = x.x if isinstance(x, Normed) else x
-        kernels = self._kernels.get(given.dtype)
-        if kernels is None or (norm is not None and norm.weight.dtype is not given.dtype):
+        source = x.x if isinstance(x, Normed) else x
+        kernels = self._kernels.get(source.dtype)
+        if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
             return self._in_float32(plain(x, self._norm), matrix, bias, stream, kind)
-        given = given if given.is_contiguous() else given.contiguous()
-        rows, inputs = given.shape
-        out = given.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
+        source = source if source.is_contiguous() else source.contiguous()
+        rows, inputs = source.shape
+        out = source.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
         weights = int_weights(matrix)
         kernels.int_linear(
-            given.data_ptr(),
+            source.data_ptr(),
             ctypes.byref(weights),
             0 if bias is None else bias.data_ptr(),
             0 if stream is None else stream.data_ptr(),

@@ -60,16 +60,16 @@ class NativeRows:
         kernels = self._kernels.get(logits.dtype)
         logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
         drawn = torch.empty(logits.shape[0], dtype=torch.int32)
-        given = (at(knobs), knobs.stride(0), at(rows), 0 if depth is None else at(depth), at(logits), *logits.shape)
-        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, at(drawn)))
+        arguments = (at(knobs), knobs.stride(0), at(rows), 0 if depth is None else at(depth), at(logits), *logits.shape)
+        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *arguments, at(drawn)))
         return drawn
 
     def advance(self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """See ops.rows.advance."""
         count = rows.shape[0]
-        said = torch.empty((count, 3), dtype=torch.int32)
-        self._advance(_ADVANCE.pack(*state_of(state), at(rows), at(drawn), count, said.data_ptr()))
-        return said
+        packed = torch.empty((count, 3), dtype=torch.int32)
+        self._advance(_ADVANCE.pack(*state_of(state), at(rows), at(drawn), count, packed.data_ptr()))
+        return packed
 
     def verify(
         self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
@@ -79,9 +79,9 @@ class NativeRows:
         path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
         packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
         each = (at(rows), at(drawn), at(drafted.first), at(drafted.count))
-        given = (*each, 0 if parent is None else at(parent), count, wide)
+        arguments = (*each, 0 if parent is None else at(parent), count, wide)
         out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
-        self._verify(_VERIFY.pack(*state_of(state), *given, *out))
+        self._verify(_VERIFY.pack(*state_of(state), *arguments, *out))
         return packed, path
 
     def keep(
@@ -94,12 +94,12 @@ class NativeRows:
         depth: int,
     ) -> None:
         """See ops.rows.keep."""
-        given = (*state_of(state), at(rows), at(packed), packed.stride(0), at(path), *path.shape)
+        arguments = (*state_of(state), at(rows), at(packed), packed.stride(0), at(path), *path.shape)
         for number, group in enumerate(runs):
             for run in group:
                 size = run.element_size()
                 sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
-                self._keep(_KEEP.pack(*given, number, run.data_ptr(), *sizes))
+                self._keep(_KEEP.pack(*arguments, number, run.data_ptr(), *sizes))
 
     def last(
         self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor

@@ -96,8 +96,8 @@ def row_mask(query: slice, start: int, row: int, window: int | None, step: StepI
         seen = seen & ((among < 0) | (among >= TREE_BITS) | (among == place) | (bit == 1))
     if window is not None:
         past = slot if step.key_positions is None else step.key_positions[row, : start + n].long()
-        said = torch.cat((past[:start], step.position[query].long()))
-        seen = seen & (step.position[query].long().unsqueeze(1) - said < window)
+        key_positions = torch.cat((past[:start], step.position[query].long()))
+        seen = seen & (step.position[query].long().unsqueeze(1) - key_positions < window)
     return seen
 
 
@@ -194,9 +194,9 @@ def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See Fp8Ops. The weights are widened at each use: this saves memory, not time."""
-    given = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
-    out = F.linear(given.values.float(), matrix.values.float())
-    out = out * (given.scales.unsqueeze(-1) * matrix.scales)
+    scaled = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
+    out = F.linear(scaled.values.float(), matrix.values.float())
+    out = out * (scaled.scales.unsqueeze(-1) * matrix.scales)
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
@@ -291,15 +291,15 @@ def dequantized(
 
 def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See IntOps. Weights are widened at each use, some outputs at a time: this saves memory, not time."""
-    given = plain(x, rms_norm)
-    wide, parts = given.float(), []
+    source = plain(x, rms_norm)
+    wide, parts = source.float(), []
     for first in range(0, matrix.out, WIDENED):
         rows = slice(first, first + WIDENED)
         codes = unpack_bits(matrix.codes[rows], matrix.bits, matrix.d_in)
         zeros = None if matrix.zeros is None else matrix.zeros[rows]
         parts.append(wide @ dequantized(codes, matrix.scales[rows], zeros, matrix.bits, matrix.group).t())
     out = torch.cat(parts, 1)
-    return (out if bias is None else out + bias.float()).to(given.dtype)
+    return (out if bias is None else out + bias.float()).to(source.dtype)
 
 
 def int_linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:

@@ -85,19 +85,19 @@ def verify(
     at = (row_index * state.tokens.shape[1] + place).long().flatten()
     # What the row drew is written only after its drafts were compared: they stand in the same places.
     drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
-    said, path = drawn, None
+    tokens, path = drawn, None
     if parent is None:
         accepted = accept(drawn, drafts, n_draft)
     else:
         accepted, path = accept_path(drawn, drafts, n_draft, parent)
-        said = drawn.gather(1, path)
+        tokens = drawn.gather(1, path)
     live = 1 - ints[:, Int.DONE]
-    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), said.flatten()).view(-1, wide)
+    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), tokens.flatten()).view(-1, wide)
     count = until_end(flags > 0, accepted).mul_(live)
     flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
-    state.tokens.view(-1).index_copy_(0, at, said.flatten())
+    state.tokens.view(-1).index_copy_(0, at, tokens.flatten())
     move(state, rows, count, flag)
-    packed = [torch.stack((count, flag), dim=1), said]
+    packed = [torch.stack((count, flag), dim=1), tokens]
     if path is not None:
         packed += [drawn, path.int()]
     return torch.cat(packed, dim=1), path

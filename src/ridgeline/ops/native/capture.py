@@ -57,20 +57,20 @@ class CapturedCalls:
         """Replays are one call."""
         return self._count > 0
 
-    def replay(self, *given: Any) -> Any:
+    def replay(self, *arguments: Any) -> Any:
         """See Captured."""
         if self._count:
             self._library.replay(self._calls, self._count)
             return self._result
         self._runs += 1
-        return self._record(*given) if self._runs == 2 else self._work(*given)
+        return self._record(*arguments) if self._runs == 2 else self._work(*arguments)
 
-    def _record(self, *given: Any) -> Any:
+    def _record(self, *arguments: Any) -> Any:
         witness, log = _Witness(), self._library.log
         log.calls = calls = list[Call]()
         try:
             with witness:
-                result = self._work(*given)
+                result = self._work(*arguments)
         finally:
             log.calls = None
         if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MOST_BYTES:

@@ -58,8 +58,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *given: object) -> None:
-    if status := getattr(_driver(), name)(*given):
+def _call(name: str, *arguments: object) -> None:
+    if status := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name}: {status}")
 
 
@@ -143,10 +143,10 @@ class Kernel:
         _call("cuFuncSetAttribute", self._function, c_int(MOST_SHARED), c_int(shared))
 
     def __call__(
-        self, programs: int, threads: int, *given: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
+        self, programs: int, threads: int, *arguments: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
     ) -> None:
         """Launch it on torch's current stream. early: see EARLY."""
-        where = (c_void_p * len(given))(*(ctypes.addressof(argument) for argument in given))
+        where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         attribute = _Attribute(EARLY, 0, (1,))
         stream = torch.cuda.current_stream().cuda_stream
         sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)

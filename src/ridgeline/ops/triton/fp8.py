@@ -113,15 +113,15 @@ def _finish(
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)
     acc, scale = tl.broadcast(acc.to(tl.float32), w_scale[:, None].to(tl.float32) * x_scale[None, :])
     at = token.to(tl.int64)[None, :] * outputs + row[:, None]
-    held = tl.zeros_like(acc)
+    residual = tl.zeros_like(acc)
     if ADD:
-        held = tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
+        residual = tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
     # What joins first is added by the instruction that scales. Left to the compiler, it would be in some kernels and not in others.
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)
-        acc = tl.math.fma(acc, scale, tl.broadcast(acc, bias[:, None])[1]) + held
+        acc = tl.math.fma(acc, scale, tl.broadcast(acc, bias[:, None])[1]) + residual
     else:
-        acc = tl.math.fma(acc, scale, held)
+        acc = tl.math.fma(acc, scale, residual)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 

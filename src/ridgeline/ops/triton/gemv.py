@@ -186,11 +186,11 @@ def stream_of(out_ptr, group, n, ADD: tl.constexpr, ROWS: tl.constexpr):
     A pipelined loop fetches loads of four bytes and more some turns ahead, and so before the wait for whoever writes the
     stream. These must stay single numbers: the kernel is not told of what n is a multiple, so any of them could be masked.
     """
-    held = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
+    residual = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
     if ADD:
         row = group * ROWS + tl.arange(0, ROWS)
-        held = tl.load(out_ptr + row, mask=row < n, other=0.0)
-    return held
+        residual = tl.load(out_ptr + row, mask=row < n, other=0.0)
+    return residual
 
 
 @triton.jit

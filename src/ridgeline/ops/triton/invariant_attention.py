@@ -100,7 +100,7 @@ def plan_kernel(
     first_query = tl.load(q_start_ptr + row, mask=real, other=0)
     n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
     length = tl.load(length_ptr + row, mask=real, other=0)
-    held = (n > 0) & (length >= n)
+    valid = (n > 0) & (length >= n)
     low = tl.zeros((ROWS,), tl.int32)
     if window > 0:
         low = tl.maximum(length - n - window + 1, 0) // KEYS * KEYS
@@ -108,11 +108,11 @@ def plan_kernel(
     run = RUN << doubled
     first_run = low // run
     runs = (length + run - 1) // run - first_run
-    may = held & (n * group <= few) & (_class(length - n, RUN, RUNS) == doubled)
+    may = valid & (n * group <= few) & (_class(length - n, RUN, RUNS) == doubled)
     all_runs, all_rows = tl.sum(tl.where(may, runs, 0), 0), tl.sum(may.to(tl.int32), 0)
     wants = may & (runs > 1) & (runs * all_rows >= all_runs)
     cut = wants & (tl.cumsum(tl.where(wants, runs - 1, 0), 0) <= spare)
-    count = tl.where(cut, runs, tl.where(held, (n * group + QUERIES - 1) // QUERIES, 0))
+    count = tl.where(cut, runs, tl.where(valid, (n * group + QUERIES - 1) // QUERIES, 0))
     stop = tl.cumsum(count, 0)
     if tl.program_id(0) == 0:
         tl.store(per_row_ptr + row, stop - count, mask=real)

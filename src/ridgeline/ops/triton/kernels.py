@@ -284,12 +284,12 @@ FP8: Products = Registry(
 def _as_fp8(launch: Launch) -> Launch:
     """A launch for integers of one that asks a matrix for nothing but 8-bit values, scales and counters."""
 
-    def held(x: Scaled, matrix: IntMatrix, bias: Bias, config: Any, stream: Stream, kind: str | None) -> Any:
+    def launch_as_fp8(x: Scaled, matrix: IntMatrix, bias: Bias, config: Any, stream: Stream, kind: str | None) -> Any:
         codes = matrix.codes.view(torch.int8)
         weight = Fp8Matrix(codes, matrix.scales.view(-1), _arrivals(codes.device))
         return launch(x, weight, bias, config, stream, kind)
 
-    return held
+    return launch_as_fp8
 
 
 W8A8: Products = Registry(

@@ -38,7 +38,7 @@ from ridgeline.ops.triton.layers_forms import (
 from ridgeline.ops.triton.layers_integers import groups_of, room
 from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, keys_asked
 from ridgeline.ops.triton.layers_products import ticket_slots
-from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
+from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, input_lines
 
 REGISTERS = 168
 """Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
@@ -68,15 +68,15 @@ def _fetch(
     row, length = gl.to_tensor(0), gl.to_tensor(0)
     for layer in range(layers):
         layer_ptr, draw_ptr = table_ptr + layer * FIELDS, draws_ptr + layer * 4
-        asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
         done = fetched(descs[0], layer_ptr, draw_ptr, ring, tickets, done, works[0], 0, STAGES, FORM)
         if layer == 0:
             # No weight depends on the kernel before this one, but keys do.
             if PDL:
                 gdc_wait()
             row, length = gl.load(rows_ptr), gl.load(length_ptr)
-            asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
-        done = (fetch_keys(kv_desc, asked, ring, done[0], SHAPE, STAGES), done[1])
+            key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        done = (fetch_keys(kv_desc, key_request, ring, done[0], SHAPE, STAGES), done[1])
         done = fetched(descs[1], layer_ptr, draw_ptr, ring, tickets, done, works[1], 1, STAGES, FORM)
         done = fetched(descs[2], layer_ptr, draw_ptr, ring, tickets, done, works[2], 2, STAGES, FORM)
         done = fetched(descs[3], layer_ptr, draw_ptr, ring, tickets, done, works[3], 3, STAGES, FORM)
@@ -283,11 +283,11 @@ def layers_kernel(
     tickets = ()
     if FORM[0]:
         DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-        held = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
-        ring = (weights, full, free, held) + room(STAGES, MOST, GROUPS, FORM)
+        shared_input = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
+        ring = (weights, full, free, shared_input) + room(STAGES, MOST, GROUPS, FORM)
     else:
-        held = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
-        ring = (weights, full, free, held)
+        shared_input = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
+        ring = (weights, full, free, shared_input)
         tickets = ticket_slots()
     fence_async_shared()
     EACH: gl.constexpr = PIECE * 8 // FORM[0] if FORM[0] else PIECE
@@ -397,7 +397,7 @@ class Layers:
             shape.norm_eps,
             view.scale * math.log2(math.e),
             ROWS=self._cut.rows,
-            LINES=held(first),
+            LINES=input_lines(first),
             STAGES=stages_of(first),
             GROUPS=groups_of(first, self._programs),
             KIND=KINDS[first.activation],

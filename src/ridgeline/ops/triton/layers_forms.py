@@ -24,7 +24,7 @@ from ridgeline.ops.triton.layers_integers import (
     scale_blocks,
 )
 from ridgeline.ops.triton.layers_products import elements, fetch_product, input_held, product
-from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, held, places, pointer, rows_at_a_time, stages
+from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, input_lines, places, pointer, rows_at_a_time, stages
 from ridgeline.ops.triton.shapes import PROCESSORS
 
 
@@ -143,7 +143,7 @@ def cut(layers: Sequence[Layer]) -> Cut:
 
 def stages_of(layer: Layer) -> int:
     """STAGES of the kernel."""
-    most = max(held(layer))
+    most = max(input_lines(layer))
     return integer_stages(layer, most, processors(layer.norms[0].device)) if layer.qkv.bits else stages(most)
 
 

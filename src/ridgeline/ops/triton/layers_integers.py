@@ -121,14 +121,14 @@ def _digits_stored(x, ring, BITS: gl.constexpr):
     """Put a product's input [LINES, 128] into shared memory: digits [runs, 2 * PIECES, 128], the inputs in the order of the
     codes, and steps [runs, PIECES]. A run is what a stage has of all pieces for one group. All who read the input before this
     one are done, for they have arrived since."""
-    held, steps = ring[3], ring[5]
+    shared_input, steps = ring[3], ring[5]
     LINES: gl.constexpr = x.shape[0]
     RUNS: gl.constexpr = 8 // BITS
     largest = gl.maximum(gl.max(gl.abs(x), 1), 1e-30)
     step = largest * (1.0 / 32512.0)
     # Added to 1.5 * 2^23, a number is rounded to an integer, which is the sum's lower bits.
-    whole = (x * (32512.0 / largest)[:, None] + 12583040.0).to(gl.int32, bitcast=True)
-    low, high = (whole ^ 128).to(gl.int8), (whole >> 8).to(gl.int8)
+    integer = (x * (32512.0 / largest)[:, None] + 12583040.0).to(gl.int32, bitcast=True)
+    low, high = (integer ^ 128).to(gl.int8), (integer >> 8).to(gl.int8)
     digits = gl.join(low, high)
     # See integer.pack for the order of codes. Here a line's digits are 16 units of 16 bytes: (half of the line, digit, thread).
     if BITS == 4:
@@ -143,7 +143,7 @@ def _digits_stored(x, ring, BITS: gl.constexpr):
     digits = gl.reshape(digits, (LINES * 2, LINE))
     step = gl.permute(gl.reshape(step, (LINES // PIECES // RUNS, PIECES, RUNS)), (0, 2, 1))
     step = gl.reshape(step, (LINES // PIECES, PIECES))
-    held._reinterpret(held.dtype, digits.shape, held.layout).store(digits)
+    shared_input._reinterpret(shared_input.dtype, digits.shape, shared_input.layout).store(digits)
     steps._reinterpret(gl.float32, step.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(step)
 
 
@@ -255,7 +255,7 @@ def _widened(codes):
 
 
 @jit
-def _digits(held, run):
+def _digits(shared_input, run):
     """Digits of a run as columns int8 [PIECES, 128, 8]: low, high, and so on."""
     FROM: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]],
@@ -271,7 +271,7 @@ def _digits(held, run):
         [],
         [8, 2, 4, 2, 4, 16],
     )
-    x = gl.convert_layout(gl.reshape(held.index(run).load(FROM), (PIECES, 2, 1, 2, 4, 16)), WIDE)
+    x = gl.convert_layout(gl.reshape(shared_input.index(run).load(FROM), (PIECES, 2, 1, 2, 4, 16)), WIDE)
     x = gl.broadcast(x, gl.zeros([PIECES, 2, 4, 2, 4, 16], gl.int8, WIDE))[0]
     x = gl.permute(gl.reshape(x, (PIECES, 2, 4, 2, 4, 2, 2, 4)), (0, 1, 5, 6, 4, 7, 2, 3))
     return gl.convert_layout(gl.reshape(x, (PIECES, 128, 8)), RIGHT_DIGITS)
@@ -291,7 +291,7 @@ def _factor(steps, run, scale, FORM: gl.constexpr):
 @jit
 def _rows_of(ring, at, chunks, STAGES: gl.constexpr, FORM: gl.constexpr):
     """Products of each piece of the next ROWS rows of a weight with the input, [PIECES, ROWS]; `at` afterwards."""
-    full, free, held, steps = ring[1], ring[2], ring[3], ring[5]
+    full, free, shared_input, steps = ring[1], ring[2], ring[3], ring[5]
     RUNS: gl.constexpr = 8 // FORM[0]
     total = gl.zeros([PIECES, ROWS, 4], gl.float32, _sums())
     for chunk in range(chunks):
@@ -301,7 +301,7 @@ def _rows_of(ring, at, chunks, STAGES: gl.constexpr, FORM: gl.constexpr):
         w = _weights(codes, FORM[0])
         for run in gl.static_range(RUNS):
             none = gl.zeros([PIECES, ROWS, 8], gl.int32, MMA)
-            sums = mma_v2(w[run], _digits(held, chunk * RUNS + run), none)
+            sums = mma_v2(w[run], _digits(shared_input, chunk * RUNS + run), none)
             low, high = gl.split(gl.reshape(sums, (PIECES, ROWS, 4, 2)))
             value = gl.convert_layout((high * 256 + low).to(gl.float32), _sums())
             total += value * gl.expand_dims(_factor(steps, chunk * RUNS + run, scale[run], FORM), 2)

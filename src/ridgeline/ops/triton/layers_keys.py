@@ -80,9 +80,9 @@ def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
 
 
 @jit
-def fetch_keys(kv_desc, asked, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """Stream a program's share of keys and values, in turns, see keys_asked; stages since the kernel began."""
-    place, head, first, last, pages_ptr, pages = asked
+    place, head, first, last, pages_ptr, pages = key_request
     KV_HEADS: gl.constexpr = SHAPE[1]
     DIM: gl.constexpr = SHAPE[2]
     PAGE_TOKENS: gl.constexpr = SHAPE[4]

@@ -61,8 +61,8 @@ def _handed_on(tickets, drawn):
 
 
 @jit
-def _drawn(draw_ptr, every):
-    return (gl.atomic_add(draw_ptr, 1, sem="relaxed") % every).to(gl.int32)
+def _drawn(draw_ptr, draws_per_launch):
+    return (gl.atomic_add(draw_ptr, 1, sem="relaxed") % draws_per_launch).to(gl.int32)
 
 
 @jit
@@ -74,8 +74,8 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
     ROWS: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = w_desc.block_shape[2]
     matrix = gl.load(place_ptr).to(gl.int32)
-    every = (groups + gl.num_programs(0)).to(gl.int64)
-    group = _drawn(draw_ptr, every)
+    draws_per_launch = (groups + gl.num_programs(0)).to(gl.int64)
+    group = _drawn(draw_ptr, draws_per_launch)
     drawn = _hand_on(tickets, drawn, group)
     while group < groups:
         for half in gl.static_range(HALVES):
@@ -84,7 +84,7 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
                 tma.async_copy_global_to_shared(w_desc, place, ring[1].index(stage), ring[0].index(stage))
                 at += 1
-        group = _drawn(draw_ptr, every)
+        group = _drawn(draw_ptr, draws_per_launch)
         drawn = _hand_on(tickets, drawn, group)
     return at, drawn
 
@@ -100,7 +100,7 @@ def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
 
 
 @jit
-def input_held(x, held, dtype: gl.constexpr, FP8: gl.constexpr):
+def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
     """Put a product's input into shared memory, rounded as the weights want it; returns its scale."""
     scale = 1.0
     x = x.to(dtype)
@@ -111,7 +111,7 @@ def input_held(x, held, dtype: gl.constexpr, FP8: gl.constexpr):
         x = wide * (448.0 / largest)
     # Whoever still reads the input before this one must be done.
     gl.thread_barrier()
-    held._reinterpret(held.dtype, x.shape, held.layout).store(x.to(held.dtype))
+    shared_input._reinterpret(shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))
     fence_async_shared()
     gl.thread_barrier()
     return scale
@@ -124,12 +124,14 @@ def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
     Line r * PIECES + p of a stage is piece p of row r, and column j of the other side piece j of the input: what counts are
     the sums where p is j.
     """
-    weights, full, free, held = ring
+    weights, full, free, shared_input = ring
     NUMBER: gl.constexpr = weights.dtype.primitive_bitwidth // 8
     PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
     PIECE: gl.constexpr = weights.shape[2]
     SUMS: gl.constexpr = _sums(ROWS, NUMBER)
-    input = held._reinterpret(held.dtype, [held.shape[0] // PIECES, PIECES, PIECE], held.layout)
+    input = shared_input._reinterpret(
+        shared_input.dtype, [shared_input.shape[0] // PIECES, PIECES, PIECE], shared_input.layout
+    )
     sums = gl.zeros([LINES_OF_STAGE, PIECES], gl.float32, SUMS)
     for chunk in range(chunks):
         stage = at % STAGES

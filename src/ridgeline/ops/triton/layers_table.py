@@ -156,7 +156,7 @@ def lines(k: int, values: torch.Tensor) -> int:
     return max(32, triton.next_power_of_2(triton.cdiv(k * values.element_size(), 128)))
 
 
-def held(layer: Layer) -> tuple[int, ...]:
+def input_lines(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
     heads, model, features = (lines(weights.inputs, weights.values) for weights in (layer.out, layer.qkv, layer.down))
     # What warps know of values in float32, and before that two copies of 16 heads. A line of integers has two digits of each input.

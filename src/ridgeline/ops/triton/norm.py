@@ -35,8 +35,8 @@ def _norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     normed = (wide * scale * weight).to(out_ptr.dtype.element_ty)
     if ADD:
-        held = tl.load(out_ptr + token * size + at, mask=inside, other=0.0)
-        normed = (held.to(tl.float32) + normed.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        residual = tl.load(out_ptr + token * size + at, mask=inside, other=0.0)
+        normed = (residual.to(tl.float32) + normed.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * size + at, normed, mask=inside)
 
 

@@ -65,12 +65,12 @@ def group_of(tokens: int, inputs: int) -> int:
 def text(name: str, sums: Mapping[str, int], **macros: int | str) -> str:
     """A source text of this folder, behind what pairs of programs share (pairs.cu) and its own macros.
 
-    sums: of a thread, for each product that the text names: a macro has no loop, so WHAT_NAMES and WHAT_REGISTERS count them out
+    sums: of a thread, for each product that the text names: a macro has no loop, so <prefix>_NAMES and <prefix>_REGISTERS list them
     as wgmma takes them."""
     lines = [f"#define {macro} {value}" for macro, value in macros.items()]
-    for what, count in sums.items():
+    for prefix, count in sums.items():
         names, registers = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(d[%d])'))
-        lines += [f'#define {what}_NAMES "{names}"', f"#define {what}_REGISTERS {registers}"]
+        lines += [f'#define {prefix}_NAMES "{names}"', f"#define {prefix}_REGISTERS {registers}"]
     folder = Path(__file__).parent
     return "\n".join((*lines, *((folder / filename).read_text() for filename in ("pairs.cu", name))))
 

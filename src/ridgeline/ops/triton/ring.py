@@ -139,21 +139,21 @@ def _place(
 
 
 @jit
-def _held(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
+def _residual(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
     """What out holds where a tile's results will go; zeros unless these join it. Nobody else writes there, so it is asked for
     before the sums are there: a way to memory less behind them."""
     where, real = place
-    held = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
+    residual = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
     if ADD:
-        held = gl.load(out_ptr + where, mask=real, other=0.0)
-    return held
+        residual = gl.load(out_ptr + where, mask=real, other=0.0)
+    return residual
 
 
 @jit
 def _finish(
     total,
     up,
-    held,
+    residual,
     place,
     tensors,
     row,
@@ -164,7 +164,7 @@ def _finish(
     LAYOUT: gl.constexpr,
 ):
     """Turn sums of a tile whose first row is `row` into results, and store them at `place`, in its layout, which suits memory.
-    held: what they join."""
+    residual: what they are added to."""
     bias_ptr, out_ptr = tensors[0], tensors[1]
     where, real = place
     out_row = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
@@ -179,7 +179,7 @@ def _finish(
             inner = 1.5957691216057308 * (total + 0.044715 * total * total * total)
         total = total / (1.0 + gl.exp(-inner)) * up
     if ADD:
-        total = gl.convert_layout(total, LAYOUT) + held.to(gl.float32)
+        total = gl.convert_layout(total, LAYOUT) + residual.to(gl.float32)
     gl.store(out_ptr + where, gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT), mask=real)
 
 
@@ -336,7 +336,7 @@ def _multiply(
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
         place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
-        held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
+        residual = _residual(tensors[1], place, ROWS, OWN, ADD, PUT)
         at = turn * run
         if weights.dtype.is_fp8():
             sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
@@ -353,7 +353,7 @@ def _multiply(
             sums = _scaled(sums, tensors, row, token, m, n)
             if SIDES == 2:
                 ups = _scaled(ups, tensors, row + n, token, m, 2 * n)
-        _finish(sums, ups, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
+        _finish(sums, ups, residual, place, tensors, row, n, BIAS, ADD, KIND, PUT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])

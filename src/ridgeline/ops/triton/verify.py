@@ -61,7 +61,7 @@ def _verify_kernel(
     if TREE:
         tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
     # Behind the path the places hold what was drawn there, as without drafts.
-    said = drawn
+    tokens = drawn
     path = tl.zeros((WIDE,), tl.int32)
     here = 0
     gained = 0
@@ -70,20 +70,20 @@ def _verify_kernel(
     for depth in range(WIDE):
         token = tl.sum(tl.where(node == here, drawn, 0), 0)
         stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
-        held = known + depth + 1
-        stopped = stopped & (held - prompt > fewest)
-        ended = tl.where(held >= limit, 2, 0) + tl.where(stopped, 1, 0)
-        said = tl.where((node == depth) & (going > 0), token, said)
+        known_after = known + depth + 1
+        stopped = stopped & (known_after - prompt > fewest)
+        ended = tl.where(known_after >= limit, 2, 0) + tl.where(stopped, 1, 0)
+        tokens = tl.where((node == depth) & (going > 0), token, tokens)
         path = tl.where((node == depth) & (going > 0), here, path)
         gained += going
         flag = tl.where(going > 0, ended, flag)
         child = tl.max(tl.where(drafted & (parent == here) & (draft == token), node, 0), 0)
         going = tl.where((ended == 0) & (child > 0), going, 0)
         here = child
-    tl.store(tokens_ptr + row * width + known + node, said, mask=(node < gained))
+    tl.store(tokens_ptr + row * width + known + node, tokens, mask=(node < gained))
     tl.store(packed, gained)
     tl.store(packed + 1, flag)
-    tl.store(packed + 2 + node, said, mask=node < wide)
+    tl.store(packed + 2 + node, tokens, mask=node < wide)
     if TREE:
         tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
         tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
