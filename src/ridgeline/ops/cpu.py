@@ -2,7 +2,7 @@
 
 Index tensors and masks are the same for all layers of a group, so they are computed once and kept in step.derived.
 Attention packs the query heads that share a KV head as extra queries, so keys and values are never expanded.
-The pool must have been zeroed when it was made: slots behind a row's end are read, and weighed with zero.
+The block pool must be zeroed at creation: slots past a row's end are read with weight zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.ops.table import AttentionOps, Ops, Plain, PlainOps, QkvShape, To
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
-    """See reference.rms_norm; PyTorch's own computes in float32 inside."""
+    """See reference.rms_norm. PyTorch's kernel computes in float32 internally."""
     if offset:
         return F.rms_norm(x.float(), weight.shape, weight.float() + 1.0, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -28,7 +28,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def _rope_factors(shape: QkvShape, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors (of x, of x with swapped halves), float32 [T, Hq + 2 Hkv, d]; 1 and 0 where nothing turns (values)."""
+    """Factors (of x, of x with swapped halves), float32 [T, Hq + 2 Hkv, d]; 1 and 0 for elements without rotation (values)."""
     key = ("rope", shape.cos_sin.data_ptr(), shape.n_heads, shape.n_kv_heads, shape.head_dim)
     if (cached := step.derived.get(key)) is not None:
         return cached  # type: ignore[no-any-return]
@@ -93,7 +93,7 @@ def qkv_write(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 BATCHED_QUERIES = TREE_BITS
-"""Rows of equally many query tokens are computed together up to this many; longer chunks one row at a time."""
+"""Rows with the same number of query tokens, up to this many, share a call. Longer rows get a call each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class _Part:
 
 
 def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_hand: bool) -> list[_Part | slice]:
-    """The calls a step takes. A slice is the query tokens of a row that starts in this step: its fresh keys and values
-    are all there is, so nothing is gathered. by_hand: see _scores_by_hand, which takes no slices."""
+    """The attention calls of a step. A slice holds the query tokens of a row whose first token is in this step. All keys and
+    values of such a row are fresh, so none are gathered. by_hand: see _scores_by_hand, which takes no slices."""
     key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, by_hand, group)
     if (cached := step.derived.get(key)) is not None:
         return cached  # type: ignore[no-any-return]
@@ -125,8 +125,8 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
         n = starts[row + 1] - starts[row]
         if n == 0 or lengths[row] < n:
             continue
-        plain = view.window is None or n <= view.window
-        if n > 1 and n == lengths[row] and plain and step.ancestors is None and not by_hand:
+        window_covers_row = view.window is None or n <= view.window
+        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not by_hand:
             parts.append(slice(starts[row], starts[row + 1]))
         elif n > BATCHED_QUERIES:
             parts.append(_gathered([row], n, view, step, (group, dtype)))
@@ -138,19 +138,19 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
 
 
 def _gathered(rows: list[int], n: int, view: KvView, step: StepInputs, packed: tuple[int, torch.dtype]) -> _Part:
-    """The part that reads `rows` (places in the step) from their pages, only those that the window reaches."""
+    """Gather the pages of `rows` (indices in the step) that the window reaches."""
     group, dtype = packed
     place = torch.tensor(rows)
     tokens = (step.q_start[place].long().unsqueeze(1) + torch.arange(n)).flatten()
     length, device_row = step.length[place].long(), step.rows[place].long()
     first = torch.zeros_like(length)
     if view.window is not None and step.key_positions is None:
-        # A draft's position may lie before its slot, never behind it, and the row's first query token reaches furthest.
-        said = step.position[tokens].view(-1, n).min(1).values
-        first = (said - view.window + 1).clamp(min=0) // view.page_tokens
+        # A draft's position is at most its slot. The smallest position of a row has the window that starts first.
+        first_position = step.position[tokens].view(-1, n).min(1).values
+        first = (first_position - view.window + 1).clamp(min=0) // view.page_tokens
     last = (length - 1).clamp(min=0) // view.page_tokens
     width = int((last - first).max()) + 1
-    # Behind its last page a row reads that page again (masked): never a page of somebody else.
+    # Past its last page a row reads that page again, masked. It never reads a page of another row.
     pages = torch.minimum(first.unsqueeze(1) + torch.arange(width), last.unsqueeze(1))
     slots = (first.unsqueeze(1) + torch.arange(width)).unsqueeze(2) * view.page_tokens + torch.arange(view.page_tokens)
     seen = _seen(slots.flatten(1), tokens.view(-1, n), length, device_row, (view, step))
@@ -213,7 +213,7 @@ def _scores_by_hand(
     q: torch.Tensor, keys_values: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, view: KvView, lse_needed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of q [rows, Hkv, n, d] with capped scores or a log-sum-exp [rows, Hkv, n], which
-    scaled_dot_product_attention does not know. All scores are in memory at once."""
+    scaled_dot_product_attention does not support. Materializes all scores."""
     k, v = keys_values
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
     if view.softcap is None:

@@ -1,9 +1,9 @@
-"""The operations on a CPU without compiled kernels, batch-invariant: each token is computed alone.
+"""Batch-invariant CPU operations in PyTorch: each token is computed in a call of its own.
 
-PyTorch and the libraries under it choose kernels, and with them the order of sums, by the shape of a call. Here every
-call has the shape of one token in memory of its own, so what else is in the step changes no bit. Decoding costs about
-what it does alone times the tokens of a step, and so does a prompt: weights are read again for every token. The
-compiled operations (ops.native) need no such thing.
+PyTorch and its libraries choose kernels, and so the order of sums, by the shape of a call. Here every call has the shape
+of one token in its own memory, so the other tokens of a step change no bit of its result. The cost of a step grows
+linearly with its tokens, because weights are read again for every token. The compiled operations (ops.native) are
+batch-invariant without this cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ridgeline.ops.table import (
 
 
 def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """x [T, ...] token by token, [1, ...] each, in aligned memory of its own."""
+    """The tokens of x [T, ...], [1, ...] each, copied to their own aligned memory."""
     return (token.clone() for token in x.split(1))
 
 
@@ -46,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def _steps(view: KvView, step: StepInputs) -> list[tuple[KvView, StepInputs]]:
-    """Each query token as a row's only one; kept in step.derived."""
+    """Inputs of a step of one row with one token, for each query token. Cached in step.derived."""
     key = ("alone", view.table.data_ptr(), view.slots.data_ptr())
     if (single_steps := step.derived.get(key)) is None:
         single_steps = step.derived[key] = [_alone(view, step, token) for token in range(step.position.shape[0])]
@@ -59,7 +59,7 @@ def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, St
     alone = StepInputs(
         rows=step.rows[row : row + 1],
         q_start=torch.tensor([0, 1], dtype=torch.int32),
-        # 0 for a padding token, which belongs to no row and gets nothing.
+        # 0 for a padding token: it belongs to no row and attends to nothing.
         length=(step.length[row : row + 1] - behind + 1).clamp(min=0) * (behind > 0),
         position=step.position[part],
         row_of=torch.zeros(1, dtype=torch.int32),

@@ -1,7 +1,7 @@
-"""The operations of the compiled library (ops.native) on a CPU; what it does not know goes to ops.cpu.
+"""CPU operations of the compiled library (ops.native). Unsupported inputs go to ops.cpu.
 
-A call costs 2 to 4 us beside its work: shapes, pointers, one allocation, one foreign call. Pointers of a step's tensors
-are gathered once per group of layers and kept in step.derived.
+A call has 2 to 4 us of overhead: shapes, pointers, one allocation, one foreign call. Pointers of a step's tensors
+are gathered once per group of layers and cached in step.derived.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MAX_HEAD_DIM = 256
 
 
 class NativeOps:
-    """The table's functions over one opened library; nothing but the room for weights changes. fixed: a token's sums are
-    added in one order, whatever is computed beside it."""
+    """The operation table over one opened library. Its only mutable state is the weight arena. fixed: a token's sums are
+    added in one order, independent of the other tokens of the call (batch-invariant)."""
 
     __slots__ = ("_arena", "_fixed", "_kernels", "_sample", "_view")
 
@@ -157,7 +157,7 @@ class NativeOps:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [out, in] -> a tensor of `out` rows whose memory holds blocks of 16 outputs; see linear.cpp."""
         kernels = self._kernels.get(weight.dtype)
-        if weight.device.type != "cpu":  # the meta device: a model that is only measured
+        if weight.device.type != "cpu":  # the meta device: only sizes are needed
             return weight
         if kernels is None:
             return cpu.pack(weight)
@@ -175,13 +175,13 @@ class NativeOps:
     def linear_add(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor
     ) -> torch.Tensor:
-        """See reference.linear_add; the result lies in the stream's memory where that is one run."""
+        """See reference.linear_add. Writes into the stream's memory if that is contiguous and of x's dtype."""
         if stream.dtype is not x.dtype or not stream.is_contiguous():
             return self.linear(x, packed, bias).add_(stream)
         return self._product(x, packed, bias, stream)
 
     def linear_activate(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """See reference.linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        """See reference.linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if packed.shape[0] % (2 * LANES):
             return self.activate(self.linear(x, packed, bias), kind)
         return self._product(x, packed, bias, None, kind)
@@ -194,7 +194,7 @@ class NativeOps:
         stream: torch.Tensor | None = None,
         kind: str | None = None,
     ) -> torch.Tensor:
-        """The norm before a product and what follows it in one call."""
+        """Run the norm before a product, the product and its epilogue in one call."""
         norm = x if isinstance(x, Normed) else None
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
@@ -258,7 +258,7 @@ class NativeOps:
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-        """See Programs: one foreign call for all of them, where the kernels know their numbers and sizes."""
+        """See Programs. All layers run in one foreign call if the kernels support their dtypes and sizes."""
         kernels = self._kernels.get(parts[0].attention_norm.dtype)
         if kernels is None or not all(_known(layer, parts[0].attention_norm.dtype) for layer in parts):
             return run
@@ -276,7 +276,7 @@ class NativeOps:
         return NativeChain(parts, kernels, self._view, self._fixed)
 
     def recurrent(self, integer: IntOps, parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:
-        """See Programs; integer: the library's, whose order its matrices get."""
+        """See Programs. integer: the library's operations, which pack the matrices."""
         kernels = self._kernels.get(parts.embedding.dtype)
         known = parts.matrices["gate_up"].out % (2 * LANES) == 0 and _known_size(parts.head_dim)
         if kernels is None or not known or parts.embedding.device.type != "cpu":
@@ -308,7 +308,7 @@ def _known_size(head_dim: int) -> bool:
 
 
 def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
-    """Pointer to what the kernels need of `view` and `step` beside the cache itself, the same for layers alike."""
+    """Pointer to the kernels' struct of `view` and `step`, without the cache. Layers with equal views share it."""
     kv = view.kv
     identity = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
     key = ("native", identity, kv.shape, kv.stride())
@@ -318,7 +318,7 @@ def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
 
 
 def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
-    """It holds what it points to and the tensors that must live as long."""
+    """Build that struct. The returned pointer keeps it and its tensors alive."""
     tensors = (view.slots, step.rows, step.q_start, step.length, step.position)
     slots, *step_tensors = (tensor.contiguous() for tensor in tensors)
     pages = view.table if view.table.stride(1) == 1 else view.table.contiguous()

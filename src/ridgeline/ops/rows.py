@@ -1,6 +1,6 @@
-"""The device's rows as operations see them: where a step's query tokens are gathered from, and what a draw writes back.
+"""State of the device's rows: gathers a step's query tokens from it and writes sampled tokens back.
 
-Here in plain PyTorch; a GPU has one kernel for each (ops.triton.rows).
+This module is the PyTorch version. A GPU has one kernel for each function (ops.triton.rows).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Int(IntEnum):
 
 
 class Knob(IntEnum):
-    """Columns of `knobs`, float32: what a row is drawn with, beside its top_k."""
+    """Columns of `knobs`, float32: sampling parameters of a row. top_k is a column of `ints`."""
 
     TEMPERATURE = 0
     TOP_P = 1
@@ -47,8 +47,8 @@ MOVING = 4
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """tokens int32 [R, width], all a row knows. ints int32 [R, INTS], columns as in Int. tables int32 [groups, R, P], each
-    row's pages in slot order, of page_tokens slots each."""
+    """tokens int32 [R, width]: all known tokens of each row. ints int32 [R, INTS]: columns as in Int. tables int32
+    [groups, R, P]: each row's pages of page_tokens slots, in slot order."""
 
     tokens: torch.Tensor
     ints: torch.Tensor
@@ -122,14 +122,14 @@ def ends(state: RowState, rows: torch.Tensor, place: torch.Tensor, drawn: torch.
 
 
 def move(state: RowState, rows: torch.Tensor, count: torch.Tensor, flag: torch.Tensor) -> None:
-    """Rows gain `count` tokens and are done where `flag` is set."""
+    """Add `count` tokens to rows, and mark rows as done where `flag` is set."""
     moved = torch.stack((count, count, count, flag.clamp(max=1)), dim=1)
     state.ints[:, :MOVING].index_add_(0, rows, moved)
 
 
 def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Device rows int32 [S] take one drawn token each, int32 [S]: it is written behind what they know, and they move on;
-    a row that is done stays as it is. Only row 0 may come more than once. -> int32 [S, 3]: tokens gained, flag, token."""
+    """Append one drawn token int32 [S] to each of the device rows int32 [S]. Rows that are done do not change. Only row 0 may
+    occur more than once. -> int32 [S, 3]: tokens gained, flag, token."""
     place = state.ints.index_select(0, rows)[:, Int.KNOWN]
     live = 1 - state.ints.index_select(0, rows)[:, Int.DONE]
     flag = ends(state, rows, place, drawn) * live
@@ -140,7 +140,7 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
 
 
 def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Of hidden states [N, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
+    """Select the hidden states [S, D] from which each row's last token was drawn. hidden [N, D]: of last known tokens and drafts.
     packed int32 [S, 2 + ..], path int64 [S, wide]: of ops.verify; path None for chains. first: as in Drafted."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
@@ -149,7 +149,7 @@ def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, 
 
 
 Runs = Sequence[Sequence[torch.Tensor]]
-"""Of each group of layers its cache as few views [pages, heads of keys and values, page_tokens, dim]."""
+"""For each group of layers, views [pages, heads of keys and values, page_tokens, dim] of its cache."""
 
 
 def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.Tensor, runs: Runs, depth: int) -> None:
@@ -169,7 +169,7 @@ def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.
     slots = root.long().unsqueeze(1) + torch.stack((source, place.expand_as(source)))
     size, row_index = state.page_tokens, rows.long().unsqueeze(1)
     for table, group in zip(state.tables.unbind(0), runs, strict=True):
-        # Who stays moves within the scratch page.
+        # Nodes that need no move copy a slot of the scratch page onto itself.
         moved = goes * (table.long()[row_index, slots // size] * size + slots % size)
         (from_page, to_page), (from_place, to_place) = (moved // size).flatten(1), (moved % size).flatten(1)
         for run in group:
@@ -180,8 +180,8 @@ ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, there once the device has come so far; until then it must be held, as torch does not know who
-    writes to it. A tensor of the host is returned as it is."""
+    """Start a copy to pinned host memory. The caller keeps the result alive until the device has written it, because torch does
+    not track that write. A CPU tensor is returned unchanged."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -140,8 +140,8 @@ def _place(
 
 @jit
 def _residual(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
-    """What out holds where a tile's results will go; zeros unless these join it. Nobody else writes there, so it is asked for
-    before the sums are there: a way to memory less behind them."""
+    """Load the values of out that a tile's results are added to; zeros without ADD. No other program writes them, so the load is
+    issued before the sums are complete, which hides its latency."""
     where, real = place
     residual = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
     if ADD:
@@ -163,7 +163,7 @@ def _finish(
     KIND: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Turn sums of a tile whose first row is `row` into results, and store them at `place`, in its layout, which suits memory.
+    """Turn sums of a tile whose first row is `row` into results and store them at `place` in LAYOUT, which coalesces the stores.
     residual: what they are added to."""
     bias_ptr, out_ptr = tensors[0], tensors[1]
     where, real = place

@@ -1,4 +1,4 @@
-"""Gathering a step's query tokens and writing drawn ones back, one kernel each; see ops.rows."""
+"""Kernels that gather a step's query tokens and write drawn tokens back. See ops.rows."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 64
 WRITTEN, MOST_WRITTEN = 1024, 1 << 16
-"""Numbers that a program writes to the host, and the most that are written so."""
+"""Numbers that a program copies to the host, and the most that are copied by this kernel."""
 POSITION, LENGTH, KNOWN, DONE = (
     tl.constexpr(int(column)) for column in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE)
 )
@@ -121,7 +121,7 @@ def _advance_kernel(
     PDL: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """One row. Row 0 is done, so however often it comes it is written what it holds."""
+    """Process one row per program. Row 0 is done, so programs that share it write the values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
@@ -153,7 +153,7 @@ def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """See ops.rows.to_host. A kernel writes to the host's memory: the copy engine's beginning and end are 13 us of a step."""
+    """See ops.rows.to_host. A kernel writes to host memory, because the copy engine adds 13 us to a step."""
     count = tensor.numel()
     if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= MOST_WRITTEN:
         return plain.to_host(tensor)
