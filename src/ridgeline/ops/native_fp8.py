@@ -84,7 +84,7 @@ class NativeFp8:
     def _in_float32(
         self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None
     ) -> torch.Tensor:
-        """For numbers that the kernels do not know, and for what is quantized already: that comes out the same again."""
+        """Compute in float32, for unsupported dtypes and for quantized inputs. Quantizing those again yields the same values."""
         source = _numbers(x).float()
         widened = Normed(source, x.weight.float(), x.eps, x.offset) if isinstance(x, Normed) else source
         added = None if stream is None else stream.float()

@@ -63,7 +63,7 @@ class NativeInteger:
         return self._product(x, matrix, bias, stream)
 
     def linear_activate(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """See reference.int_linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        """See reference.int_linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if matrix.out % (2 * LANES):
             return self._activate(self._product(x, matrix, bias), kind)
         return self._product(x, matrix, bias, None, kind)
@@ -76,7 +76,7 @@ class NativeInteger:
         stream: torch.Tensor | None = None,
         kind: str | None = None,
     ) -> torch.Tensor:
-        """The norm before a product and what follows it in one call."""
+        """Run the norm before a product, the product and its epilogue in one call."""
         norm = x if isinstance(x, Normed) else None
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
@@ -110,14 +110,14 @@ class NativeInteger:
         stream: torch.Tensor | None,
         kind: str | None,
     ) -> torch.Tensor:
-        """For numbers that the kernels do not know."""
+        """Compute in float32, for dtypes without kernels."""
         wide = None if stream is None else stream.float()
         out = self._product(x.float(), matrix, None if bias is None else bias.float(), wide, kind)
         return out.to(x.dtype)
 
 
 def int_weights(matrix: IntMatrix) -> IntWeights:
-    """Where a packed matrix lies, as the kernels take it."""
+    """The kernels' struct of a packed matrix."""
     zeros = None if matrix.zeros is None else matrix.zeros.data_ptr()
     return IntWeights(matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros, matrix.bits, matrix.group)
 

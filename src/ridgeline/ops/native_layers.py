@@ -42,7 +42,7 @@ class NativeLayers:
                 known[alike] = self._view_of(view, step).value
             view_pointers.append(known[alike])
         pointers = self._pointers(*view_pointers)
-        pointers.step = step  # type: ignore[attr-defined]  # whose own what they point to is, for a call that is made again
+        pointers.step = step  # type: ignore[attr-defined]  # keeps the tensors behind the pointers alive for replays
         self._run(
             self._structs,
             len(views),
@@ -55,7 +55,7 @@ class NativeLayers:
 
 
 def layer_structs(parts: Sequence[LayerParts]) -> ctypes.Array[Layer]:
-    """What the kernels know of each layer; its weights must live as long."""
+    """Structs that describe the layers to the kernels. The caller keeps the weights alive."""
     return (Layer * len(parts))(*(_layer(layer) for layer in parts))
 
 

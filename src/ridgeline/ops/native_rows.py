@@ -13,14 +13,14 @@ from ridgeline.ops.native.binding import Library
 from ridgeline.ops.rows import Drafted, Gathered, RowState, Runs, Spread
 
 STATE = 9
-"""Numbers that state_of gives."""
+"""Length of state_of's result."""
 _DRAW = Struct(f"{STATE + 8}q")
 _GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 9}q")
 _KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("9q")
 
 
 class NativeRows:
-    """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
+    """Row operations of one opened library. Rows, tables and a step's tensors are contiguous CPU tensors."""
 
     __slots__ = ("_advance", "_gather", "_keep", "_kernels", "_last", "_verify")
 
@@ -122,6 +122,6 @@ def state_of(state: RowState) -> tuple[int, ...]:
 
 
 def at(tensor: torch.Tensor) -> int:
-    """Where a tensor in one run lies."""
+    """Address of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What weights of integers and of floats have in common for the kernel of all layers: one name for either's way."""
+"""Functions of the kernel of all layers that dispatch on integer or floating-point weights."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the kernel of all layers knows of each, its row in a table on the device and its weights for the copy engine, and what all
-forms of weights share."""
+"""Tables and weight descriptors of the kernel that runs all layers, and the helpers that all weight formats share."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -18,18 +17,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ridgeline.ops.table import QkvShape
 
 LINES_OF_STAGE = gl.constexpr(128)
-"""Parts of rows in a stage, of 128 bytes each."""
+"""Lines of 128 bytes in a stage."""
 STAGE = 16384
 """Bytes of a stage."""
 MEMORY = 225 << 10
-"""Bytes of shared memory for the ring and what a program holds: a product's input, or what its warps exchange of attention."""
+"""Bytes of shared memory for the ring and for a product's input, or for the values that warps exchange in attention."""
 IN_FLIGHT = gl.constexpr(3)
 """Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
 queues behind them: of 12 stages for 6 microseconds."""
 LEAST_STAGES = 4
-"""Of a group of rows."""
+"""Fewest stages of a group of rows."""
 ALIGNED = 16
-"""Bytes of which the copy engine wants addresses to be multiples."""
+"""Alignment of addresses for the copy engine, in bytes."""
 
 # What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
 # scales, or places of these where groups have some; pointers to biases, to the norms before attention and feed-forward, of queries
@@ -42,7 +41,7 @@ CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
 
 @jit
 def pointer(field_ptr, dtype: gl.constexpr):
-    """A pointer in the table, of ALIGNED bytes."""
+    """Load a pointer from the table. It is aligned to ALIGNED bytes."""
     return gl.multiple_of(gl.load(field_ptr).to(gl.pointer_type(dtype)), 16)
 
 

@@ -1,4 +1,4 @@
-"""Verifying drafts and moving rows on, one program per row; see ops.verify."""
+"""Kernel that verifies drafts and appends accepted tokens, one program per row. See ops.verify."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _verify_kernel(
     WIDE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """The walk from the root: a token is taken, and its node becomes the next place, if one has drafted it. Row 0 is done, so
-    however often it comes it is written what it holds."""
+    """Walk from the root: take the token drawn at a node, and continue at the child that drafted it, if any. Row 0 is done, so
+    programs that share it write the values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
