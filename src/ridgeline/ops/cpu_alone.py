@@ -56,7 +56,7 @@ def _steps(view: KvView, step: StepInputs) -> list[tuple[KvView, StepInputs]]:
 def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, StepInputs]:
     row, part = int(step.row_of[token]), slice(token, token + 1)
     behind = int(step.q_start[row + 1]) - token
-    alone = StepInputs(
+    single_step = StepInputs(
         rows=step.rows[row : row + 1],
         q_start=torch.tensor([0, 1], dtype=torch.int32),
         # 0 for a padding token: it belongs to no row and attends to nothing.
@@ -67,7 +67,7 @@ def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, St
         max_length=step.max_length,
         key_positions=step.key_positions,
     )
-    return view.slots[part], alone
+    return view.slots[part], single_step
 
 
 def qkv_write(

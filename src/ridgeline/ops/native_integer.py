@@ -45,10 +45,10 @@ class NativeInteger:
         """[out, groups] -> the same shape, in memory [out / 16, groups, 16]."""
         outputs, groups = values.shape
         rows = -(-outputs // LANES) * LANES
-        room = self._arena.take(rows, groups, values.dtype)
+        packed = self._arena.take(rows, groups, values.dtype)
         padded = torch.nn.functional.pad(values, (0, 0, 0, rows - outputs))
-        room.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
-        return room[:outputs]
+        packed.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
+        return packed[:outputs]
 
     def linear(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.int_linear."""
@@ -111,8 +111,8 @@ class NativeInteger:
         kind: str | None,
     ) -> torch.Tensor:
         """Compute in float32, for dtypes without kernels."""
-        wide = None if stream is None else stream.float()
-        out = self._product(x.float(), matrix, None if bias is None else bias.float(), wide, kind)
+        stream_f32 = None if stream is None else stream.float()
+        out = self._product(x.float(), matrix, None if bias is None else bias.float(), stream_f32, kind)
         return out.to(x.dtype)
 
 

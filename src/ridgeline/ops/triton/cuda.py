@@ -120,8 +120,8 @@ def rows_map(memory: torch.Tensor, box: tuple[int, int]) -> TensorMap:
 @lru_cache(MAPS)
 def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, width: int) -> TensorMap:
     # The driver wants it at a multiple of 64.
-    room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
-    at = ctypes.addressof(room) + 63 & ~63
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
+    at = ctypes.addressof(buffer) + 63 & ~63
     shape, stride = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(2 * pitch)
     boxes, each = (c_uint32 * 2)(width, height), (c_uint32 * 2)(1, 1)
     swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else PLAIN

@@ -238,9 +238,9 @@ def small(
     grid = (triton.cdiv(outputs, launch.outputs), triton.cdiv(tokens, tile), split)
     if split > 1 and grid[0] * grid[1] > matrix.counters.numel():
         split, turns, grid = 1, triton.cdiv(inputs, launch.inputs), (grid[0], grid[1], 1)
-    room = split * grid[0] * grid[1] * launch.outputs * tile if split > 1 else 0
+    part_size = split * grid[0] * grid[1] * launch.outputs * tile if split > 1 else 0
     sums = torch.int32 if matrix.values.dtype == torch.int8 else torch.float32
-    part = torch.empty(room, dtype=sums, device=out.device) if room else matrix.scales
+    part = torch.empty(part_size, dtype=sums, device=out.device) if part_size else matrix.scales
     _small_kernel[grid](
         x.values,
         x.scales,

@@ -181,8 +181,8 @@ def _kernel(
 
 
 @cache
-def room(device: torch.device) -> bool:
-    """Whether a program finds the shared memory that the launches were measured with."""
+def has_shared_memory(device: torch.device) -> bool:
+    """Whether the device has the shared memory of the GPU on which the launches were measured."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

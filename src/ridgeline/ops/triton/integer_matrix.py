@@ -80,16 +80,16 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
             return tl.inline_asm_elementwise(PTX, four, operands, (tl.bfloat16,) * 4, True, 2)
         else:
             return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 2)
-    wide, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
+    words, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
     if BITS == 8:
-        c0 = (((wide << 24) >> 24).to(tl.float32) - z) * s
-        c1 = (((wide << 16) >> 24).to(tl.float32) - z) * s
+        c0 = (((words << 24) >> 24).to(tl.float32) - z) * s
+        c1 = (((words << 16) >> 24).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE)
     else:
-        c0 = ((wide & 15).to(tl.float32) - z) * s
-        c1 = ((wide >> 4 & 15).to(tl.float32) - z) * s
-        c2 = ((wide >> 8 & 15).to(tl.float32) - z) * s
-        c3 = ((wide >> 12 & 15).to(tl.float32) - z) * s
+        c0 = ((words & 15).to(tl.float32) - z) * s
+        c1 = ((words >> 4 & 15).to(tl.float32) - z) * s
+        c2 = ((words >> 8 & 15).to(tl.float32) - z) * s
+        c3 = ((words >> 12 & 15).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE), c2.to(TYPE), c3.to(TYPE)
 
 

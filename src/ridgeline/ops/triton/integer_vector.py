@@ -89,8 +89,8 @@ def _ahead(
 @triton.jit
 def _lines(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
     """A number for each line and warp [4, 8, WARPS, EIGHTS, 1] as one for each of its products [WARPS, lines, 8]."""
-    wide = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
-    return tl.reshape(wide, (WARPS, EIGHTS * 8, 8))
+    expanded = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
+    return tl.reshape(expanded, (WARPS, EIGHTS * 8, 8))
 
 
 @triton.jit

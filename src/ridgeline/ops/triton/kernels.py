@@ -214,8 +214,10 @@ def _quantized(shape: Shape) -> bool:
 
 
 def _fp8_vector_serves(shape: Shape) -> ResidentTile | None:
-    plain = shape.dtype in HALVES and shape.tokens == 1 and shape.aligned and fp8_vector.room(shape.device)
-    if not plain or shape.k > fp8_vector.WIDEST or shape.k % fp8_vector.ALIGNED:
+    supported = (
+        shape.dtype in HALVES and shape.tokens == 1 and shape.aligned and fp8_vector.has_shared_memory(shape.device)
+    )
+    if not supported or shape.k > fp8_vector.WIDEST or shape.k % fp8_vector.ALIGNED:
         return None
     return resident_for(shape.n, shape.k)
 

@@ -35,7 +35,7 @@ from ridgeline.ops.triton.layers_forms import (
     stages_of,
     taken,
 )
-from ridgeline.ops.triton.layers_integers import groups_of, room
+from ridgeline.ops.triton.layers_integers import groups_of, integer_buffers
 from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, keys_asked
 from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, input_lines
@@ -284,7 +284,7 @@ def layers_kernel(
     if FORM[0]:
         DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
         shared_input = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
-        ring = (weights, full, free, shared_input) + room(STAGES, MOST, GROUPS, FORM)
+        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MOST, GROUPS, FORM)
     else:
         shared_input = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
         ring = (weights, full, free, shared_input)

@@ -42,9 +42,9 @@ LINE = gl.constexpr(128)
 
 
 @jit
-def room(STAGES: gl.constexpr, MOST: gl.constexpr, GROUPS: gl.constexpr, FORM: gl.constexpr):
-    """Shared memory beside that of all forms: scales of groups in each stage, steps of the input, sums of a program's rows in each
-    piece, sums of squares. GROUPS: of rows that a program has at most."""
+def integer_buffers(STAGES: gl.constexpr, MOST: gl.constexpr, GROUPS: gl.constexpr, FORM: gl.constexpr):
+    """Allocate the shared memory that only integer weights need: scales of groups in each stage, steps of the input, sums of a
+    program's rows in each piece, sums of squares. GROUPS: most groups of rows of a program."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCALES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
@@ -399,7 +399,7 @@ def groups_of(layer: Layer, programs: int) -> int:
 
 
 def integer_stages(layer: Layer, most: int, programs: int) -> int:
-    """Stages of the ring beside inputs of `most` lines, of two digits, a step and a sum of squares each, and what `room` has."""
+    """Stages of the ring beside inputs of `most` lines, of two digits, a step and a sum of squares each, and `integer_buffers`."""
     other_bytes = most * (2 * LINE.value + 4 + 4) + groups_of(layer, programs) * 2 * PIECES.value * ROWS.value * 4
     scales = ROWS.value * PIECES.value * 8 // layer.qkv.bits * 2 if layer.qkv.grouped else 0
     return (MEMORY - other_bytes) // (STAGE + scales)

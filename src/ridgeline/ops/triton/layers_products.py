@@ -105,10 +105,10 @@ def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
     scale = 1.0
     x = x.to(dtype)
     if FP8:
-        wide = x.to(gl.float32)
-        largest = gl.maximum(gl.max(gl.max(gl.abs(wide), 1), 0), 1e-12)
+        x_f32 = x.to(gl.float32)
+        largest = gl.maximum(gl.max(gl.max(gl.abs(x_f32), 1), 0), 1e-12)
         scale = largest / 448.0
-        x = wide * (448.0 / largest)
+        x = x_f32 * (448.0 / largest)
     # Whoever still reads the input before this one must be done.
     gl.thread_barrier()
     shared_input._reinterpret(shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))

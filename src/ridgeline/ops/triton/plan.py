@@ -42,8 +42,8 @@ def _run(span, units, spare, smallest, tile: tl.constexpr, FINER: tl.constexpr):
     if FINER:
         # That is short enough even if every row ends with a run of one slot; most end with more.
         for step in tl.static_range(1, FINER_RUNS + 1):
-            room = spare + (units - spare) * step // FINER_RUNS
-            shorter = tl.maximum((total + room - 1) // room, smallest).to(tl.int32)
+            available = spare + (units - spare) * step // FINER_RUNS
+            shorter = tl.maximum((total + available - 1) // available, smallest).to(tl.int32)
             shorter = (shorter + tile - 1) // tile * tile
             fits = tl.sum((span + shorter - 1) // shorter, 0) <= units
             run = tl.where(fits, tl.minimum(run, shorter), run)

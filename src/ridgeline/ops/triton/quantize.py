@@ -68,9 +68,9 @@ def _norm_kernel(
     if OFFSET:
         weight += 1.0
     await_inputs(PDL)
-    wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = _rounded(wide * rms * weight, x_ptr.dtype.element_ty, PDL)
+    x_f32 = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / size + eps)
+    normed = _rounded(x_f32 * rms * weight, x_ptr.dtype.element_ty, PDL)
     factor, scale = scale_of(tl.max(tl.abs(normed), 0))
     tl.store(out_ptr + token * size + at, (normed * factor).to(tl.float8e4nv), mask=inside)
     tl.store(scale_ptr + token, scale)

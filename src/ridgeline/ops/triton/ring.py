@@ -194,10 +194,10 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     ENDING: gl.constexpr = _ending(SPLIT)
     OWN: gl.constexpr = BATCH // ENDING
     part = gl.program_id(0) % SPLIT
-    high = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
-    wide = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
+    row_index = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+    column = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
     parts = part_ptr + tile.to(gl.int64) * (SPLIT * SIDES * SIZE)
-    place = parts + part * (SIDES * SIZE) + wide[None, :] * ROWS + high[:, None]
+    place = parts + part * (SIDES * SIZE) + column[None, :] * ROWS + row_index[:, None]
     gl.store(place, total)
     if SIDES == 2:
         gl.store(place + SIZE, up)
@@ -212,9 +212,9 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     arrived = arrived + each if ENDING == SPLIT else gl.where(part < ENDING, arrived + each, goal)
     while arrived - goal < 0:
         arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
-    high = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    wide = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
-    place = parts + wide[None, :] * ROWS + high[:, None]
+    row_index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    place = parts + column[None, :] * ROWS + row_index[:, None]
     sums = gl.load(place, cache_modifier=".cg")
     ups = sums
     for other in gl.static_range(1, SPLIT):
@@ -288,10 +288,10 @@ def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGE
 @jit
 def _scaled(total, tensors, row, token, m, n):
     """Sums of 8-bit products times the scales of their rows, from `row` on, and of their tokens, from `token` on."""
-    high = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
-    wide = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
-    w_scale = gl.load(tensors[4] + high, mask=high < n, other=0.0)
-    x_scale = gl.load(tensors[5] + wide, mask=wide < m, other=0.0)
+    row_index = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    column = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+    w_scale = gl.load(tensors[4] + row_index, mask=row_index < n, other=0.0)
+    x_scale = gl.load(tensors[5] + column, mask=column < m, other=0.0)
     return total.to(gl.float32) * (w_scale.to(gl.float32)[:, None] * x_scale[None, :])
 
 
