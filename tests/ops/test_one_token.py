@@ -104,7 +104,7 @@ def test_vectors_at_odd_places_are_not_taken() -> None:
 def test_inputs_and_ring_fit(sizes: tuple[int, int, int], form: str) -> None:
     """And what warps exchange of attention: twice 16 heads, then 64 values of each warp for the heads of a group."""
     parts = layer(*sizes, form)
-    held, digits = tables.held(one_token._layer(parts)), 2 if form.startswith("int") else 1
+    held, digits = tables.input_lines(one_token._layer(parts)), 2 if form.startswith("int") else 1
     for lines, (_, k) in zip(held, ((0, sizes[1]), (0, sizes[0]), (0, sizes[2])), strict=False):
         assert lines * 128 >= k * (2 if form == "bf16" else 1) and lines & (lines - 1) == 0
     group, dim = max(1, parts.shape.n_heads // parts.shape.n_kv_heads), parts.shape.head_dim
@@ -166,7 +166,7 @@ def compile_for_hopper(
     types: dict[str, Any] = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     types |= numbers | {"page_stride": "i64", "kind_stride": "i64"}
     constants: dict[str, Any] = {
-        "LINES": tables.held(of),
+        "LINES": tables.input_lines(of),
         "ROWS": rows,
         "STAGES": forms.stages_of(of),
         "GROUPS": integers.groups_of(of, 132),

@@ -1,5 +1,5 @@
-"""Work on tensors that stay where they are, captured once and repeated without Python: as a CUDA graph, or on a CPU as the list
-of foreign calls that it made (ops.native.capture)."""
+"""Capture work on tensors with fixed addresses and replay it without Python: as a CUDA graph, or on a CPU as a list of foreign
+calls (ops.native.capture)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 class Captured(Protocol):
     """Captured work."""
 
-    def replay(self, *given: Any) -> Any:
-        """Repeat it. -> what the work returned, in memory that holds until the next replay."""
+    def replay(self, *arguments: Any) -> Any:
+        """Run the work again. Returns its result, in memory that is valid until the next replay."""
 
 
 class Capture(Protocol):
-    """Captures work that depends on nothing but what its tensors hold, and may do so late: the first replays may be the work as
-    it stands, with the arguments `given`."""
+    """Capture work that depends only on the contents of its tensors. May capture lazily: the first replays may run the work
+    itself, with the `arguments` of `replay`."""
 
     def __call__(self, work: Callable[..., Any]) -> Captured: ...
 
 
 class Uncaptured:
-    """Work that runs each time as it stands. Is a Capture."""
+    """Run the work itself at each replay. Implements Capture."""
 
     __slots__ = ("replay",)
 
@@ -33,7 +33,7 @@ class Uncaptured:
 
 
 class CudaCapture:
-    """Captures work as a CUDA graph, at once. All graphs share one memory pool: they run one after the other on one stream."""
+    """Capture work as a CUDA graph, immediately. All graphs share one memory pool, because they run in order on one stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -46,13 +46,13 @@ class CudaCapture:
 
 
 class _CudaGraph:
-    """result: held, so that no later graph of the pool is given its memory."""
+    """A captured graph. Keeps `result` alive, so that later graphs of the pool do not reuse its memory."""
 
     __slots__ = ("_graph", "_result")
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Any) -> None:
         self._graph, self._result = graph, result
 
-    def replay(self, *given: Any) -> Any:
+    def replay(self, *arguments: Any) -> Any:
         self._graph.replay()
         return self._result

@@ -1,4 +1,4 @@
-"""Which set of operations a device gets: chosen once at start-up, logged with the reason."""
+"""Choose the operations of a device at start-up, and log the reason."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def choose(
     eager: bool = False,
     load: Callable[..., tuple[Ops | None, str]] | None = None,
 ) -> Ops:
-    """The fastest operations for `device` and `dtype`; the plain reference where nothing faster fits, with a warning.
-    eager: on a CPU PyTorch's own, compiled ones or not. load: gives the compiled ones (None: native_cpu.load)."""
+    """Return the fastest operations for `device` and `dtype`. Falls back to the reference with a warning.
+    eager: use PyTorch on a CPU. load: loads the compiled CPU operations (None: native_cpu.load)."""
     missing = _missing(device, dtype)
     if missing:
         log.warning("operations: slow PyTorch reference on %s in %s, because %s", device, dtype, missing)
         return REFERENCE
     if device.type == "cpu":
-        native, what = (None, "disabled by --enforce-eager") if eager else (load or native_cpu.load)()
+        native, detail = (None, "disabled by --enforce-eager") if eager else (load or native_cpu.load)()
         if native is not None:
-            log.info("operations: native in %s, %s", dtype, what)
+            log.info("operations: native in %s, %s", dtype, detail)
             return native
-        log.info("operations: PyTorch in %s (native operations: %s)", dtype, what)
+        log.info("operations: PyTorch in %s (native operations: %s)", dtype, detail)
         return CPU
     # Only here: Triton is an extra that a machine without a GPU need not have.
     from ridgeline.ops.triton.ahead import hashing
@@ -55,17 +55,17 @@ def choose(
 def choose_invariant(
     device: torch.device, dtype: torch.dtype, load: Callable[..., tuple[Ops | None, str]] | None = None
 ) -> Ops:
-    """Operations whose results for a token do not depend on what else is in the step. Raises ConfigError if there are none
-    for `device` and `dtype`. load: see choose."""
+    """Return batch-invariant operations: a token's results do not depend on the other tokens of the step. Raises ConfigError if
+    `device` and `dtype` have none. load: see choose."""
     missing = _missing(device, dtype)
     if missing:
         raise ConfigError(f"--deterministic is not possible on this device: {missing}.", param="deterministic")
     if device.type == "cpu":
-        native, what = (
+        native, detail = (
             (load or native_cpu.load)(fixed=True) if dtype in TYPES else (None, f"they do not support {dtype}")
         )
         if native is None:
-            log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", what)
+            log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", detail)
         return native or CPU_ALONE
     from ridgeline.ops.triton.invariant import INVARIANT
 
@@ -74,7 +74,7 @@ def choose_invariant(
 
 
 def _missing(device: torch.device, dtype: torch.dtype) -> str:
-    """Why kernels cannot serve, empty if they can."""
+    """Reason why the kernels are unusable, empty if they are usable."""
     if device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {device.type}"
     if dtype not in KERNEL_DTYPES:

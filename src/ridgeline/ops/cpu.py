@@ -2,7 +2,7 @@
 
 Index tensors and masks are the same for all layers of a group, so they are computed once and kept in step.derived.
 Attention packs the query heads that share a KV head as extra queries, so keys and values are never expanded.
-The pool must have been zeroed when it was made: slots behind a row's end are read, and weighed with zero.
+The block pool must be zeroed at creation: slots past a row's end are read with weight zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.ops.table import AttentionOps, Ops, Plain, PlainOps, QkvShape, To
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
-    """See reference.rms_norm; PyTorch's own computes in float32 inside."""
+    """See reference.rms_norm. PyTorch's kernel computes in float32 internally."""
     if offset:
         return F.rms_norm(x.float(), weight.shape, weight.float() + 1.0, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -28,10 +28,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def _rope_factors(shape: QkvShape, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors (of x, of x with swapped halves), float32 [T, Hq + 2 Hkv, d]; 1 and 0 where nothing turns (values)."""
+    """Factors (of x, of x with swapped halves), float32 [T, Hq + 2 Hkv, d]; 1 and 0 for elements without rotation (values)."""
     key = ("rope", shape.cos_sin.data_ptr(), shape.n_heads, shape.n_kv_heads, shape.head_dim)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     turn = shape.cos_sin.index_select(0, step.position)
     half, turned = turn.shape[2], shape.n_heads + shape.n_kv_heads
     same = torch.ones(turn.shape[0], turned + shape.n_kv_heads, shape.head_dim)
@@ -53,8 +53,8 @@ def _write_index(view: KvView, step: StepInputs) -> torch.Tensor:
     """Where k and v of each token go, int64 [T * 2 * Hkv], in vectors of head_dim from the start of view.kv."""
     page, kind, head, place, _ = view.kv.stride()
     key = ("write", view.slots.data_ptr(), view.kv.shape[2], page, kind, head)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     token = view.slots // view.page_tokens * (page // place) + view.slots % view.page_tokens
     kinds = torch.arange(2).view(2, 1) * (kind // place) + torch.arange(view.kv.shape[2]) * (head // place)
     index = (token.view(-1, 1, 1) + kinds).flatten()
@@ -93,7 +93,7 @@ def qkv_write(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 BATCHED_QUERIES = TREE_BITS
-"""Rows of equally many query tokens are computed together up to this many; longer chunks one row at a time."""
+"""Rows with the same number of query tokens, up to this many, share a call. Longer rows get a call each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class _Part:
 
 
 def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_hand: bool) -> list[_Part | slice]:
-    """The calls a step takes. A slice is the query tokens of a row that starts in this step: its fresh keys and values
-    are all there is, so nothing is gathered. by_hand: see _scores_by_hand, which takes no slices."""
+    """The attention calls of a step. A slice holds the query tokens of a row whose first token is in this step. All keys and
+    values of such a row are fresh, so none are gathered. by_hand: see _scores_by_hand, which takes no slices."""
     key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, by_hand, group)
-    if (found := step.derived.get(key)) is not None:
-        return found  # type: ignore[no-any-return]
+    if (cached := step.derived.get(key)) is not None:
+        return cached  # type: ignore[no-any-return]
     starts, lengths = step.q_start.tolist(), step.length.tolist()
     batches: dict[int, list[int]] = {}
     parts: list[_Part | slice] = []
@@ -125,8 +125,8 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
         n = starts[row + 1] - starts[row]
         if n == 0 or lengths[row] < n:
             continue
-        plain = view.window is None or n <= view.window
-        if n > 1 and n == lengths[row] and plain and step.ancestors is None and not by_hand:
+        window_covers_row = view.window is None or n <= view.window
+        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not by_hand:
             parts.append(slice(starts[row], starts[row + 1]))
         elif n > BATCHED_QUERIES:
             parts.append(_gathered([row], n, view, step, (group, dtype)))
@@ -138,19 +138,19 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
 
 
 def _gathered(rows: list[int], n: int, view: KvView, step: StepInputs, packed: tuple[int, torch.dtype]) -> _Part:
-    """The part that reads `rows` (places in the step) from their pages, only those that the window reaches."""
+    """Gather the pages of `rows` (indices in the step) that the window reaches."""
     group, dtype = packed
     place = torch.tensor(rows)
     tokens = (step.q_start[place].long().unsqueeze(1) + torch.arange(n)).flatten()
     length, device_row = step.length[place].long(), step.rows[place].long()
     first = torch.zeros_like(length)
     if view.window is not None and step.key_positions is None:
-        # A draft's position may lie before its slot, never behind it, and the row's first query token reaches furthest.
-        said = step.position[tokens].view(-1, n).min(1).values
-        first = (said - view.window + 1).clamp(min=0) // view.page_tokens
+        # A draft's position is at most its slot. The smallest position of a row has the window that starts first.
+        first_position = step.position[tokens].view(-1, n).min(1).values
+        first = (first_position - view.window + 1).clamp(min=0) // view.page_tokens
     last = (length - 1).clamp(min=0) // view.page_tokens
     width = int((last - first).max()) + 1
-    # Behind its last page a row reads that page again (masked): never a page of somebody else.
+    # Past its last page a row reads that page again, masked. It never reads a page of another row.
     pages = torch.minimum(first.unsqueeze(1) + torch.arange(width), last.unsqueeze(1))
     slots = (first.unsqueeze(1) + torch.arange(width)).unsqueeze(2) * view.page_tokens + torch.arange(view.page_tokens)
     seen = _seen(slots.flatten(1), tokens.view(-1, n), length, device_row, (view, step))
@@ -192,20 +192,20 @@ def _seen(
         bit = (step.ancestors[tokens].unsqueeze(2) >> among.clamp(0, TREE_BITS - 1)) & 1
         seen = seen & ((among < 0) | (among >= TREE_BITS) | (among == place) | (bit == 1))
     if view.window is not None:
-        said = slots
+        key_positions = slots
         if step.key_positions is not None:
             inside = slots.clamp(max=step.key_positions.shape[1] - 1)
-            said = step.key_positions[row.unsqueeze(1), inside].long()
-        own = step.position[tokens].long()
-        fresh = torch.gather(own, 1, among[:, 0].clamp(0, n - 1))
-        said = torch.where(among[:, 0] >= 0, fresh, said)
-        seen = seen & (own.unsqueeze(2) - said.unsqueeze(1) < view.window)
+            key_positions = step.key_positions[row.unsqueeze(1), inside].long()
+        positions = step.position[tokens].long()
+        fresh = torch.gather(positions, 1, among[:, 0].clamp(0, n - 1))
+        key_positions = torch.where(among[:, 0] >= 0, fresh, key_positions)
+        seen = seen & (positions.unsqueeze(2) - key_positions.unsqueeze(1) < view.window)
     return seen
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of a row's first tokens among themselves: q [n, Hq, d] over k, v [n, Hkv, d] -> [n, Hq, d]."""
-    q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (q, k, v))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
@@ -213,7 +213,7 @@ def _scores_by_hand(
     q: torch.Tensor, keys_values: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, view: KvView, lse_needed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of q [rows, Hkv, n, d] with capped scores or a log-sum-exp [rows, Hkv, n], which
-    scaled_dot_product_attention does not know. All scores are in memory at once."""
+    scaled_dot_product_attention does not support. Materializes all scores."""
     k, v = keys_values
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
     if view.softcap is None:

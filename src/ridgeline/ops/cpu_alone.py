@@ -1,9 +1,9 @@
-"""The operations on a CPU without compiled kernels, batch-invariant: each token is computed alone.
+"""Batch-invariant CPU operations in PyTorch: each token is computed in a call of its own.
 
-PyTorch and the libraries under it choose kernels, and with them the order of sums, by the shape of a call. Here every
-call has the shape of one token in memory of its own, so what else is in the step changes no bit. Decoding costs about
-what it does alone times the tokens of a step, and so does a prompt: weights are read again for every token. The
-compiled operations (ops.native) need no such thing.
+PyTorch and its libraries choose kernels, and so the order of sums, by the shape of a call. Here every call has the shape
+of one token in its own memory, so the other tokens of a step change no bit of its result. The cost of a step grows
+linearly with its tokens, because weights are read again for every token. The compiled operations (ops.native) are
+batch-invariant without this cost.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ridgeline.ops.table import (
 
 
 def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """x [T, ...] token by token, [1, ...] each, in aligned memory of its own."""
-    return (one.clone() for one in x.split(1))
+    """The tokens of x [T, ...], [1, ...] each, copied to their own aligned memory."""
+    return (token.clone() for token in x.split(1))
 
 
 def _joined(parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
@@ -42,24 +42,24 @@ def _joined(parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
     """See reference.rms_norm; x [T, D]."""
-    return _joined([cpu.rms_norm(one, weight, eps, offset) for one in _rows(x)], x)
+    return _joined([cpu.rms_norm(token, weight, eps, offset) for token in _rows(x)], x)
 
 
 def _steps(view: KvView, step: StepInputs) -> list[tuple[KvView, StepInputs]]:
-    """Each query token as a row's only one; kept in step.derived."""
+    """Inputs of a step of one row with one token, for each query token. Cached in step.derived."""
     key = ("alone", view.table.data_ptr(), view.slots.data_ptr())
-    if (found := step.derived.get(key)) is None:
-        found = step.derived[key] = [_alone(view, step, token) for token in range(step.position.shape[0])]
-    return [(replace(view, slots=slots), one) for slots, one in found]
+    if (single_steps := step.derived.get(key)) is None:
+        single_steps = step.derived[key] = [_alone(view, step, token) for token in range(step.position.shape[0])]
+    return [(replace(view, slots=slots), token_step) for slots, token_step in single_steps]
 
 
 def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, StepInputs]:
     row, part = int(step.row_of[token]), slice(token, token + 1)
     behind = int(step.q_start[row + 1]) - token
-    alone = StepInputs(
+    single_step = StepInputs(
         rows=step.rows[row : row + 1],
         q_start=torch.tensor([0, 1], dtype=torch.int32),
-        # 0 for a padding token, which belongs to no row and gets nothing.
+        # 0 for a padding token: it belongs to no row and attends to nothing.
         length=(step.length[row : row + 1] - behind + 1).clamp(min=0) * (behind > 0),
         position=step.position[part],
         row_of=torch.zeros(1, dtype=torch.int32),
@@ -67,7 +67,7 @@ def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, St
         max_length=step.max_length,
         key_positions=step.key_positions,
     )
-    return view.slots[part], alone
+    return view.slots[part], single_step
 
 
 def qkv_write(
@@ -75,11 +75,12 @@ def qkv_write(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See AttentionOps."""
     parts = [
-        cpu.qkv_write(one, shape, own, alone) for one, (own, alone) in zip(_rows(qkv), _steps(view, step), strict=True)
+        cpu.qkv_write(token_qkv, shape, token_view, token_step)
+        for token_qkv, (token_view, token_step) in zip(_rows(qkv), _steps(view, step), strict=True)
     ]
     if not parts:
         return cpu.qkv_write(qkv, shape, view, step)
-    q, k, v = (torch.cat(one) for one in zip(*parts, strict=True))
+    q, k, v = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     return q, k, v
 
 
@@ -95,8 +96,11 @@ def attention(
     if step.ancestors is not None:
         return cpu.attention(q, k, v, view, step, lse_needed)
     # The fresh keys and values of a single token are read from the cache.
-    given = zip(_rows(q), _steps(view, step), strict=True)
-    parts = [cpu.attention(one, None, None, own, alone, lse_needed) for one, (own, alone) in given]
+    token_inputs = zip(_rows(q), _steps(view, step), strict=True)
+    parts = [
+        cpu.attention(token_q, None, None, token_view, token_step, lse_needed)
+        for token_q, (token_view, token_step) in token_inputs
+    ]
     lse = [part for _, part in parts if part is not None]
     out = _joined([out for out, _ in parts], q)
     return out, _joined(lse, torch.empty(q.shape[:2])) if lse_needed else None
@@ -104,13 +108,13 @@ def attention(
 
 def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """See reference.activate."""
-    return _joined([cpu.activate(one, kind) for one in _rows(gate_up)], gate_up[:, : gate_up.shape[1] // 2])
+    return _joined([cpu.activate(token, kind) for token in _rows(gate_up)], gate_up[:, : gate_up.shape[1] // 2])
 
 
 def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See reference.linear."""
     x = plain(x, rms_norm)
-    return _joined([cpu.linear(one, packed, bias) for one in _rows(x)], x.new_empty((0, packed.shape[0])))
+    return _joined([cpu.linear(token, packed, bias) for token in _rows(x)], x.new_empty((0, packed.shape[0])))
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
@@ -132,9 +136,12 @@ def sample(
     limits: Limits | None = None,
 ) -> torch.Tensor:
     """See ops.sample.sample."""
-    given = zip(_rows(logits), temperature.split(1), key.split(1), position.split(1), strict=True)
+    row_inputs = zip(_rows(logits), temperature.split(1), key.split(1), position.split(1), strict=True)
     each = (limits and limits.of(slice(row, row + 1)) for row in range(len(logits)))
-    return _joined([sample_together(*one, purpose, own) for one, own in zip(given, each, strict=True)], position.int())
+    return _joined(
+        [sample_together(*inputs, purpose, row_limits) for inputs, row_limits in zip(row_inputs, each, strict=True)],
+        position.int(),
+    )
 
 
 CPU_ALONE = Ops(

@@ -1,7 +1,8 @@
-"""Sums of probabilities that no order of addition changes: a probability is a whole number of parts of 1, or of the largest one.
+"""Order-independent sums of probabilities, in fixed point: integer multiples of 2^-40 of 1, or of the largest
+probability.
 
-Libraries add a row in an order that depends on how many rows there are, and round after every addition, so that a
-log-probability would depend on who else is in the batch. Whole numbers are added exactly, in any order.
+Libraries choose the order of a row's sum by the number of rows, and round after every addition. A log-probability would then
+depend on the other rows of the batch. Sums of integers are exact in any order.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import torch
 
 WHOLE = 1 << 40
-"""Parts of 1: a vocabulary of 2^22 tokens does not overflow, and what rounding drops is below float32's own."""
+"""The integer for probability 1. A vocabulary of 2^22 tokens does not overflow, and the rounding is finer than float32's."""
 
 
 def masses(logs: torch.Tensor) -> torch.Tensor:
-    """exp(logs) in parts of 1 / WHOLE, int64; logs of any float type, at most about 0."""
+    """exp(logs) * WHOLE, rounded, int64. logs: any float type, at most about 0."""
     return torch.exp(logs).mul_(WHOLE).round_().long()
 
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
-    """logits float32 [N, V] -> log of the sum of their exponentials, float32 [N, 1]; minus infinity where all are."""
+    """logits float32 [N, V] -> log of the sum of their exponentials, float32 [N, 1]; -inf for rows of -inf."""
     top = logits.amax(dim=-1, keepdim=True)
     none = top == float("-inf")
-    whole = masses(logits - top.masked_fill(none, 0.0)).sum(dim=-1, keepdim=True)
-    return (top + (whole.double() / WHOLE).log()).float()
+    total = masses(logits - top.masked_fill(none, 0.0)).sum(dim=-1, keepdim=True)
+    return (top + (total.double() / WHOLE).log()).float()

@@ -64,10 +64,10 @@ class NativeChain:
         position, length = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
         number = torch.arange(count + 1, dtype=torch.int32)
         step = StepInputs(rows, number, length, position, number[:-1], 1, start.longest)
-        given: Sequence[KvView] = views(slots)
-        assert all(view.kv.dtype is self._dtype for view in given)
-        found = self._pointers(*(self._view_of(view, step).value for view in given))
-        caches = self._pointers(*(view.kv.data_ptr() for view in given))
+        step_views: Sequence[KvView] = views(slots)
+        assert all(view.kv.dtype is self._dtype for view in step_views)
+        view_pointers = self._pointers(*(self._view_of(view, step).value for view in step_views))
+        caches = self._pointers(*(view.kv.data_ptr() for view in step_views))
         self._run(
             _CHAIN.pack(
                 *state_of(state),
@@ -76,7 +76,7 @@ class NativeChain:
                 at(start.temperature),
                 count,
                 start.count,
-                ctypes.addressof(found),
+                ctypes.addressof(view_pointers),
                 ctypes.addressof(caches),
                 position.data_ptr(),
                 length.data_ptr(),

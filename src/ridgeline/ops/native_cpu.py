@@ -1,7 +1,7 @@
-"""The operations of the compiled library (ops.native) on a CPU; what it does not know goes to ops.cpu.
+"""CPU operations of the compiled library (ops.native). Unsupported inputs go to ops.cpu.
 
-A call costs 2 to 4 us beside its work: shapes, pointers, one allocation, one foreign call. Pointers of a step's tensors
-are gathered once per group of layers and kept in step.derived.
+A call has 2 to 4 us of overhead: shapes, pointers, one allocation, one foreign call. Pointers of a step's tensors
+are gathered once per group of layers and cached in step.derived.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MAX_HEAD_DIM = 256
 
 
 class NativeOps:
-    """The table's functions over one opened library; nothing but the room for weights changes. fixed: a token's sums are
-    added in one order, whatever is computed beside it."""
+    """The operation table over one opened library. Its only mutable state is the weight arena. fixed: a token's sums are
+    added in one order, independent of the other tokens of the call (batch-invariant)."""
 
     __slots__ = ("_arena", "_fixed", "_kernels", "_sample", "_view")
 
@@ -157,7 +157,7 @@ class NativeOps:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [out, in] -> a tensor of `out` rows whose memory holds blocks of 16 outputs; see linear.cpp."""
         kernels = self._kernels.get(weight.dtype)
-        if weight.device.type != "cpu":  # the meta device: a model that is only measured
+        if weight.device.type != "cpu":  # the meta device: only sizes are needed
             return weight
         if kernels is None:
             return cpu.pack(weight)
@@ -175,13 +175,13 @@ class NativeOps:
     def linear_add(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor
     ) -> torch.Tensor:
-        """See reference.linear_add; the result lies in the stream's memory where that is one run."""
+        """See reference.linear_add. Writes into the stream's memory if that is contiguous and of x's dtype."""
         if stream.dtype is not x.dtype or not stream.is_contiguous():
             return self.linear(x, packed, bias).add_(stream)
         return self._product(x, packed, bias, stream)
 
     def linear_activate(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """See reference.linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        """See reference.linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if packed.shape[0] % (2 * LANES):
             return self.activate(self.linear(x, packed, bias), kind)
         return self._product(x, packed, bias, None, kind)
@@ -194,18 +194,18 @@ class NativeOps:
         stream: torch.Tensor | None = None,
         kind: str | None = None,
     ) -> torch.Tensor:
-        """The norm before a product and what follows it in one call."""
+        """Run the norm before a product, the product and its epilogue in one call."""
         norm = x if isinstance(x, Normed) else None
-        given = x.x if isinstance(x, Normed) else x
-        kernels = self._kernels.get(given.dtype)
-        if kernels is None or (norm is not None and norm.weight.dtype is not given.dtype):
+        source = x.x if isinstance(x, Normed) else x
+        kernels = self._kernels.get(source.dtype)
+        if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
             return self._plainly(plain(x, self.rms_norm), packed, bias, stream, kind)
-        given = given if given.is_contiguous() else given.contiguous()
-        rows, inputs = given.shape
+        source = source if source.is_contiguous() else source.contiguous()
+        rows, inputs = source.shape
         outputs = packed.shape[0]
-        out = given.new_empty((rows, outputs if kind is None else outputs // 2)) if stream is None else stream
+        out = source.new_empty((rows, outputs if kind is None else outputs // 2)) if stream is None else stream
         kernels.linear(
-            given.data_ptr(),
+            source.data_ptr(),
             packed.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             0 if stream is None else stream.data_ptr(),
@@ -250,17 +250,17 @@ class NativeOps:
             logits, key = logits.contiguous(), key.contiguous()
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int32)
-        own = (None, None, None) if limits is None else (limits.top_k, limits.top_p, limits.min_p)
-        given = (logits, temperature, key, position, *own)
-        strides = (ctypes.c_int64 * len(given))(*(0 if one is None else one.stride(0) for one in given))
-        pointers = (0 if one is None else one.data_ptr() for one in given)
+        limit_tensors = (None, None, None) if limits is None else (limits.top_k, limits.top_p, limits.min_p)
+        tensors = (logits, temperature, key, position, *limit_tensors)
+        strides = (ctypes.c_int64 * len(tensors))(*(0 if tensor is None else tensor.stride(0) for tensor in tensors))
+        pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-        """See Programs: one foreign call for all of them, where the kernels know their numbers and sizes."""
+        """See Programs. All layers run in one foreign call if the kernels support their dtypes and sizes."""
         kernels = self._kernels.get(parts[0].attention_norm.dtype)
-        if kernels is None or not all(_known(one, parts[0].attention_norm.dtype) for one in parts):
+        if kernels is None or not all(_known(layer, parts[0].attention_norm.dtype) for layer in parts):
             return run
         return NativeLayers(parts, kernels, self._view, run)
 
@@ -270,20 +270,20 @@ class NativeOps:
         if (
             kernels is None
             or parts.embedding.device.type != "cpu"
-            or not all(_known(one, dtype) for one in parts.layers)
+            or not all(_known(layer, dtype) for layer in parts.layers)
         ):
             return otherwise
         return NativeChain(parts, kernels, self._view, self._fixed)
 
     def recurrent(self, integer: IntOps, parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:
-        """See Programs; integer: the library's, whose order its matrices get."""
+        """See Programs. integer: the library's operations, which pack the matrices."""
         kernels = self._kernels.get(parts.embedding.dtype)
         known = parts.matrices["gate_up"].out % (2 * LANES) == 0 and _known_size(parts.head_dim)
         if kernels is None or not known or parts.embedding.device.type != "cpu":
             return otherwise()
         packed = {
-            name: integer.pack(int_unpack(one), one.scales.float(), None, one.bits, one.group)
-            for name, one in parts.matrices.items()
+            name: integer.pack(int_unpack(matrix), matrix.scales.float(), None, matrix.bits, matrix.group)
+            for name, matrix in parts.matrices.items()
         }
         return NativeRecurrent(replace(parts, matrices=packed), kernels, self._view)
 
@@ -294,12 +294,12 @@ class NativeOps:
 def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
     """Whether the kernels can run this layer: loaded on the CPU in one number format, with sizes that they take."""
     shape, matrices = parts.shape, (parts.qkv, parts.out, parts.gate_up, parts.down)
-    if any(isinstance(one.packed, Fp8Matrix) for one in matrices):
+    if any(isinstance(matrix.packed, Fp8Matrix) for matrix in matrices):
         return False
-    held = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
-    held += [one.bias for one in matrices]
-    held += [one.packed for one in matrices if isinstance(one.packed, torch.Tensor)]
-    same = all(one.dtype is dtype and one.device.type == "cpu" for one in held if one is not None)
+    tensors = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
+    tensors += [matrix.bias for matrix in matrices]
+    tensors += [matrix.packed for matrix in matrices if isinstance(matrix.packed, torch.Tensor)]
+    same = all(tensor.dtype is dtype and tensor.device.type == "cpu" for tensor in tensors if tensor is not None)
     return same and _known_size(shape.head_dim) and outputs_of(parts.gate_up) % (2 * LANES) == 0
 
 
@@ -308,31 +308,31 @@ def _known_size(head_dim: int) -> bool:
 
 
 def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
-    """Pointer to what the kernels need of `view` and `step` beside the cache itself, the same for layers alike."""
+    """Pointer to the kernels' struct of `view` and `step`, without the cache. Layers with equal views share it."""
     kv = view.kv
-    told = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
-    key = ("native", told, kv.shape, kv.stride())
-    if (found := step.derived.get(key)) is None:
-        step.derived[key] = found = _gather(view, step, fixed)
-    return found  # type: ignore[no-any-return]
+    identity = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
+    key = ("native", identity, kv.shape, kv.stride())
+    if (pointer := step.derived.get(key)) is None:
+        step.derived[key] = pointer = _gather(view, step, fixed)
+    return pointer  # type: ignore[no-any-return]
 
 
 def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
-    """It holds what it points to and the tensors that must live as long."""
-    told = (view.slots, step.rows, step.q_start, step.length, step.position)
-    slots, *own = (one.contiguous() for one in told)
+    """Build that struct. The returned pointer keeps it and its tensors alive."""
+    tensors = (view.slots, step.rows, step.q_start, step.length, step.position)
+    slots, *step_tensors = (tensor.contiguous() for tensor in tensors)
     pages = view.table if view.table.stride(1) == 1 else view.table.contiguous()
     tree = None if step.ancestors is None else step.ancestors.contiguous()
-    said = None if step.key_positions is None else step.key_positions.contiguous()
+    key_positions = None if step.key_positions is None else step.key_positions.contiguous()
     page, kind, head, place, _ = view.kv.stride()
     struct = View(
         pages.data_ptr(),
         slots.data_ptr(),
-        *(one.data_ptr() for one in own),
+        *(tensor.data_ptr() for tensor in step_tensors),
         None if tree is None else tree.data_ptr(),
-        None if said is None else said.data_ptr(),
+        None if key_positions is None else key_positions.data_ptr(),
         pages.stride(0),
-        0 if said is None else said.stride(0),
+        0 if key_positions is None else key_positions.stride(0),
         step.rows.shape[0],
         step.position.shape[0],
         page,
@@ -348,7 +348,7 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
         fixed,
     )
     pointer = ctypes.c_void_p(ctypes.addressof(struct))
-    pointer.kept = struct, pages, slots, *own, tree, said  # type: ignore[attr-defined]
+    pointer.kept = struct, pages, slots, *step_tensors, tree, key_positions  # type: ignore[attr-defined]
     return pointer
 
 

@@ -56,15 +56,15 @@ class NativeFp8:
         stream: torch.Tensor | None = None,
     ) -> torch.Tensor:
         norm = x if isinstance(x, Normed) else None
-        given = _numbers(x)
-        if given.dtype is not dtype or dtype not in self._kernels:
+        source = _numbers(x)
+        if source.dtype is not dtype or dtype not in self._kernels:
             return self._in_float32(x, matrix, bias, stream).to(dtype)
-        given = given if given.is_contiguous() else given.contiguous()
-        rows, inputs = given.shape
+        source = source if source.is_contiguous() else source.contiguous()
+        rows, inputs = source.shape
         outputs = matrix.values.shape[0]
-        out = given.new_empty((rows, outputs)) if stream is None else stream
+        out = source.new_empty((rows, outputs)) if stream is None else stream
         self._kernels[dtype].fp8_linear(
-            given.data_ptr(),
+            source.data_ptr(),
             matrix.values.data_ptr(),
             matrix.scales.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -84,11 +84,11 @@ class NativeFp8:
     def _in_float32(
         self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None
     ) -> torch.Tensor:
-        """For numbers that the kernels do not know, and for what is quantized already: that comes out the same again."""
-        given = _numbers(x).float()
-        wide = Normed(given, x.weight.float(), x.eps, x.offset) if isinstance(x, Normed) else given
+        """Compute in float32, for unsupported dtypes and for quantized inputs. Quantizing those again yields the same values."""
+        source = _numbers(x).float()
+        widened = Normed(source, x.weight.float(), x.eps, x.offset) if isinstance(x, Normed) else source
         added = None if stream is None else stream.float()
-        return self._product(wide, matrix, None if bias is None else bias.float(), torch.float32, added)
+        return self._product(widened, matrix, None if bias is None else bias.float(), torch.float32, added)
 
 
 def _numbers(x: Activation) -> torch.Tensor:

@@ -45,10 +45,10 @@ class NativeInteger:
         """[out, groups] -> the same shape, in memory [out / 16, groups, 16]."""
         outputs, groups = values.shape
         rows = -(-outputs // LANES) * LANES
-        room = self._arena.take(rows, groups, values.dtype)
+        packed = self._arena.take(rows, groups, values.dtype)
         padded = torch.nn.functional.pad(values, (0, 0, 0, rows - outputs))
-        room.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
-        return room[:outputs]
+        packed.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
+        return packed[:outputs]
 
     def linear(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.int_linear."""
@@ -63,7 +63,7 @@ class NativeInteger:
         return self._product(x, matrix, bias, stream)
 
     def linear_activate(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """See reference.int_linear_activate; halves of whole blocks of outputs are activated as their sums are there."""
+        """See reference.int_linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if matrix.out % (2 * LANES):
             return self._activate(self._product(x, matrix, bias), kind)
         return self._product(x, matrix, bias, None, kind)
@@ -76,18 +76,18 @@ class NativeInteger:
         stream: torch.Tensor | None = None,
         kind: str | None = None,
     ) -> torch.Tensor:
-        """The norm before a product and what follows it in one call."""
+        """Run the norm before a product, the product and its epilogue in one call."""
         norm = x if isinstance(x, Normed) else None
-        given = x.x if isinstance(x, Normed) else x
-        kernels = self._kernels.get(given.dtype)
-        if kernels is None or (norm is not None and norm.weight.dtype is not given.dtype):
+        source = x.x if isinstance(x, Normed) else x
+        kernels = self._kernels.get(source.dtype)
+        if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
             return self._in_float32(plain(x, self._norm), matrix, bias, stream, kind)
-        given = given if given.is_contiguous() else given.contiguous()
-        rows, inputs = given.shape
-        out = given.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
+        source = source if source.is_contiguous() else source.contiguous()
+        rows, inputs = source.shape
+        out = source.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
         weights = int_weights(matrix)
         kernels.int_linear(
-            given.data_ptr(),
+            source.data_ptr(),
             ctypes.byref(weights),
             0 if bias is None else bias.data_ptr(),
             0 if stream is None else stream.data_ptr(),
@@ -110,14 +110,14 @@ class NativeInteger:
         stream: torch.Tensor | None,
         kind: str | None,
     ) -> torch.Tensor:
-        """For numbers that the kernels do not know."""
-        wide = None if stream is None else stream.float()
-        out = self._product(x.float(), matrix, None if bias is None else bias.float(), wide, kind)
+        """Compute in float32, for dtypes without kernels."""
+        stream_f32 = None if stream is None else stream.float()
+        out = self._product(x.float(), matrix, None if bias is None else bias.float(), stream_f32, kind)
         return out.to(x.dtype)
 
 
 def int_weights(matrix: IntMatrix) -> IntWeights:
-    """Where a packed matrix lies, as the kernels take it."""
+    """The kernels' struct of a packed matrix."""
     zeros = None if matrix.zeros is None else matrix.zeros.data_ptr()
     return IntWeights(matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros, matrix.bits, matrix.group)
 

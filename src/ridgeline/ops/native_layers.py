@@ -34,15 +34,15 @@ class NativeLayers:
             return self._otherwise(stream, views, step)
         stream = stream if stream.is_contiguous() else stream.contiguous()
         known: dict[tuple[int, int, int | None, float | None], int | None] = {}
-        found = []
+        view_pointers = []
         for view in views:
             kv = view.kv
             alike = (id(view.slots), kv.shape[2], view.window, view.softcap)
             if alike not in known:
                 known[alike] = self._view_of(view, step).value
-            found.append(known[alike])
-        pointers = self._pointers(*found)
-        pointers.step = step  # type: ignore[attr-defined]  # whose own what they point to is, for a call that is made again
+            view_pointers.append(known[alike])
+        pointers = self._pointers(*view_pointers)
+        pointers.step = step  # type: ignore[attr-defined]  # keeps the tensors behind the pointers alive for replays
         self._run(
             self._structs,
             len(views),
@@ -55,8 +55,8 @@ class NativeLayers:
 
 
 def layer_structs(parts: Sequence[LayerParts]) -> ctypes.Array[Layer]:
-    """What the kernels know of each layer; its weights must live as long."""
-    return (Layer * len(parts))(*(_layer(one) for one in parts))
+    """Structs that describe the layers to the kernels. The caller keeps the weights alive."""
+    return (Layer * len(parts))(*(_layer(layer) for layer in parts))
 
 
 def _layer(parts: LayerParts) -> Layer:

@@ -44,7 +44,7 @@ class NativeRecurrent:
         self._sizes = torch.tensor(parts.cut.sizes, dtype=torch.int32)
         vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks, self._sizes)
         self._parts = _Parts(
-            *(at(one) for one in vectors),
+            *(at(vector) for vector in vectors),
             *(int_weights(matrices[name]) for name in _MATRICES),
             parts.embedding.shape[1],
             matrices["query"].out,
@@ -67,7 +67,7 @@ class NativeRecurrent:
             self._attend(views, len(state.tables))
         view, cache, _ = self._attended
         worth = torch.empty(rows.shape[0], dtype=torch.int32)
-        given = (
+        arguments = (
             at(rows),
             temperatures.data_ptr(),
             temperatures.stride(0),
@@ -78,7 +78,7 @@ class NativeRecurrent:
             count,
             worth.data_ptr(),
         )
-        self._run(_RECURRENT.pack(*state_of(state), ctypes.addressof(self._parts), *given))
+        self._run(_RECURRENT.pack(*state_of(state), ctypes.addressof(self._parts), *arguments))
         return worth
 
     def _attend(self, views: Views, groups: int) -> None:

@@ -13,14 +13,14 @@ from ridgeline.ops.native.binding import Library
 from ridgeline.ops.rows import Drafted, Gathered, RowState, Runs, Spread
 
 STATE = 9
-"""Numbers that state_of gives."""
+"""Length of state_of's result."""
 _DRAW = Struct(f"{STATE + 8}q")
 _GATHER, _ADVANCE, _VERIFY = Struct(f"{STATE + 11}q"), Struct(f"{STATE + 4}q"), Struct(f"{STATE + 9}q")
 _KEEP, _LAST = Struct(f"{STATE + 12}q"), Struct("9q")
 
 
 class NativeRows:
-    """Over one opened library. Rows, tables and a step's tensors lie in one run each, on the CPU."""
+    """Row operations of one opened library. Rows, tables and a step's tensors are contiguous CPU tensors."""
 
     __slots__ = ("_advance", "_gather", "_keep", "_kernels", "_last", "_verify")
 
@@ -29,14 +29,14 @@ class NativeRows:
         self._gather, self._advance, self._verify = library.rows_gather, library.rows_advance, library.rows_verify
         self._keep, self._last = library.rows_keep, library.rows_last
 
-    def gather(self, state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+    def gather(self, state: RowState, device_rows: torch.Tensor, spread: Spread | None) -> Gathered:
         """See ops.rows.gather."""
-        rows, groups = own.shape[0], state.tables.shape[0]
+        rows, groups = device_rows.shape[0], state.tables.shape[0]
         if spread is None:
-            count, given = rows, (0, 0, 0, 0)
+            count, spread_pointers = rows, (0, 0, 0, 0)
         else:
             count = spread.row_of.shape[0]
-            given = (
+            spread_pointers = (
                 at(spread.n_query),
                 at(spread.row_of),
                 at(spread.place),
@@ -45,7 +45,7 @@ class NativeRows:
         position, tokens = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
         length, slots = torch.empty(rows, dtype=torch.int32), torch.empty((groups, count), dtype=torch.int64)
         out = (position.data_ptr(), tokens.data_ptr(), length.data_ptr(), slots.data_ptr())
-        self._gather(_GATHER.pack(*state_of(state), at(own), *given, rows, count, *out))
+        self._gather(_GATHER.pack(*state_of(state), at(device_rows), *spread_pointers, rows, count, *out))
         return Gathered(tokens, position, slots, length)
 
     def draw(
@@ -60,16 +60,16 @@ class NativeRows:
         kernels = self._kernels.get(logits.dtype)
         logits = logits.contiguous() if kernels is not None else logits.float().contiguous()
         drawn = torch.empty(logits.shape[0], dtype=torch.int32)
-        given = (at(knobs), knobs.stride(0), at(rows), 0 if depth is None else at(depth), at(logits), *logits.shape)
-        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *given, at(drawn)))
+        arguments = (at(knobs), knobs.stride(0), at(rows), 0 if depth is None else at(depth), at(logits), *logits.shape)
+        (kernels or self._kernels[torch.float32]).draw(_DRAW.pack(*state_of(state), *arguments, at(drawn)))
         return drawn
 
     def advance(self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """See ops.rows.advance."""
         count = rows.shape[0]
-        said = torch.empty((count, 3), dtype=torch.int32)
-        self._advance(_ADVANCE.pack(*state_of(state), at(rows), at(drawn), count, said.data_ptr()))
-        return said
+        packed = torch.empty((count, 3), dtype=torch.int32)
+        self._advance(_ADVANCE.pack(*state_of(state), at(rows), at(drawn), count, packed.data_ptr()))
+        return packed
 
     def verify(
         self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
@@ -79,9 +79,9 @@ class NativeRows:
         path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
         packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
         each = (at(rows), at(drawn), at(drafted.first), at(drafted.count))
-        given = (*each, 0 if parent is None else at(parent), count, wide)
+        arguments = (*each, 0 if parent is None else at(parent), count, wide)
         out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
-        self._verify(_VERIFY.pack(*state_of(state), *given, *out))
+        self._verify(_VERIFY.pack(*state_of(state), *arguments, *out))
         return packed, path
 
     def keep(
@@ -94,12 +94,12 @@ class NativeRows:
         depth: int,
     ) -> None:
         """See ops.rows.keep."""
-        given = (*state_of(state), at(rows), at(packed), packed.stride(0), at(path), *path.shape)
+        arguments = (*state_of(state), at(rows), at(packed), packed.stride(0), at(path), *path.shape)
         for number, group in enumerate(runs):
             for run in group:
                 size = run.element_size()
                 sizes = (run.shape[1], run.stride(0) * size, run.stride(1) * size, run.stride(2) * size)
-                self._keep(_KEEP.pack(*given, number, run.data_ptr(), *sizes))
+                self._keep(_KEEP.pack(*arguments, number, run.data_ptr(), *sizes))
 
     def last(
         self, packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor
@@ -122,6 +122,6 @@ def state_of(state: RowState) -> tuple[int, ...]:
 
 
 def at(tensor: torch.Tensor) -> int:
-    """Where a tensor in one run lies."""
+    """Address of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()

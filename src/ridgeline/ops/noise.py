@@ -1,8 +1,8 @@
-"""Random numbers without a state: a hash of who draws, where, and for which token.
+"""Stateless random numbers: a hash of the request, the position and the token.
 
 A draw depends on (seed, choice, position, purpose, token id) and on nothing else: not on the batch, the row, the rank,
-the device or the order of the steps. So a request's tokens can be repeated, a preempted one goes on as if nothing had
-happened, and a draft is verified with the noise that plain decoding would have used.
+the device or the order of the steps. So a request's tokens are reproducible, also after a preemption, and drafts are
+verified with the noise of decoding without speculation.
 
 Construction: additions, xor-shifts and odd multiplications modulo 2^32 in the manner of MurmurHash3's finalizer
 (Appleby 2011), with multipliers 0x21F0AAAD and 0x735A2D97, which Wellons' hash-prospector search found to have little
@@ -26,7 +26,7 @@ _LARGEST = 1.0 - 2.0**-24
 
 
 class Purpose(IntEnum):
-    """What a draw is for; two purposes at one position are independent."""
+    """Purpose of a draw. Draws of different purposes at one position are independent."""
 
     TOKEN = 0
     DRAFT = 1
@@ -72,9 +72,9 @@ def draw_key(key: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> tor
     """Key words of draws. key: int32 [N, 2] of the rows; position: int32 [N] -> int32 [N, 2]."""
     first, second = key[:, 0], key[:, 1]
     where = position * _signed(_GOLDEN) + _signed((purpose + 1) * 0x85EBCA6B)
-    one = _mix_(where + first, second)
-    two = _mix_(where + second, one)
-    return torch.stack((one, two), dim=1)
+    word_0 = _mix_(where + first, second)
+    word_1 = _mix_(where + second, word_0)
+    return torch.stack((word_0, word_1), dim=1)
 
 
 def words(draw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

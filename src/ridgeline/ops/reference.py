@@ -41,19 +41,19 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
     """x [..., D] / sqrt(mean(x^2) + eps) * (weight + 1 if offset), along the last dimension (Zhang and Sennrich 2019)."""
-    wide = _wide(x)
+    widened = _wide(x)
     scale = _wide(weight) + (1.0 if offset else 0.0)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+    return (widened * torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [T, H, d] at position [T]: the first 2 * cos_sin.shape[2] of d turn, halves paired."""
     half = cos_sin.shape[2]
-    wide = _wide(x)
-    turn = cos_sin[position.long()].to(wide.dtype)
+    widened = _wide(x)
+    turn = cos_sin[position.long()].to(widened.dtype)
     cos, sin = turn[:, 0].unsqueeze(1), turn[:, 1].unsqueeze(1)
-    first, second = wide[..., :half], wide[..., half : 2 * half]
-    parts = (first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :])
+    first, second = widened[..., :half], widened[..., half : 2 * half]
+    parts = (first * cos - second * sin, second * cos + first * sin, widened[..., 2 * half :])
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
@@ -96,8 +96,8 @@ def row_mask(query: slice, start: int, row: int, window: int | None, step: StepI
         seen = seen & ((among < 0) | (among >= TREE_BITS) | (among == place) | (bit == 1))
     if window is not None:
         past = slot if step.key_positions is None else step.key_positions[row, : start + n].long()
-        said = torch.cat((past[:start], step.position[query].long()))
-        seen = seen & (step.position[query].long().unsqueeze(1) - said < window)
+        key_positions = torch.cat((past[:start], step.position[query].long()))
+        seen = seen & (step.position[query].long().unsqueeze(1) - key_positions < window)
     return seen
 
 
@@ -107,7 +107,7 @@ def _row_attention(
     """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]); nothing seen gives 0, -inf."""
     group = q.shape[1] // keys.shape[0]
     q = _wide(q)
-    keys, values = (one.to(q.dtype).repeat_interleave(group, 0) for one in (keys, values))
+    keys, values = (tensor.to(q.dtype).repeat_interleave(group, 0) for tensor in (keys, values))
     scores = torch.einsum("nhd,hsd->hns", q, keys) * view.scale
     if view.softcap is not None:
         scores = view.softcap * torch.tanh(scores / view.softcap)
@@ -176,11 +176,11 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 def quantize(x: torch.Tensor) -> Scaled:
     """Each row of x [N, D] in e4m3 with its own scale; see Fp8Ops. The formula of weights and of activations."""
-    wide = x.float()
-    amax = wide.abs().amax(-1).clamp(min=SMALLEST_AMAX)
+    x_f32 = x.float()
+    amax = x_f32.abs().amax(-1).clamp(min=SMALLEST_AMAX)
     # A tensor, because PyTorch divides by a number, or a number by a tensor, with one rounding more.
     most = torch.full_like(amax, FP8_MAX)
-    return Scaled((wide * (most / amax).unsqueeze(-1)).to(FP8), amax / most)
+    return Scaled((x_f32 * (most / amax).unsqueeze(-1)).to(FP8), amax / most)
 
 
 def fp8_activate(gate_up: torch.Tensor, kind: str) -> Scaled:
@@ -194,9 +194,9 @@ def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See Fp8Ops. The weights are widened at each use: this saves memory, not time."""
-    given = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
-    out = F.linear(given.values.float(), matrix.values.float())
-    out = out * (given.scales.unsqueeze(-1) * matrix.scales)
+    scaled = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
+    out = F.linear(scaled.values.float(), matrix.values.float())
+    out = out * (scaled.scales.unsqueeze(-1) * matrix.scales)
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
@@ -291,15 +291,15 @@ def dequantized(
 
 def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See IntOps. Weights are widened at each use, some outputs at a time: this saves memory, not time."""
-    given = plain(x, rms_norm)
-    wide, parts = given.float(), []
+    source = plain(x, rms_norm)
+    x_f32, parts = source.float(), []
     for first in range(0, matrix.out, WIDENED):
         rows = slice(first, first + WIDENED)
         codes = unpack_bits(matrix.codes[rows], matrix.bits, matrix.d_in)
         zeros = None if matrix.zeros is None else matrix.zeros[rows]
-        parts.append(wide @ dequantized(codes, matrix.scales[rows], zeros, matrix.bits, matrix.group).t())
+        parts.append(x_f32 @ dequantized(codes, matrix.scales[rows], zeros, matrix.bits, matrix.group).t())
     out = torch.cat(parts, 1)
-    return (out if bias is None else out + bias.float()).to(given.dtype)
+    return (out if bias is None else out + bias.float()).to(source.dtype)
 
 
 def int_linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
@@ -320,9 +320,9 @@ OUTLIER = 6.0
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     """x [T, D] as integers of -127..127 times a scale per token hold it: W8A8's inputs."""
-    wide = x.float()
-    steps = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
-    return ((wide / steps).round() * steps).to(x.dtype)
+    x_f32 = x.float()
+    steps = x_f32.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
+    return ((x_f32 / steps).round() * steps).to(x.dtype)
 
 
 def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:

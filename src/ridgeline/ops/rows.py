@@ -1,6 +1,6 @@
-"""The device's rows as operations see them: where a step's query tokens are gathered from, and what a draw writes back.
+"""State of the device's rows: gathers a step's query tokens from it and writes sampled tokens back.
 
-Here in plain PyTorch; a GPU has one kernel for each (ops.triton.rows).
+This module is the PyTorch version. A GPU has one kernel for each function (ops.triton.rows).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Int(IntEnum):
 
 
 class Knob(IntEnum):
-    """Columns of `knobs`, float32: what a row is drawn with, beside its top_k."""
+    """Columns of `knobs`, float32: sampling parameters of a row. top_k is a column of `ints`."""
 
     TEMPERATURE = 0
     TOP_P = 1
@@ -47,8 +47,8 @@ MOVING = 4
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """tokens int32 [R, width], all a row knows. ints int32 [R, INTS], columns as in Int. tables int32 [groups, R, P], each
-    row's pages in slot order, of page_tokens slots each."""
+    """tokens int32 [R, width]: all known tokens of each row. ints int32 [R, INTS]: columns as in Int. tables int32
+    [groups, R, P]: each row's pages of page_tokens slots, in slot order."""
 
     tokens: torch.Tensor
     ints: torch.Tensor
@@ -92,17 +92,17 @@ class Gathered:
     length: torch.Tensor
 
 
-def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
-    """The next query tokens of device rows `own` int32 [B]; without `spread` each row has one."""
-    held = state.ints.index_select(0, own)
+def gather(state: RowState, device_rows: torch.Tensor, spread: Spread | None) -> Gathered:
+    """Read the next query tokens of `device_rows` int32 [B]. Without `spread` each row has one query token."""
+    ints = state.ints.index_select(0, device_rows)
     if spread is None:
-        row, position, slot = own, held[:, Int.POSITION].contiguous(), held[:, Int.LENGTH]
+        row, position, slot = device_rows, ints[:, Int.POSITION].contiguous(), ints[:, Int.LENGTH]
         length = slot + 1
     else:
-        row = own.index_select(0, spread.row_of)
-        length = held[:, Int.LENGTH] + spread.n_query
-        held = held[:, :MOVING].index_select(0, spread.row_of)
-        position, slot = held[:, Int.POSITION] + spread.place, held[:, Int.LENGTH] + spread.place
+        row = device_rows.index_select(0, spread.row_of)
+        length = ints[:, Int.LENGTH] + spread.n_query
+        ints = ints[:, :MOVING].index_select(0, spread.row_of)
+        position, slot = ints[:, Int.POSITION] + spread.place, ints[:, Int.LENGTH] + spread.place
     tables, size = state.tables, state.page_tokens
     tokens = state.tokens.view(-1).index_select(0, row * state.tokens.shape[1] + position)
     pages = tables.view(len(tables), -1).index_select(1, row * tables.shape[2] + slot // size)
@@ -115,21 +115,21 @@ def ends(state: RowState, rows: torch.Tensor, place: torch.Tensor, drawn: torch.
     """What a token drawn for `place` of device rows [N] ends: int32 [N], 1 for a stop id, 2 for the limit, 3 for both, as
     in core.plan.Flag."""
     ints = state.ints.index_select(0, rows)
-    held = place + 1
+    known = place + 1
     stop = (drawn.unsqueeze(1) == ints[:, Int.STOP :]).any(dim=1)
-    stop &= held - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
-    return (held >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
+    stop &= known - ints[:, Int.PROMPT] > ints[:, Int.MIN_TOKENS]
+    return (known >= ints[:, Int.LIMIT]).int().mul_(2).add_(stop)
 
 
 def move(state: RowState, rows: torch.Tensor, count: torch.Tensor, flag: torch.Tensor) -> None:
-    """Rows gain `count` tokens and are done where `flag` is set."""
+    """Add `count` tokens to rows, and mark rows as done where `flag` is set."""
     moved = torch.stack((count, count, count, flag.clamp(max=1)), dim=1)
     state.ints[:, :MOVING].index_add_(0, rows, moved)
 
 
 def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Device rows int32 [S] take one drawn token each, int32 [S]: it is written behind what they know, and they move on;
-    a row that is done stays as it is. Only row 0 may come more than once. -> int32 [S, 3]: tokens gained, flag, token."""
+    """Append one drawn token int32 [S] to each of the device rows int32 [S]. Rows that are done do not change. Only row 0 may
+    occur more than once. -> int32 [S, 3]: tokens gained, flag, token."""
     place = state.ints.index_select(0, rows)[:, Int.KNOWN]
     live = 1 - state.ints.index_select(0, rows)[:, Int.DONE]
     flag = ends(state, rows, place, drawn) * live
@@ -140,7 +140,7 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
 
 
 def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Of hidden states [N, D] behind rows' last known tokens and drafts those that drew each row's last token, [S, D].
+    """Select the hidden states [S, D] from which each row's last token was drawn. hidden [N, D]: of last known tokens and drafts.
     packed int32 [S, 2 + ..], path int64 [S, wide]: of ops.verify; path None for chains. first: as in Drafted."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
@@ -149,7 +149,7 @@ def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, 
 
 
 Runs = Sequence[Sequence[torch.Tensor]]
-"""Of each group of layers its cache as few views [pages, heads of keys and values, page_tokens, dim]."""
+"""For each group of layers, views [pages, heads of keys and values, page_tokens, dim] of its cache."""
 
 
 def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.Tensor, runs: Runs, depth: int) -> None:
@@ -167,10 +167,10 @@ def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.
     source = path[:, 1 : depth + 1]
     goes = (place < count.unsqueeze(1)) & (source != place)
     slots = root.long().unsqueeze(1) + torch.stack((source, place.expand_as(source)))
-    size, own = state.page_tokens, rows.long().unsqueeze(1)
+    size, row_index = state.page_tokens, rows.long().unsqueeze(1)
     for table, group in zip(state.tables.unbind(0), runs, strict=True):
-        # Who stays moves within the scratch page.
-        moved = goes * (table.long()[own, slots // size] * size + slots % size)
+        # Nodes that need no move copy a slot of the scratch page onto itself.
+        moved = goes * (table.long()[row_index, slots // size] * size + slots % size)
         (from_page, to_page), (from_place, to_place) = (moved // size).flatten(1), (moved % size).flatten(1)
         for run in group:
             run[to_page, :, to_place] = run[from_page, :, from_place]
@@ -180,8 +180,8 @@ ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, there once the device has come so far; until then it must be held, as torch does not know who
-    writes to it. A tensor of the host is returned as it is."""
+    """Start a copy to pinned host memory. The caller keeps the result alive until the device has written it, because torch does
+    not track that write. A CPU tensor is returned unchanged."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

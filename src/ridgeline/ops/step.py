@@ -1,4 +1,4 @@
-"""What a step hands to every layer and op: where its tokens stand, and where their keys and values lie.
+"""Inputs of every layer and operation in a step: the positions of tokens and the places of their keys and values.
 
 Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table holds. All tensors on the device.
 """
@@ -14,7 +14,7 @@ import torch
 from ridgeline.core.spec import KvFormat, restricts_last_layer
 
 SHORT = 2048
-"""Slots up to which a context is short. Attention of one or two rows takes another way for longer ones, so that a GPU has graphs
+"""Most slots of a short context. For one or two rows, attention over longer contexts uses another kernel, so a GPU captures graphs
 for both."""
 
 
@@ -23,7 +23,7 @@ class KvView:
     """One layer's part of the paged cache.
 
     kv: [pages, 2, kv_heads, page_tokens, head_dim], keys at index 0 and values at 1; any strides except a contiguous
-    last dimension (offsets must be computed in int64). Page 0 is scratch: padding writes there and nobody reads it.
+    last dimension (offsets must be computed in int64). Page 0 is scratch: padding writes there and no result depends on it.
     table: int32 [R, P], pages of each row in slot order. A windowed group's table entries behind the window are stale.
     slots: int64 [T], where each query token's key goes: page * page_tokens + place in the page.
     window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
@@ -50,7 +50,7 @@ class StepInputs:
     """One step's device data. Row i of the step owns query tokens q_start[i] .. q_start[i + 1] - 1.
 
     rows: int32 [B], device row of each scheduled row. q_start: int32 [B + 1]. length: int32 [B], slots the row holds
-    with this step's keys written. position: int32 [T], when each query token was said. row_of: int32 [T], index into
+    with this step's keys written. position: int32 [T], sequence position of each query token. row_of: int32 [T], index into
     rows of each query token. ancestors: int64 [T] for draft trees: bit j says that the token sees the j-th query token
     of its own row (None: plain causal order). Bits only narrow the causal order of slots, a token always sees itself,
     and tokens from the 64th on follow plain causal order, so all bits set (-1) is a row without a tree. max_query,
@@ -58,9 +58,9 @@ class StepInputs:
     decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
     Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
     int32 [R, slots] (None: position == slot).
-    selected: int32 [W], the query tokens that the linears behind the last attention are given (None: all, in order).
-    derived: what an op computed from this step's tensors and every further layer reuses (gather indices, masks). Keys
-    name the op and the tensors used. A step owns it: whoever changes the tensors in place makes a new StepInputs.
+    selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order).
+    derived: cache of tensors that an operation computed from this step's tensors and later layers reuse (gather indices,
+    masks). Keys name the operation and the tensors used. After a change of the tensors in place, make a new StepInputs.
     """
 
     rows: torch.Tensor
@@ -80,17 +80,18 @@ class StepInputs:
         return self.max_query == 1
 
     def select(self, tokens: torch.Tensor) -> StepInputs:
-        """The step for linears that are given these query tokens, int32 [W], alone."""
+        """The step for linears that run only these query tokens, int32 [W]."""
         return replace(self, selected=tokens)
 
     def row_of_inputs(self) -> torch.Tensor:
-        """int32 [T or W]: index into rows of each token that a linear is given."""
+        """int32 [T or W]: index into rows of each token that runs through a linear."""
         return self.row_of if self.selected is None else self.row_of.index_select(0, self.selected)
 
     def one_row_per_token(self, tokens: torch.Tensor) -> StepInputs | None:
-        """A step in which each of these query tokens, int32 [W], is a row of its own that sees what it saw here. None where they
-        may see otherwise than plain causal order of slots, and where they are so many that a context for each costs more than
-        it saves, or more than the step has rows, for which no kernels were made ready."""
+        """A step in which each of these query tokens, int32 [W], is a row of its own with the same visible keys.
+
+        None if the mask is not plain causal order of slots, if reading a context per token costs more than it saves, or if
+        there are more tokens than rows in the step: kernels for that shape are not warmed up."""
         narrowed = self.ancestors is not None or self.key_positions is not None
         if narrowed or len(tokens) > len(self.rows) or not restricts_last_layer(len(tokens), len(self.position)):
             return None

@@ -1,7 +1,7 @@
-"""The interfaces between a decoder and a device's operations, as one value that `choose` picks at start-up.
+"""The interface between a decoder and a device's operations: a table that `choose` picks at start-up.
 
-Every operation exists on every device: a device's table names the reference or a default for what it has no kernel of. T query
-tokens; D = d_model; dtype of x is the model's.
+Every operation exists on every device. Where a device has no kernel, its table holds the reference or a default.
+Shapes: T query tokens, D = d_model. x has the model's dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ridgeline.ops.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class QkvShape:
-    """How one merged projection splits into heads, and what happens to them before attention.
+    """How a merged QKV projection splits into heads, and the norms and rotation of the heads before attention.
 
     q_norm, k_norm: weights [head_dim] of per-head RMS norms or None. cos_sin: float32 [max_len, 2, rope_dim / 2], cosines
     at index 0 and sines at 1 (attention factor applied); rotate-half convention on the first rope_dim of head_dim.
@@ -56,7 +56,7 @@ class Scaled:
 class Normed:
     """A linear's input before its RMS norm: value = rms_norm(x, weight, eps, offset), x [T, D]; see TokenwiseOps.
 
-    A product of few tokens norms while it reads x; every other asks the norm of its device for the values.
+    Products of few tokens compute the norm while they read x. Other products call the device's norm first.
     """
 
     x: torch.Tensor
@@ -69,13 +69,13 @@ RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q [T, Hq, d], k and v [T, Hkv, d]."""
 Plain = torch.Tensor | Normed
-"""What a linear in floating point takes: [T, D], or a norm that is still to be done."""
+"""Input of a floating-point linear: [T, D], or a norm that the linear computes."""
 Activation = Plain | Scaled
-"""What any linear takes; Scaled: quantized by the operation that made it."""
+"""Input of any linear. Scaled: already quantized by the operation that produced it."""
 
 
 def plain(x: Plain, rms_norm: RmsNorm) -> torch.Tensor:
-    """x as a tensor, normed with `rms_norm` where that is still to be done."""
+    """x as a tensor. Computes the norm with `rms_norm` if x is Normed."""
     return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else x
 
 
@@ -128,13 +128,13 @@ class LayerParts:
 
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
-"""(stream [T, D], views of the first layers, step) -> the stream behind the last of these. The caller gives the stream up."""
+"""(stream [T, D], views of the first layers, step) -> the stream after these layers. May overwrite the input stream."""
 
 
 def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
     """See TokenwiseOps."""
-    found = F.embedding(ids, table)
-    return found if scale == 1.0 else found * scale
+    vectors = F.embedding(ids, table)
+    return vectors if scale == 1.0 else vectors * scale
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -143,7 +143,7 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """The layers as they are."""
+    """Run the layers with one operation after the other. Default of Programs.layers."""
     return run
 
 
@@ -151,8 +151,8 @@ def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
 class Fp8Matrix:
     """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
 
-    values: float8_e4m3fn [out, in]. scales: float32 [out]. counters: int32, what programs that share an output tile
-    count themselves with; zero between products, empty where no kernel needs them.
+    values: float8_e4m3fn [out, in]. scales: float32 [out]. counters: int32, arrivals of the programs that share an
+    output tile. Zero between products, empty if no kernel needs them.
     """
 
     values: torch.Tensor
@@ -167,8 +167,8 @@ class PlainOps:
     pack(weight [out, in]) -> opaque packed weight.
     linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel that norms as it reads keeps float32 where the plain
         norm rounds to x's dtype.
-    linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. The caller gives the stream up: the
-        result may lie in its memory.
+    linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. May overwrite the stream with the
+        result.
     linear_activate(x, packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     """
 
@@ -182,7 +182,7 @@ class PlainOps:
 class Fp8Ops:
     """Linears with weights in e4m3.
 
-    A token's values are x * (448 / amax), rounded to the nearest even; its scale is amax / 448 (448: the largest e4m3,
+    A token's values are x * (448 / amax), rounded to the nearest, ties to even; its scale is amax / 448 (448: the largest e4m3,
     Micikevicius et al. 2022). x is the plain operation's result in the model's dtype, amax its largest magnitude.
     pack(values, scales) -> Fp8Matrix over the same memory.
     linear(x, matrix, bias, dtype) -> [T, out] in dtype: products and sums of the 8-bit values in float32, times both scales,
@@ -245,7 +245,7 @@ Views = Callable[[torch.Tensor], Sequence[KvView]]
 
 @dataclass(frozen=True, slots=True)
 class ChainParts:
-    """A loaded decoder that drafts. embedding [V, D], multiplied by scale; norm [D], the final one; head: packed, of N tokens;
+    """A loaded draft model. embedding [V, D], multiplied by scale; norm [D], the final one; head: packed, of N tokens;
     ids int32 [N], which ones they are (None: all, in their order)."""
 
     layers: Sequence[LayerParts]
@@ -286,11 +286,11 @@ class ChainStart:
 
 
 RunChain = Callable[[ChainStart, Views], None]
-"""Drafts the chain over the views of the drafting layers."""
+"""Draft a chain with the draft model. The views are those of its layers."""
 
 
 def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
-    """The chain token by token."""
+    """Draft the chain token by token. Default of Programs.chain."""
     return otherwise
 
 
@@ -337,19 +337,19 @@ Returns: int32 [S], the number of leading nodes that are worth verifying; the no
 
 
 def recurrent_by_nodes(parts: RecurrentParts, otherwise: Callable[[], RunRecurrent]) -> RunRecurrent:
-    """The tree node by node."""
+    """Draft the tree node by node. Default of Programs.recurrent."""
     return otherwise()
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Whole layers or drafts in one call of the device, where it has such kernels.
+    """Kernels that run all layers, or a whole draft, in one call.
 
-    layers(parts, run) -> what runs these layers: `run`, which calls them one after the other, or a program that calls `run` for
-        the steps it does not take.
-    chain(parts, otherwise) -> what drafts chains of this decoder: `otherwise`, or a program.
-    recurrent(parts, otherwise) -> what drafts with a recurrent draft: what `otherwise` makes, or a program.
-    prunes_drafts: the program of `recurrent` says how many of its nodes are worth verifying.
+    layers(parts, run) -> a function that runs these layers: `run`, which runs them one by one, or a kernel that falls back to
+        `run` for steps that it does not support.
+    chain(parts, otherwise) -> a function that drafts chains with this decoder: `otherwise`, or a kernel.
+    recurrent(parts, otherwise) -> a function that drafts with a recurrent draft model: the result of `otherwise()`, or a kernel.
+    prunes_drafts: the kernel of `recurrent` returns how many of its nodes are worth verifying.
     """
 
     layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
@@ -373,7 +373,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionOps:
-    """The KV cache: written, then attended to.
+    """Write the KV cache and attend to it.
 
     qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]): per-head norms,
         rotary embedding at step.position, keys and values written into view at view.slots.
@@ -396,11 +396,11 @@ NormAdd = Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torc
 
 @dataclass(frozen=True, slots=True)
 class TokenwiseOps:
-    """What is computed of each token's vector by itself.
+    """Operations on each token's vector independently.
 
     rms_norm(x [T, D], weight [D], eps, offset) -> [T, D]: x / rms(x) * (weight + offset as 0 or 1), statistics in float32.
-    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): how a block with a post norm ends. The caller gives
-        the stream up.
+    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): the end of a block with a post norm. May overwrite
+        the stream.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
     cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
@@ -436,11 +436,11 @@ class Sample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplerOps:
-    """The device's rows before and after a forward pass: gather what they compute next, draw, verify drafts, move on.
+    """Operations on the device's rows around a forward pass: gather query tokens, draw, verify drafts, append tokens.
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
     sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
-        same tokens on every device, but where a sum of chances is within its rounding of top_p.
+        same tokens on every device, unless a sum of probabilities is within its rounding error of top_p.
     draw: see ops.sample.draw_with; as `sample`, with the rows' own noise and limits.
     """
 

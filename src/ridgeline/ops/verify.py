@@ -37,7 +37,7 @@ def accept_path(
     drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts of trees kept per row, int32 [S], and the path to them, int64 [S, K + 1]: its nodes from the root on, where node
-    0 is the last known token and node i the i-th draft; beyond the path, nodes of no meaning.
+    0 is the last known token and node i the i-th draft. Entries beyond the path are undefined.
 
     drawn: int32 [S, K + 1], the draw behind each node. drafts: int32 [S, K]. n_draft: int32 [S]. parent: int64 [S, K + 1],
     the node that each node hangs on, before it; 0 for the root. The row gains drawn at path[:, : accepted + 1].
@@ -47,7 +47,7 @@ def accept_path(
     right = torch.ones(parent.shape, dtype=torch.bool, device=drafts.device)
     right[:, 1:] = drawn.gather(1, parent)[:, 1:] == drafts
     right &= place <= n_draft.unsqueeze(1)
-    # A node is on the path if all above it are right: each round looks twice as far up.
+    # A node is on the path if all its ancestors are right. Each round doubles the number of ancestors covered.
     above = parent
     for _ in range((nodes - 1).bit_length()):
         right = right & right.gather(1, above)
@@ -71,33 +71,34 @@ def until_end(ends: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
 def verify(
     state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Device rows int32 [S] keep what is right of the drafts that stand behind what they know, take the tokens drawn along
-    that path and move on; a row that is done stays as it is. drawn int32 [N], from the rows of logits that `drafted` speaks of.
+    """Verify the drafts of device rows int32 [S] and append the tokens drawn along the accepted path. Rows that are done do not
+    change. drawn int32 [N]: one token for each row of logits that `drafted` describes.
 
-    -> int32 [S, 2 + wide]: tokens gained, flag, those tokens; for trees int32 [S, 2 + 3 wide]: then what was drawn behind each
-    node, and the path, which is returned beside it, int64 [S, wide]. What a row has not means nothing.
+    -> int32 [S, 2 + wide]: tokens gained, flag, those tokens. For trees int32 [S, 2 + 3 wide]: also the token drawn behind each
+    node, and the path. The path is also the second result, int64 [S, wide]; None for chains. Entries beyond a row's tokens are
+    undefined.
     """
     wide, n_draft, parent = drafted.wide, drafted.count, drafted.parent
     node = torch.arange(wide, dtype=torch.int32, device=rows.device)
     drawn = drawn[drafted.first.unsqueeze(1) + torch.minimum(node, n_draft.unsqueeze(1))]
-    ints, own = state.ints.index_select(0, rows), rows.unsqueeze(1)
+    ints, row_index = state.ints.index_select(0, rows), rows.unsqueeze(1)
     place = ints[:, Int.KNOWN].unsqueeze(1) + node
-    at = (own * state.tokens.shape[1] + place).long().flatten()
-    # What the row drew is written only after its drafts were compared: they stand in the same places.
+    at = (row_index * state.tokens.shape[1] + place).long().flatten()
+    # Read the drafts before the drawn tokens overwrite them: both use the same places.
     drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
-    said, path = drawn, None
+    tokens, path = drawn, None
     if parent is None:
         accepted = accept(drawn, drafts, n_draft)
     else:
         accepted, path = accept_path(drawn, drafts, n_draft, parent)
-        said = drawn.gather(1, path)
+        tokens = drawn.gather(1, path)
     live = 1 - ints[:, Int.DONE]
-    flags = ends(state, own.expand(-1, wide).flatten(), place.flatten(), said.flatten()).view(-1, wide)
+    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), tokens.flatten()).view(-1, wide)
     count = until_end(flags > 0, accepted).mul_(live)
     flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
-    state.tokens.view(-1).index_copy_(0, at, said.flatten())
+    state.tokens.view(-1).index_copy_(0, at, tokens.flatten())
     move(state, rows, count, flag)
-    packed = [torch.stack((count, flag), dim=1), said]
+    packed = [torch.stack((count, flag), dim=1), tokens]
     if path is not None:
         packed += [drawn, path.int()]
     return torch.cat(packed, dim=1), path

@@ -244,8 +244,8 @@ def open_library(path: Path) -> Library:
         }
         kernels[dtype] = Kernels(pack=pack, **steps)
     library.rl_huge_pages.argtypes = (c_void_p, c_int64)
-    for told in (library.rl_instructions, library.rl_compiler):
-        told.restype = ctypes.c_char_p
+    for text_function in (library.rl_instructions, library.rl_compiler):
+        text_function.restype = ctypes.c_char_p
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
     library.rl_replay.argtypes, library.rl_replay.restype = (c_void_p, c_int64), None

@@ -47,8 +47,8 @@ def build(folder: Path | None = None) -> Path:
     # Beside its place, so that the last step is one rename and nobody ever opens half a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        units = [one for one in sources() if one.suffix == ".cpp"]
-        objects = [str(Path(scratch) / f"{one.stem}.o") for one in units]
+        units = [source for source in sources() if source.suffix == ".cpp"]
+        objects = [str(Path(scratch) / f"{unit.stem}.o") for unit in units]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda unit, made: _compile(command, "-c", str(unit), "-o", made), units, objects))
         _compile(command, *objects, "-o", str(made))

@@ -1,8 +1,8 @@
-"""Work on a CPU once more without Python: the list of foreign calls that it made, in the memory that it made them in.
+"""Capture and replay for the CPU: a list of the foreign calls that the work made, with the memory that they used.
 
-Between two kernels Python makes tensors and collects pointers, and does so cold, as the kernels leave nothing in the caches but
-weights: of a small model's step that is a third. Every function of the library appends its calls to the library's log while
-somebody records (binding.Foreign). Where work consists of foreign calls, that list is all there is to repeat, as in a CUDA graph.
+Between two kernels Python allocates tensors and collects pointers. It runs with cold caches, because the kernels fill them with
+weights: this takes a third of a small model's step. While a capture records, every function of the library appends its calls to
+the library's log (binding.Foreign). If the work consists of foreign calls, replaying that list repeats it, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 from ridgeline.ops.native.binding import Call, Library
 
 MOST_BYTES = 2 << 20
-"""Of memory that captured work keeps; larger work gains nothing."""
+"""Most memory that captured work may keep. Larger work gains nothing from a capture."""
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})
 _NO_COMPUTATION = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
-    | {"expand", "narrow", "split_with_sizes", "unbind", "view"}  # of the same memory
+    | {"expand", "narrow", "split_with_sizes", "unbind", "view"}  # views
 )
 _MAY_COPY = frozenset({"__getitem__", "contiguous"})
-"""What copies, unless what it returns lies where it was."""
+"""Calls that copy, unless the result has the same address."""
 
 
 class CallListCapture:
-    """Captures work as a list of foreign calls. Is a Capture."""
+    """Capture work as a list of foreign calls. Implements Capture."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -38,39 +38,40 @@ class CallListCapture:
 
 
 class CapturedCalls:
-    """The first replay is the work as it stands, so that whatever it remembers is there, the second is recorded, and from then on
-    all of its calls are one. Work in which torch computes or reads a value, or that allocates more than MOST_BYTES, runs as it
-    stands for good."""
+    """Work that is recorded at its second replay and replayed in one call from the third on.
+
+    The first replay runs the work itself, which fills its caches. Work in which torch computes or reads a value, or that
+    allocates more than MOST_BYTES, is never replaced by a list of calls."""
 
     __slots__ = ("_calls", "_count", "_kept", "_library", "_result", "_runs", "_work")
 
     def __init__(self, library: Library, work: Callable[..., Any]) -> None:
         self._library, self._work = library, work
         self._runs = self._count = self._calls = 0
-        """How often it ran as it stands; how many calls it makes, and their address in the form of replay.cpp."""
+        """Number of runs of the work itself; number of recorded calls; their address, in the format of replay.cpp."""
         self._result: Any = None
         self._kept: Any = None
-        """What the recorded work returned, and what its calls point to."""
+        """_result: returned by the recorded run. _kept: the memory that the recorded calls use."""
 
     @property
     def recorded(self) -> bool:
-        """Replays are one call."""
+        """Whether replays run the recorded calls."""
         return self._count > 0
 
-    def replay(self, *given: Any) -> Any:
+    def replay(self, *arguments: Any) -> Any:
         """See Captured."""
         if self._count:
             self._library.replay(self._calls, self._count)
             return self._result
         self._runs += 1
-        return self._record(*given) if self._runs == 2 else self._work(*given)
+        return self._record(*arguments) if self._runs == 2 else self._work(*arguments)
 
-    def _record(self, *given: Any) -> Any:
+    def _record(self, *arguments: Any) -> Any:
         witness, log = _Witness(), self._library.log
         log.calls = calls = list[Call]()
         try:
             with witness:
-                result = self._work(*given)
+                result = self._work(*arguments)
         finally:
             log.calls = None
         if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MOST_BYTES:

@@ -97,8 +97,8 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
                 )
                 for child in active_children():
                     child.kill()
-            for number, one in enumerate(done, len(compiling) - len(left) - len(done) + 1):
-                if error := one.exception() or one.result():
+            for number, future in enumerate(done, len(compiling) - len(left) - len(done) + 1):
+                if error := future.exception() or future.result():
                     log.warning("start-up could not compile a kernel: %s", error)
                 progress(STAGE, number, len(compiling))
 
@@ -127,8 +127,8 @@ def name_all() -> None:
 def _name(kernel: JITCallable, named: set[int]) -> None:
     if id(kernel) not in named:
         named.add(id(kernel))
-        for one in _calls(kernel):
-            _name(one, named)
+        for callee in _calls(kernel):
+            _name(callee, named)
         _ = kernel.cache_key
 
 
@@ -149,7 +149,7 @@ def _length(kernel: JITCallable, counted: set[int]) -> int:
     if id(kernel) in counted:
         return 0
     counted.add(id(kernel))
-    return len(kernel.src) + sum(_length(one, counted) for one in _calls(kernel))
+    return len(kernel.src) + sum(_length(callee, counted) for callee in _calls(kernel))
 
 
 class _Cold(Exception):
@@ -185,15 +185,15 @@ class _Unlaunched:
 
 
 @contextmanager
-def _unlaunched(found: Callable[[Any, dict[str, Any]], object]) -> Iterator[None]:
-    """No kernel is launched that was not loaded before; `found` gets each once: (kernel, what it is to be compiled for)."""
+def _unlaunched(record: Callable[[Any, dict[str, Any]], object]) -> Iterator[None]:
+    """Skip the launch of kernels that are not loaded yet. Calls `record(kernel, compile arguments)` once for each of them."""
     placed: list[tuple[MutableMapping[str, object], str]] = []
 
     def skip(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         loaded = fn.jit_function.device_caches[compile["device"]][0]
         loaded[compile["key"]] = _Unlaunched()
         placed.append((loaded, compile["key"]))
-        found(fn.jit_function, compile)
+        record(fn.jit_function, compile)
         return True
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip

@@ -40,11 +40,11 @@ def _early(shape: AttentionShape, tile: Tile) -> bool:
     return decodes and shape.programs <= tuning.MOST_EARLY_PROGRAMS * shape.processors and tile.registers is not None
 
 
-def _smallest(shape: AttentionShape, whole: bool) -> int:
+def _smallest(shape: AttentionShape, rows_fill_wave: bool) -> int:
     """Slots below which a part of a row is not cut further. Steps that only decode have about as many rows as are said; those
-    of a graph of mixed steps may be few, and parts of a few are worth their price. whole: rows alone fill a wave."""
+    of a graph of mixed steps may be few, and parts of a few are worth their price. rows_fill_wave: uncut rows fill a wave."""
     if shape.max_query == 1:
-        return tuning.SMALLEST_OF_MANY if whole else tuning.SMALLEST_SPLIT
+        return tuning.SMALLEST_OF_MANY if rows_fill_wave else tuning.SMALLEST_SPLIT
     verifies = shape.max_query * shape.group <= shape.small
     return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT
 

@@ -76,12 +76,12 @@ class Product:
         self._call("MatmulPreferenceCreate", byref(self._preference))
         self._uses: dict[int, _Use | None] = {}
 
-    def _call(self, name: str, *given: object) -> None:
-        if status := getattr(self._library, f"cublasLt{name}")(*given):
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._library, f"cublasLt{name}")(*arguments):
             raise RuntimeError(f"cublasLt{name}: {status}")
 
-    def _set(self, what: str, of: c_void_p, attribute: int, value: c_int | c_int8 | c_void_p) -> None:
-        self._call(f"{what}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
+    def _set(self, descriptor: str, of: c_void_p, attribute: int, value: c_int | c_int8 | c_void_p) -> None:
+        self._call(f"{descriptor}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
 
     def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
         """Of contiguous columns."""
@@ -93,7 +93,7 @@ class Product:
         """The layouts, and the kernel that the heuristic holds for the fastest."""
         x, out = self._layout(E4M3, self._k, tokens), self._layout(BFLOAT16, self._n, tokens)
         choice, count = _Choice(), c_int()
-        given = (
+        arguments = (
             handle,
             self._product,
             self._weight,
@@ -105,7 +105,7 @@ class Product:
             byref(choice),
             byref(count),
         )
-        if self._library.cublasLtMatmulAlgoGetHeuristic(*given) or not count.value or choice.state:
+        if self._library.cublasLtMatmulAlgoGetHeuristic(*arguments) or not count.value or choice.state:
             return None
         return _Use(x, out, choice.algorithm)
 
@@ -113,8 +113,8 @@ class Product:
         """Whether the library did it."""
         # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
         handle, tokens = torch.cuda.current_blas_handle(), len(out)
-        for attribute, one in zip(SCALES, (matrix.scales, x.scales), strict=True):
-            self._set("MatmulDesc", self._product, attribute, c_void_p(one.data_ptr()))
+        for attribute, scales in zip(SCALES, (matrix.scales, x.scales), strict=True):
+            self._set("MatmulDesc", self._product, attribute, c_void_p(scales.data_ptr()))
         if tokens not in self._uses:
             self._uses[tokens] = self._use(c_void_p(handle), tokens)
         if (use := self._uses[tokens]) is None:
@@ -122,9 +122,9 @@ class Product:
         # Plain numbers: made once, and cheaper to hand over than objects; a launch must not take longer than torch's.
         target, where = out.data_ptr(), torch._C._cuda_getCurrentRawStream(out.device.index)
         sides = matrix.values.data_ptr(), self._weight.value, x.values.data_ptr(), use.x.value
-        rest = target, use.out.value, target, use.out.value, addressof(use.algorithm), None, 0, where
-        given = addressof(self._alpha), *sides, addressof(self._betas[add]), *rest
-        if status := self._library.cublasLtMatmul(handle, self._product.value, *given):
+        outputs = target, use.out.value, target, use.out.value, addressof(use.algorithm), None, 0, where
+        arguments = addressof(self._alpha), *sides, addressof(self._betas[add]), *outputs
+        if status := self._library.cublasLtMatmul(handle, self._product.value, *arguments):
             if status not in REFUSALS:
                 raise RuntimeError(f"cublasLtMatmul: {status}")
             log.warning(
@@ -163,8 +163,8 @@ def product(x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
     if not is_hopper(out.device) or out.dtype != torch.bfloat16:
         return False
     if any(
-        one.data_ptr() % 16 or not one.is_contiguous()
-        for one in (matrix.values, x.values, out, matrix.scales, x.scales)
+        tensor.data_ptr() % 16 or not tensor.is_contiguous()
+        for tensor in (matrix.values, x.values, out, matrix.scales, x.scales)
     ):
         return False
     run = _product(*matrix.values.shape)

@@ -58,8 +58,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *given: object) -> None:
-    if status := getattr(_driver(), name)(*given):
+def _call(name: str, *arguments: object) -> None:
+    if status := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name}: {status}")
 
 
@@ -80,8 +80,8 @@ def compiled(text: str) -> bytes:
     """Machine code of a source text, from disk if it has been compiled before; RuntimeError: the compiler's words."""
     key = hashlib.sha256(repr((text, OPTIONS, version())).encode()).hexdigest()
     kept = get_cache_manager(key)
-    if (found := kept.get_file("kernel.cubin")) is not None:
-        return Path(found).read_bytes()
+    if (path := kept.get_file("kernel.cubin")) is not None:
+        return Path(path).read_bytes()
     code = _compile(text)
     kept.put(code, "kernel.cubin")
     return code
@@ -120,8 +120,8 @@ def rows_map(memory: torch.Tensor, box: tuple[int, int]) -> TensorMap:
 @lru_cache(MAPS)
 def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, width: int) -> TensorMap:
     # The driver wants it at a multiple of 64.
-    room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
-    at = ctypes.addressof(room) + 63 & ~63
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
+    at = ctypes.addressof(buffer) + 63 & ~63
     shape, stride = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(2 * pitch)
     boxes, each = (c_uint32 * 2)(width, height), (c_uint32 * 2)(1, 1)
     swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else PLAIN
@@ -143,10 +143,10 @@ class Kernel:
         _call("cuFuncSetAttribute", self._function, c_int(MOST_SHARED), c_int(shared))
 
     def __call__(
-        self, programs: int, threads: int, *given: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
+        self, programs: int, threads: int, *arguments: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
     ) -> None:
         """Launch it on torch's current stream. early: see EARLY."""
-        where = (c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
+        where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         attribute = _Attribute(EARLY, 0, (1,))
         stream = torch.cuda.current_stream().cuda_stream
         sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)

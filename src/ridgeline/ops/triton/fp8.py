@@ -113,15 +113,15 @@ def _finish(
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)
     acc, scale = tl.broadcast(acc.to(tl.float32), w_scale[:, None].to(tl.float32) * x_scale[None, :])
     at = token.to(tl.int64)[None, :] * outputs + row[:, None]
-    held = tl.zeros_like(acc)
+    residual = tl.zeros_like(acc)
     if ADD:
-        held = tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
+        residual = tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
     # What joins first is added by the instruction that scales. Left to the compiler, it would be in some kernels and not in others.
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)
-        acc = tl.math.fma(acc, scale, tl.broadcast(acc, bias[:, None])[1]) + held
+        acc = tl.math.fma(acc, scale, tl.broadcast(acc, bias[:, None])[1]) + residual
     else:
-        acc = tl.math.fma(acc, scale, held)
+        acc = tl.math.fma(acc, scale, residual)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -238,9 +238,9 @@ def small(
     grid = (triton.cdiv(outputs, launch.outputs), triton.cdiv(tokens, tile), split)
     if split > 1 and grid[0] * grid[1] > matrix.counters.numel():
         split, turns, grid = 1, triton.cdiv(inputs, launch.inputs), (grid[0], grid[1], 1)
-    room = split * grid[0] * grid[1] * launch.outputs * tile if split > 1 else 0
+    part_size = split * grid[0] * grid[1] * launch.outputs * tile if split > 1 else 0
     sums = torch.int32 if matrix.values.dtype == torch.int8 else torch.float32
-    part = torch.empty(room, dtype=sums, device=out.device) if room else matrix.scales
+    part = torch.empty(part_size, dtype=sums, device=out.device) if part_size else matrix.scales
     _small_kernel[grid](
         x.values,
         x.scales,

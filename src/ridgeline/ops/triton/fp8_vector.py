@@ -161,7 +161,7 @@ def _kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((WORDS,), tl.float32)
     x1, x2, x3, scale = x0, x0, x0, 0.0
-    held = tl.zeros((ROWS,), dtype)
+    residual = tl.zeros((ROWS,), dtype)
     step = tl.num_programs(0)
     for group in tl.range(first, groups, step, num_stages=STAGES):
         w = _words(w_ptr, group, at, n, words, KIND, EVEN, ROWS)
@@ -171,16 +171,18 @@ def _kernel(
             if PDL:
                 gdc_wait()
             x0, x1, x2, x3, scale = _quantized(x_ptr, gain, at, words, k, eps, NORM, OFFSET, EVEN, dtype)
-            held = stream_of(out_ptr, group, n, ADD, ROWS)
-        ahead = stream_of(out_ptr, group + step, n, ADD, ROWS)
+            residual = stream_of(out_ptr, group, n, ADD, ROWS)
+        next_residual = stream_of(out_ptr, group + step, n, ADD, ROWS)
         part = _dot(w, x0, x1, x2, x3, PACKED)
-        put(out_ptr, bias_ptr, held.to(tl.float32) + tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, KIND, ROWS)
-        held = ahead
+        put(
+            out_ptr, bias_ptr, residual.to(tl.float32) + tl.sum(part, 1) * (w_scale * scale), group, n, BIAS, KIND, ROWS
+        )
+        residual = next_residual
 
 
 @cache
-def room(device: torch.device) -> bool:
-    """Whether a program finds the shared memory that the launches were measured with."""
+def has_shared_memory(device: torch.device) -> bool:
+    """Whether the device has the shared memory of the GPU on which the launches were measured."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -57,6 +57,6 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         cuda.tensor_map(weight, (FEATURES, STEP)),
         cuda.tensor_map(out, (TOKENS // 2, FEATURES)),
     )
-    sizes = (c_uint32(one) for one in (tokens, features, inputs, pairs.group_of(tokens, inputs)))
+    sizes = (c_uint32(size) for size in (tokens, features, inputs, pairs.group_of(tokens, inputs)))
     kernel(PROCESSORS, THREADS, *maps, *sizes)
     return out

@@ -97,14 +97,14 @@ def vector_kernel(
         here = start + at
         if start > 0:
             w = _weights(w_row, here, k, EVEN)
-        wide = w.to(tl.float32)
-        total0 += _part(wide, _read(x_ptr, here, k, EVEN), ROWS, BLOCK)
+        w_f32 = w.to(tl.float32)
+        total0 += _part(w_f32, _read(x_ptr, here, k, EVEN), ROWS, BLOCK)
         if TOKENS > 1:
-            total1 += _part(wide, _read(x_ptr + x_stride, here, k, EVEN), ROWS, BLOCK)
+            total1 += _part(w_f32, _read(x_ptr + x_stride, here, k, EVEN), ROWS, BLOCK)
         if TOKENS > 2:
-            total2 += _part(wide, _read(x_ptr + 2 * x_stride, here, k, EVEN), ROWS, BLOCK)
+            total2 += _part(w_f32, _read(x_ptr + 2 * x_stride, here, k, EVEN), ROWS, BLOCK)
         if TOKENS > 3:
-            total3 += _part(wide, _read(x_ptr + 3 * x_stride, here, k, EVEN), ROWS, BLOCK)
+            total3 += _part(w_f32, _read(x_ptr + 3 * x_stride, here, k, EVEN), ROWS, BLOCK)
     _store(out_ptr, bias_ptr, tl.sum(total0, 1), row, n, BIAS, ADD)
     if TOKENS > 1:
         _store(out_ptr + n, bias_ptr, tl.sum(total1, 1), row, n, BIAS, ADD)
@@ -186,11 +186,11 @@ def stream_of(out_ptr, group, n, ADD: tl.constexpr, ROWS: tl.constexpr):
     A pipelined loop fetches loads of four bytes and more some turns ahead, and so before the wait for whoever writes the
     stream. These must stay single numbers: the kernel is not told of what n is a multiple, so any of them could be masked.
     """
-    held = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
+    residual = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
     if ADD:
         row = group * ROWS + tl.arange(0, ROWS)
-        held = tl.load(out_ptr + row, mask=row < n, other=0.0)
-    return held
+        residual = tl.load(out_ptr + row, mask=row < n, other=0.0)
+    return residual
 
 
 @triton.jit
@@ -248,29 +248,29 @@ def resident_kernel(
         gdc_launch_dependents()
     x0 = tl.zeros((BLOCK,), tl.float32)
     x1 = x0
-    held0 = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
-    held1 = held0
+    residual0 = tl.zeros((ROWS,), out_ptr.dtype.element_ty)
+    residual1 = residual0
     size = n if KIND == 0 else n // 2
     step = tl.num_programs(0)
     for group in tl.range(first, groups, step, num_stages=STAGES):
-        wide = _group(w_ptr, group, at, n, k, KIND, EVEN, ROWS).to(tl.float32)
+        w_f32 = _group(w_ptr, group, at, n, k, KIND, EVEN, ROWS).to(tl.float32)
         if group == first:
             if PDL:
                 gdc_wait()
             x0 = _token(x_ptr, gain, at, k, eps, NORM, EVEN)
-            held0 = stream_of(out_ptr, group, n, ADD, ROWS)
+            residual0 = stream_of(out_ptr, group, n, ADD, ROWS)
             if TOKENS > 1:
                 x1 = _token(x_ptr + x_stride, gain, at, k, eps, NORM, EVEN)
-                held1 = stream_of(out_ptr + size, group, n, ADD, ROWS)
+                residual1 = stream_of(out_ptr + size, group, n, ADD, ROWS)
         next0 = stream_of(out_ptr, group + step, n, ADD, ROWS)
-        value = held0.to(tl.float32) + tl.sum(_part(wide, x0, ROWS, BLOCK), 1)
+        value = residual0.to(tl.float32) + tl.sum(_part(w_f32, x0, ROWS, BLOCK), 1)
         put(out_ptr, bias_ptr, value, group, n, BIAS, KIND, ROWS)
-        held0 = next0
+        residual0 = next0
         if TOKENS > 1:
             next1 = stream_of(out_ptr + size, group + step, n, ADD, ROWS)
-            value = held1.to(tl.float32) + tl.sum(_part(wide, x1, ROWS, BLOCK), 1)
+            value = residual1.to(tl.float32) + tl.sum(_part(w_f32, x1, ROWS, BLOCK), 1)
             put(out_ptr + size, bias_ptr, value, group, n, BIAS, KIND, ROWS)
-            held1 = next1
+            residual1 = next1
 
 
 def resident_product(

@@ -65,12 +65,16 @@ def shared_bytes(dim: int) -> int:
     return 1024 + 2 * dim * (units * GROUPS * HALF + 2 * STAGES * KEYS[dim])
 
 
-def _product(what: str, columns: int, left: int) -> dict[str, str]:
+def _product(prefix: str, columns: int, left: int) -> dict[str, str]:
     """How a product of 64 rows and so many columns is written behind its sums, of which a thread has half as many; left: operands
     that say where its left side is."""
     after = [f"%{columns // 2 + i}" for i in range(left + 2)]
     sides = ", ".join(("{" + ", ".join(after[:left]) + "}" if left > 1 else after[0], after[left]))
-    return {f"{what}_SHAPE": f'"m64n{columns}k16"', f"{what}_SIDES": f'"{sides}"', f"{what}_ADD": f'"{after[-1]}"'}
+    return {
+        f"{prefix}_SHAPE": f'"m64n{columns}k16"',
+        f"{prefix}_SIDES": f'"{sides}"',
+        f"{prefix}_ADD": f'"{after[-1]}"',
+    }
 
 
 def source(dim: int, dtype: torch.dtype, form: Form) -> str:
@@ -121,9 +125,11 @@ def attend(
     group, box = q.shape[1] // kv_heads, math.gcd(page, KEYS[dim] // pairs.PAIR)
     rows = (stride // dim for stride in kv.stride()[:3])
     sizes = (*q.stride()[:2], *rows, view.table.stride(0), count, kv_heads, group, page, box)
-    pointers = (c_void_p(one.data_ptr()) for one in (q, *results, view.table, units))
+    pointers = (c_void_p(tensor.data_ptr()) for tensor in (q, *results, view.table, units))
     programs = pairs.PAIR * min(count * kv_heads, processors // pairs.PAIR)
     # A capped score lies between -1 and 1 before it is scaled.
     scale = view.scale if view.softcap is None else view.softcap
-    given = Sizes(*sizes, _inverse(group), _inverse(page), scale * LOG2E, view.window or 0, view.scale / scale)
-    attends(programs, THREADS, cuda.rows_map(kv, (box, HALF)), *pointers, given, early=True)
+    attention_sizes = Sizes(
+        *sizes, _inverse(group), _inverse(page), scale * LOG2E, view.window or 0, view.scale / scale
+    )
+    attends(programs, THREADS, cuda.rows_map(kv, (box, HALF)), *pointers, attention_sizes, early=True)

@@ -68,28 +68,28 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
     """p int16 [...] -> its codes as floats in the order of their bits, one tensor each; shift and scale as p."""
     if PTX != "":
         # The type of results must be written out.
-        given = [p, shift, scale]
+        operands = [p, shift, scale]
         two: tl.constexpr = "=&r,=&r,r,r,r"
         four: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
         if BITS == 8:
             if tl.bfloat16 == TYPE:
-                return tl.inline_asm_elementwise(PTX, two, given, (tl.bfloat16,) * 2, True, 2)
+                return tl.inline_asm_elementwise(PTX, two, operands, (tl.bfloat16,) * 2, True, 2)
             else:
-                return tl.inline_asm_elementwise(PTX, two, given, (tl.float16,) * 2, True, 2)
+                return tl.inline_asm_elementwise(PTX, two, operands, (tl.float16,) * 2, True, 2)
         elif tl.bfloat16 == TYPE:
-            return tl.inline_asm_elementwise(PTX, four, given, (tl.bfloat16,) * 4, True, 2)
+            return tl.inline_asm_elementwise(PTX, four, operands, (tl.bfloat16,) * 4, True, 2)
         else:
-            return tl.inline_asm_elementwise(PTX, four, given, (tl.float16,) * 4, True, 2)
-    wide, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
+            return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 2)
+    words, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
     if BITS == 8:
-        c0 = (((wide << 24) >> 24).to(tl.float32) - z) * s
-        c1 = (((wide << 16) >> 24).to(tl.float32) - z) * s
+        c0 = (((words << 24) >> 24).to(tl.float32) - z) * s
+        c1 = (((words << 16) >> 24).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE)
     else:
-        c0 = ((wide & 15).to(tl.float32) - z) * s
-        c1 = ((wide >> 4 & 15).to(tl.float32) - z) * s
-        c2 = ((wide >> 8 & 15).to(tl.float32) - z) * s
-        c3 = ((wide >> 12 & 15).to(tl.float32) - z) * s
+        c0 = ((words & 15).to(tl.float32) - z) * s
+        c1 = ((words >> 4 & 15).to(tl.float32) - z) * s
+        c2 = ((words >> 8 & 15).to(tl.float32) - z) * s
+        c3 = ((words >> 12 & 15).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE), c2.to(TYPE), c3.to(TYPE)
 
 

@@ -34,7 +34,7 @@ from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.integer_shapes import IntRingTile
 from ridgeline.ops.triton.launch import overlap
-from ridgeline.ops.triton.ring import COUNTERS, _arrivals, _exchange, _finish, _held, _place, _share
+from ridgeline.ops.triton.ring import COUNTERS, _arrivals, _exchange, _finish, _place, _residual, _share
 
 
 @jit
@@ -156,21 +156,21 @@ def _widen(
         factor = scale.to(TYPE)
     if ZEROS:
         shift = (zero.to(gl.float32) + SHIFT).to(TYPE)
-    given = [p, gl.broadcast(shift, p)[0], gl.broadcast(factor, p)[0]]
+    operands = [p, gl.broadcast(shift, p)[0], gl.broadcast(factor, p)[0]]
     two: gl.constexpr = "=&r,=&r,r,r,r"
     four: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
     # The type of results must be written out.
     if BITS == 8:
         if gl.bfloat16 == TYPE:
-            c0, c1 = gl.inline_asm_elementwise(PTX, two, given, (gl.bfloat16,) * 2, True, 2)
+            c0, c1 = gl.inline_asm_elementwise(PTX, two, operands, (gl.bfloat16,) * 2, True, 2)
         else:
-            c0, c1 = gl.inline_asm_elementwise(PTX, two, given, (gl.float16,) * 2, True, 2)
+            c0, c1 = gl.inline_asm_elementwise(PTX, two, operands, (gl.float16,) * 2, True, 2)
         w = gl.permute(gl.join(c0, c1), (0, 2, 4, 1, 3))
     else:
         if gl.bfloat16 == TYPE:
-            c0, c1, c2, c3 = gl.inline_asm_elementwise(PTX, four, given, (gl.bfloat16,) * 4, True, 2)
+            c0, c1, c2, c3 = gl.inline_asm_elementwise(PTX, four, operands, (gl.bfloat16,) * 4, True, 2)
         else:
-            c0, c1, c2, c3 = gl.inline_asm_elementwise(PTX, four, given, (gl.float16,) * 4, True, 2)
+            c0, c1, c2, c3 = gl.inline_asm_elementwise(PTX, four, operands, (gl.float16,) * 4, True, 2)
         w = gl.permute(gl.join(gl.join(c0, c1), gl.join(c2, c3)), (0, 2, 5, 4, 1, 3))
     return gl.convert_layout(gl.reshape(w, (ROWS, 64)), TO)
 
@@ -297,23 +297,23 @@ def _multiply(
         total, up, w1 = warpgroup_mma_wait(0, deps=[total, up, w1])
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
         if GROUP == 0:
-            mine = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-            total *= gl.load(matrix[0] + mine, mask=mine < n, other=0.0).to(gl.float32)[:, None]
+            out_row = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+            total *= gl.load(matrix[0] + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
             if SIDES == 2:
-                up *= gl.load(matrix[0] + n + mine, mask=mine < n, other=0.0).to(gl.float32)[:, None]
+                up *= gl.load(matrix[0] + n + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
         if PDL:
             gdc_wait()
         first_row = tile // batches * ROWS
         if SPLIT == 1:
             place = _place(tile, 0, m, n, batches, ROWS, BATCH, BATCH, PUT)
-            held = _held(tensors[1], place, ROWS, BATCH, ADD, PUT)
-            _finish(total, up, held, place, tensors, first_row, n, BIAS, ADD, KIND, PUT)
+            residual = _residual(tensors[1], place, ROWS, BATCH, ADD, PUT)
+            _finish(total, up, residual, place, tensors, first_row, n, BIAS, ADD, KIND, PUT)
         else:
             skip = gl.program_id(0) % SPLIT * (BATCH // SPLIT)
             place = _place(tile, skip, m, n, batches, ROWS, BATCH // SPLIT, BATCH, GOT)
-            held = _held(tensors[1], place, ROWS, BATCH // SPLIT, ADD, GOT)
+            residual = _residual(tensors[1], place, ROWS, BATCH // SPLIT, ADD, GOT)
             sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, GOT)
-            _finish(sums, ups, held, place, tensors, first_row, n, BIAS, ADD, KIND, GOT)
+            _finish(sums, ups, residual, place, tensors, first_row, n, BIAS, ADD, KIND, GOT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])

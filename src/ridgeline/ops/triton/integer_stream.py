@@ -99,9 +99,9 @@ def integer_stream_product(
     multiply = kernel(x.device, tile, Form.of(matrix), x.dtype, sides)
     if multiply is None:
         return None
-    codes, features, own = matrix.codes.view(torch.int16), matrix.out // sides, tile.rows // sides
+    codes, features, tile_features = matrix.codes.view(torch.int16), matrix.out // sides, tile.rows // sides
     batches = -(-tokens // tile.batch)
-    tiles = -(-features // own) * batches
+    tiles = -(-features // tile_features) * batches
     split = tile.split if tiles <= COUNTERS else 1
     out = torch.empty((tokens, features), dtype=x.dtype, device=x.device) if stream is None else stream
     part, arrivals = out, out
@@ -109,9 +109,9 @@ def integer_stream_product(
         part = torch.empty((tiles, split, tile.batch, tile.rows), dtype=torch.float32, device=x.device)
         arrivals = _arrivals(x.device)
     width = tile.step * (8 if matrix.bits == 8 else 4) // 16
-    maps = cuda.tensor_map(codes, (own, width)), cuda.tensor_map(x, (tile.batch, 64))
+    maps = cuda.tensor_map(codes, (tile_features, width)), cuda.tensor_map(x, (tile.batch, 64))
     tensors = (matrix.scales, matrix.zeros, bias, stream, out, part, arrivals)
-    pointers = (c_void_p(None if one is None else one.data_ptr()) for one in tensors)
+    pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     sizes = (tokens, features, inputs, matrix.scales.shape[1], batches, split, KINDS[kind])
-    multiply(tiles * split, tile.threads, *maps, *pointers, *(c_uint32(one) for one in sizes), early=True)
+    multiply(tiles * split, tile.threads, *maps, *pointers, *(c_uint32(size) for size in sizes), early=True)
     return out

@@ -71,12 +71,12 @@ def _ahead(
     w = ()
     scale = ()
     zero = ()
-    for one in tl.static_range(SETS):
-        at = (chunk + one * WARPS * BLOCKS) * 16
+    for chunk_set in tl.static_range(SETS):
+        at = (chunk + chunk_set * WARPS * BLOCKS) * 16
         real = (at < words) & (step * ROWS < n)
         w = w + (tl.load(w_ptr + row * words + at + word, mask=real, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
         if GROUP > 0:
-            first = (group_chunk + one * WARPS * BLOCKS) * CHUNK + piece
+            first = (group_chunk + chunk_set * WARPS * BLOCKS) * CHUNK + piece
             place = group_row * groups + tl.minimum(first // GROUP, groups - 1)
             scale = scale + (tl.load(scale_ptr + place),)  # type: ignore[assignment]
         else:
@@ -89,8 +89,8 @@ def _ahead(
 @triton.jit
 def _lines(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
     """A number for each line and warp [4, 8, WARPS, EIGHTS, 1] as one for each of its products [WARPS, lines, 8]."""
-    wide = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
-    return tl.reshape(wide, (WARPS, EIGHTS * 8, 8))
+    expanded = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
+    return tl.reshape(expanded, (WARPS, EIGHTS * 8, 8))
 
 
 @triton.jit
@@ -102,28 +102,28 @@ def _pieces(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Codes of words, int32 [...], as floats: of the lower halves in the order of their bits, then of the upper ones."""
-    given = [word, shift, scale]
+    operands = [word, shift, scale]
     four: tl.constexpr = "=h,=h,=h,=h,r,h,h"
     eight: tl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h"
     if PTX != "":
         # The type of results must be written out.
         if BITS == 8:
             if tl.bfloat16 == TYPE:
-                return tl.inline_asm_elementwise(PTX, four, given, (tl.bfloat16,) * 4, True, 1)
+                return tl.inline_asm_elementwise(PTX, four, operands, (tl.bfloat16,) * 4, True, 1)
             else:
-                return tl.inline_asm_elementwise(PTX, four, given, (tl.float16,) * 4, True, 1)
+                return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 1)
         elif tl.bfloat16 == TYPE:
-            return tl.inline_asm_elementwise(PTX, eight, given, (tl.bfloat16,) * 8, True, 1)
+            return tl.inline_asm_elementwise(PTX, eight, operands, (tl.bfloat16,) * 8, True, 1)
         else:
-            return tl.inline_asm_elementwise(PTX, eight, given, (tl.float16,) * 8, True, 1)
-    found = ()
-    for one in tl.static_range(32 // BITS):
+            return tl.inline_asm_elementwise(PTX, eight, operands, (tl.float16,) * 8, True, 1)
+    floats = ()
+    for index in tl.static_range(32 // BITS):
         if BITS == 8:
-            code = (word << (24 - 8 * one)) >> 24
+            code = (word << (24 - 8 * index)) >> 24
         else:
-            code = word >> (4 * one) & 15
-        found = found + (((code.to(tl.float32) - shift) * scale).to(TYPE),)  # type: ignore[assignment]
-    return found
+            code = word >> (4 * index) & 15
+        floats = floats + (((code.to(tl.float32) - shift) * scale).to(TYPE),)  # type: ignore[assignment]
+    return floats
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _inputs(
     x_stride,
     m,
     k,
-    one: tl.constexpr,
+    chunk_set: tl.constexpr,
     TOKENS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -165,7 +165,7 @@ def _inputs(
 ):
     """Inputs of a set of chunks, float32 [TOKENS, inputs of the set]."""
     SIZE: tl.constexpr = WARPS * BLOCKS * (512 // BITS)
-    at = one * SIZE + tl.arange(0, SIZE)[None, :]
+    at = chunk_set * SIZE + tl.arange(0, SIZE)[None, :]
     token = tl.arange(0, TOKENS)[:, None]
     return tl.load(x_ptr + token * x_stride + at, mask=(token < m) & (at < k), other=0.0).to(tl.float32)
 
@@ -259,21 +259,21 @@ def integer_vector_kernel(
     )
     gain = ()
     if NORM:
-        for one in tl.static_range(SETS):
-            gain = gain + (_inputs(gain_ptr, 0, 1, k, one, 1, BITS, BLOCKS, WARPS),)  # type: ignore[assignment]
+        for chunk_set in tl.static_range(SETS):
+            gain = gain + (_inputs(gain_ptr, 0, 1, k, chunk_set, 1, BITS, BLOCKS, WARPS),)  # type: ignore[assignment]
     await_inputs(PDL)
     rms = tl.zeros((TOKENS, 1), tl.float32)
     if NORM:
-        for one in tl.static_range(SETS):
-            part = _inputs(x_ptr, x_stride, m, k, one, TOKENS, BITS, BLOCKS, WARPS)
+        for chunk_set in tl.static_range(SETS):
+            part = _inputs(x_ptr, x_stride, m, k, chunk_set, TOKENS, BITS, BLOCKS, WARPS)
             rms += tl.sum(part * part, 1)[:, None]
         rms = tl.rsqrt(rms / k + eps)
     x = ()
     start = ()
-    for one in tl.static_range(SETS):
-        part = _inputs(x_ptr, x_stride, m, k, one, TOKENS, BITS, BLOCKS, WARPS)
+    for chunk_set in tl.static_range(SETS):
+        part = _inputs(x_ptr, x_stride, m, k, chunk_set, TOKENS, BITS, BLOCKS, WARPS)
         if NORM:
-            part = part * rms * (gain[one] + 1.0 if OFFSET else gain[one])
+            part = part * rms * (gain[chunk_set] + 1.0 if OFFSET else gain[chunk_set])
         part = _columns(part.to(TYPE), BITS, TOKENS, BLOCKS, WARPS)
         x = x + (part,)  # type: ignore[assignment]
         start = start + (tl.sum(part.to(tl.float32), 1)[:, None, :],)  # type: ignore[assignment]
@@ -285,28 +285,28 @@ def integer_vector_kernel(
         # ptxas would put these loads off to save registers, but not beyond a barrier.
         tl.debug_barrier()
         total = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
-        for one in tl.static_range(SETS):
+        for chunk_set in tl.static_range(SETS):
             if WHOLE:
                 none = tl.full((8, WARPS, EIGHTS, 4, 4), 0.0, TYPE)
-                a = _weights(w[one], none, none + 1.0, BITS, TYPE, PTX, EIGHTS, WARPS)
+                a = _weights(w[chunk_set], none, none + 1.0, BITS, TYPE, PTX, EIGHTS, WARPS)
                 sums = total
                 if GROUP > 0:
                     sums = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
-                sums -= start[one] * SHIFT
+                sums -= start[chunk_set] * SHIFT
                 if ZEROS:
-                    sums -= start[one] * _lines(zero[one].to(tl.float32), EIGHTS, WARPS)
-                sums = tl.dot(a, x[one], sums, input_precision=PRECISION)
+                    sums -= start[chunk_set] * _lines(zero[chunk_set].to(tl.float32), EIGHTS, WARPS)
+                sums = tl.dot(a, x[chunk_set], sums, input_precision=PRECISION)
                 if GROUP > 0:
-                    total += sums * _lines(scale[one].to(tl.float32), EIGHTS, WARPS)
+                    total += sums * _lines(scale[chunk_set].to(tl.float32), EIGHTS, WARPS)
                 else:
                     total = sums
             else:
-                factor = _pieces(scale[one].to(TYPE), EIGHTS, WARPS)
+                factor = _pieces(scale[chunk_set].to(TYPE), EIGHTS, WARPS)
                 shift = tl.full((8, WARPS, EIGHTS, 4, 4), SHIFT, TYPE)
                 if ZEROS:
-                    shift = _pieces((zero[one].to(tl.float32) + SHIFT).to(TYPE), EIGHTS, WARPS)
-                a = _weights(w[one], shift, factor, BITS, TYPE, PTX, EIGHTS, WARPS)
-                total = tl.dot(a, x[one], total, input_precision=PRECISION)
+                    shift = _pieces((zero[chunk_set].to(tl.float32) + SHIFT).to(TYPE), EIGHTS, WARPS)
+                a = _weights(w[chunk_set], shift, factor, BITS, TYPE, PTX, EIGHTS, WARPS)
+                total = tl.dot(a, x[chunk_set], total, input_precision=PRECISION)
         w, scale, zero = next_w, next_scale, next_zero
         same = tl.arange(0, EIGHTS * 8)[None, :, None] % BLOCKS == tl.arange(0, 8)[None, None, :] % BLOCKS
         total = tl.reshape(tl.where(same, total, 0.0), (WARPS, ROWS, BLOCKS, TOKENS, BLOCKS))

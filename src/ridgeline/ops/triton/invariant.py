@@ -261,8 +261,8 @@ def _fp8_product(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, ou
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See reference.fp8_linear."""
-    given = x.values if isinstance(x, Scaled) else x.x if isinstance(x, Normed) else x
-    out = torch.empty((given.shape[0], matrix.values.shape[0]), dtype=dtype, device=given.device)
+    source = x.values if isinstance(x, Scaled) else x.x if isinstance(x, Normed) else x
+    out = torch.empty((source.shape[0], matrix.values.shape[0]), dtype=dtype, device=source.device)
     _fp8_product(x, matrix, bias, out, False)
     return out
 

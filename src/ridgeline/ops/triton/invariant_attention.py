@@ -42,10 +42,10 @@ FLOAT32_TILE = Tile(16, 32, 4, 1)
 def _class(slot, RUN: tl.constexpr, RUNS: tl.constexpr):
     """How often the runs of a query at `slot` are doubled: the least number for which RUNS of them suffice."""
     over = slot // (RUN * RUNS)
-    found = (over >= 1).to(tl.int32)
+    doublings = (over >= 1).to(tl.int32)
     for bit in tl.static_range(1, 20):
-        found += (over >= (1 << bit)).to(tl.int32)
-    return found
+        doublings += (over >= (1 << bit)).to(tl.int32)
+    return doublings
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def plan_kernel(
     first_query = tl.load(q_start_ptr + row, mask=real, other=0)
     n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
     length = tl.load(length_ptr + row, mask=real, other=0)
-    held = (n > 0) & (length >= n)
+    valid = (n > 0) & (length >= n)
     low = tl.zeros((ROWS,), tl.int32)
     if window > 0:
         low = tl.maximum(length - n - window + 1, 0) // KEYS * KEYS
@@ -108,21 +108,21 @@ def plan_kernel(
     run = RUN << doubled
     first_run = low // run
     runs = (length + run - 1) // run - first_run
-    may = held & (n * group <= few) & (_class(length - n, RUN, RUNS) == doubled)
+    may = valid & (n * group <= few) & (_class(length - n, RUN, RUNS) == doubled)
     all_runs, all_rows = tl.sum(tl.where(may, runs, 0), 0), tl.sum(may.to(tl.int32), 0)
     wants = may & (runs > 1) & (runs * all_rows >= all_runs)
     cut = wants & (tl.cumsum(tl.where(wants, runs - 1, 0), 0) <= spare)
-    count = tl.where(cut, runs, tl.where(held, (n * group + QUERIES - 1) // QUERIES, 0))
+    count = tl.where(cut, runs, tl.where(valid, (n * group + QUERIES - 1) // QUERIES, 0))
     stop = tl.cumsum(count, 0)
     if tl.program_id(0) == 0:
         tl.store(per_row_ptr + row, stop - count, mask=real)
         tl.store(per_row_ptr + rows + row, tl.where(cut, count, 0), mask=real)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owner = tl.sum((stop[None, :] <= unit[:, None]).to(tl.int32), 1)
-    own = row[None, :] == owner[:, None]
-    within = unit - tl.sum(tl.where(own, (stop - count)[None, :], 0), 1)
-    is_cut = tl.sum(tl.where(own, cut.to(tl.int32)[None, :], 0), 1) > 0
-    own_run = within + tl.sum(tl.where(own, first_run[None, :], 0), 1)
+    is_owner = row[None, :] == owner[:, None]
+    within = unit - tl.sum(tl.where(is_owner, (stop - count)[None, :], 0), 1)
+    is_cut = tl.sum(tl.where(is_owner, cut.to(tl.int32)[None, :], 0), 1) > 0
+    own_run = within + tl.sum(tl.where(is_owner, first_run[None, :], 0), 1)
     inside = unit < units
     tl.store(units_ptr + unit, owner, mask=inside)
     tl.store(units_ptr + units + unit, tl.where(is_cut, 0, within * QUERIES), mask=inside)
@@ -308,7 +308,7 @@ def _combine_kernel(
     first_query = tl.load(q_start_ptr + index)
     n = tl.load(q_start_ptr + index + 1) - first_query
     first = tl.load(per_row_ptr + index)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     at = tl.arange(0, WIDTH)
     for place in range(n):
         packed = place * group + head % group
@@ -317,15 +317,15 @@ def _combine_kernel(
         out = tl.zeros((1, WIDTH), tl.float32)
         for done in range(0, count, PARTS):
             for part in tl.static_range(PARTS):
-                inside = done + part + one < count
-                line = ((first + done + part).to(tl.int64) * kv_heads + head // group) * part_queries + packed + one
+                inside = done + part + zero < count
+                line = ((first + done + part).to(tl.int64) * kv_heads + head // group) * part_queries + packed + zero
                 run_best = tl.load(part_best_ptr + line, mask=inside, other=float("-inf"))
                 run_weight = tl.load(part_weight_ptr + line, mask=inside, other=0.0)
                 tile = inside[:, None] & (at < head_dim)[None, :]
                 run_out = tl.load(part_ptr + line[:, None] * head_dim + at[None, :], mask=tile, other=0.0)
                 best, weight, out = _merge(best, weight, out, run_best, run_weight, run_out)
         out, lse = _finish(best, weight, out)
-        line = (first_query + place).to(tl.int64) * (kv_heads * group) + head + one
+        line = (first_query + place).to(tl.int64) * (kv_heads * group) + head + zero
         target = out_ptr + line[:, None] * head_dim + at[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(at < head_dim)[None, :])
         tl.store(lse_ptr + line, lse)
@@ -401,8 +401,8 @@ class InvariantAttention:
         plan, so it shares none from before."""
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         key = ("invariant", q.shape[1:], view.kv.shape[2], q.dtype, view.window, capturing)
-        if (found := step.derived.get(key)) is not None:
-            return found  # type: ignore[no-any-return]
+        if (cached := step.derived.get(key)) is not None:
+            return cached  # type: ignore[no-any-return]
         rows, kv_heads = step.rows.shape[0], view.kv.shape[2]
         group = q.shape[1] // kv_heads
         spare = max(1, self.spare_programs // kv_heads)
@@ -425,7 +425,7 @@ class InvariantAttention:
             KEYS=tile.keys,
             RUN=self.run,
             RUNS=self.runs,
-            ROWS=next((one for one in PLAN_ROWS if one >= rows), triton.next_power_of_2(rows)),
+            ROWS=next((size for size in PLAN_ROWS if size >= rows), triton.next_power_of_2(rows)),
             BLOCK=block,
             **overlap(q.device),
         )

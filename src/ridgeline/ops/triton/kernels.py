@@ -214,8 +214,10 @@ def _quantized(shape: Shape) -> bool:
 
 
 def _fp8_vector_serves(shape: Shape) -> ResidentTile | None:
-    plain = shape.dtype in HALVES and shape.tokens == 1 and shape.aligned and fp8_vector.room(shape.device)
-    if not plain or shape.k > fp8_vector.WIDEST or shape.k % fp8_vector.ALIGNED:
+    supported = (
+        shape.dtype in HALVES and shape.tokens == 1 and shape.aligned and fp8_vector.has_shared_memory(shape.device)
+    )
+    if not supported or shape.k > fp8_vector.WIDEST or shape.k % fp8_vector.ALIGNED:
         return None
     return resident_for(shape.n, shape.k)
 
@@ -284,12 +286,12 @@ FP8: Products = Registry(
 def _as_fp8(launch: Launch) -> Launch:
     """A launch for integers of one that asks a matrix for nothing but 8-bit values, scales and counters."""
 
-    def held(x: Scaled, matrix: IntMatrix, bias: Bias, config: Any, stream: Stream, kind: str | None) -> Any:
+    def launch_as_fp8(x: Scaled, matrix: IntMatrix, bias: Bias, config: Any, stream: Stream, kind: str | None) -> Any:
         codes = matrix.codes.view(torch.int8)
         weight = Fp8Matrix(codes, matrix.scales.view(-1), _arrivals(codes.device))
         return launch(x, weight, bias, config, stream, kind)
 
-    return held
+    return launch_as_fp8
 
 
 W8A8: Products = Registry(

@@ -35,10 +35,10 @@ from ridgeline.ops.triton.layers_forms import (
     stages_of,
     taken,
 )
-from ridgeline.ops.triton.layers_integers import groups_of, room
+from ridgeline.ops.triton.layers_integers import groups_of, integer_buffers
 from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, keys_asked
 from ridgeline.ops.triton.layers_products import ticket_slots
-from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, held
+from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, input_lines
 
 REGISTERS = 168
 """Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
@@ -68,15 +68,15 @@ def _fetch(
     row, length = gl.to_tensor(0), gl.to_tensor(0)
     for layer in range(layers):
         layer_ptr, draw_ptr = table_ptr + layer * FIELDS, draws_ptr + layer * 4
-        asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
         done = fetched(descs[0], layer_ptr, draw_ptr, ring, tickets, done, works[0], 0, STAGES, FORM)
         if layer == 0:
             # No weight depends on the kernel before this one, but keys do.
             if PDL:
                 gdc_wait()
             row, length = gl.load(rows_ptr), gl.load(length_ptr)
-            asked = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
-        done = (fetch_keys(kv_desc, asked, ring, done[0], SHAPE, STAGES), done[1])
+            key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        done = (fetch_keys(kv_desc, key_request, ring, done[0], SHAPE, STAGES), done[1])
         done = fetched(descs[1], layer_ptr, draw_ptr, ring, tickets, done, works[1], 1, STAGES, FORM)
         done = fetched(descs[2], layer_ptr, draw_ptr, ring, tickets, done, works[2], 2, STAGES, FORM)
         done = fetched(descs[3], layer_ptr, draw_ptr, ring, tickets, done, works[3], 3, STAGES, FORM)
@@ -283,11 +283,11 @@ def layers_kernel(
     tickets = ()
     if FORM[0]:
         DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-        held = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
-        ring = (weights, full, free, held) + room(STAGES, MOST, GROUPS, FORM)
+        shared_input = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
+        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MOST, GROUPS, FORM)
     else:
-        held = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
-        ring = (weights, full, free, held)
+        shared_input = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
+        ring = (weights, full, free, shared_input)
         tickets = ticket_slots()
     fence_async_shared()
     EACH: gl.constexpr = PIECE * 8 // FORM[0] if FORM[0] else PIECE
@@ -360,7 +360,7 @@ class Layers:
         device = layers[0].norms[0].device
         self._programs = processors(device)
         self._cut = cut(layers)
-        self._fields = [[*own, *fields(layer)] for layer, own in zip(layers, self._cut.columns, strict=True)]
+        self._fields = [[*columns, *fields(layer)] for layer, columns in zip(layers, self._cut.columns, strict=True)]
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
@@ -368,10 +368,10 @@ class Layers:
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         """stream, which is changed, behind the last layer."""
-        one, view = self._layers[0], views[0]
-        shape, dim = one.shape, one.shape.head_dim
-        heads, model, features = (each.inputs for each in (one.out, one.qkv, one.down))
-        rows = one.qkv.values.shape[0]
+        first, view = self._layers[0], views[0]
+        shape, dim = first.shape, first.shape.head_dim
+        heads, model, features = (weights.inputs for weights in (first.out, first.qkv, first.down))
+        rows = first.qkv.values.shape[0]
         layers_kernel[(self._programs,)](
             *self._cut.blocks,
             *self._cut.scale_blocks,
@@ -397,13 +397,13 @@ class Layers:
             shape.norm_eps,
             view.scale * math.log2(math.e),
             ROWS=self._cut.rows,
-            LINES=held(one),
-            STAGES=stages_of(one),
-            GROUPS=groups_of(one, self._programs),
-            KIND=KINDS[one.activation],
+            LINES=input_lines(first),
+            STAGES=stages_of(first),
+            GROUPS=groups_of(first, self._programs),
+            KIND=KINDS[first.activation],
             OFFSET=shape.norm_offset,
-            FORM=(one.qkv.bits, one.qkv.grouped),
-            BIASES=sum(1 << index for index, each in enumerate(one.weights) if each.bias is not None),
+            FORM=(first.qkv.bits, first.qkv.grouped),
+            BIASES=sum(1 << index for index, weights in enumerate(first.weights) if weights.bias is not None),
             SHAPE=(shape.n_heads, shape.n_kv_heads, dim, shape.cos_sin.shape[2], view.page_tokens),
             NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
             num_warps=8,
@@ -416,7 +416,7 @@ class Layers:
         """The caches for the copy engine, and what the kernel must know of each layer; made where these caches are first used,
         before a graph is captured."""
         slots = views[0].slots
-        own = tuple(
+        view_rows = tuple(
             (
                 view.kv.data_ptr(),
                 view.table.data_ptr(),
@@ -425,8 +425,11 @@ class Layers:
             )
             for view in views
         )
-        if own not in self._tables:
+        if view_rows not in self._tables:
             blocks, where = key_blocks([view.kv for view in views])
-            rows = [[*fields, *one, place] for fields, one, place in zip(self._fields, own, where, strict=True)]
-            self._tables[own] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
-        return self._tables[own]
+            rows = [
+                [*fields, *view_row, place]
+                for fields, view_row, place in zip(self._fields, view_rows, where, strict=True)
+            ]
+            self._tables[view_rows] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
+        return self._tables[view_rows]

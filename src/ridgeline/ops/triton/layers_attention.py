@@ -48,9 +48,9 @@ def _turning(DIM):
 def _keys_layout(DIM):
     """Of queries [WARPS, 16, DIM], each warp the same."""
     low, high, other = _turning(DIM)
-    own = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
     return gl.DistributedLinearLayout(
-        own, [[0, 0, low], [0, 0, high], *_bits(8, 1, 1, 3)], _bits(8, 1, 0, 3), [], [8, 16, DIM]
+        registers, [[0, 0, low], [0, 0, high], *_bits(8, 1, 1, 3)], _bits(8, 1, 0, 3), [], [8, 16, DIM]
     )
 
 
@@ -59,10 +59,10 @@ def _key_lines(DIM):
     """Of a stage of keys: warps of the same keys, in which they have different values, have all numbers of them."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
-    own = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
+    registers = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
     lanes = [[0, low], [0, high], *_bits(8, pieces, 0)]
     warps = [[0, 0]] * (pieces.bit_length() - 1) + _bits(8 // pieces, 16 * pieces, 0)
-    return gl.DistributedLinearLayout(own, lanes, warps, [], [128, 64])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, 64])
 
 
 @triton.constexpr_function
@@ -70,20 +70,20 @@ def _shared_keys(DIM):
     """Of keys [8 / pieces, pieces, 16, DIM], the same for all pieces."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
-    own = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
     lanes = [[0, 0, 0, low], [0, 0, 0, high], *_bits(8, 1, 2, 4)]
     warps = [*_bits(pieces, 1, 1, 4), *_bits(8 // pieces, 1, 0, 4)]
-    return gl.DistributedLinearLayout(own, lanes, warps, [], [8 // pieces, pieces, 16, DIM])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [8 // pieces, pieces, 16, DIM])
 
 
 @triton.constexpr_function
 def _value_lines(DIM):
     """Of a stage of values: a warp has PIECE numbers of 16 slots."""
     pieces = DIM // 64
-    own = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
+    registers = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
     lanes = [[2 * pieces, 0], [4 * pieces, 0], [0, 8], [0, 16], [0, 32]]
     return gl.DistributedLinearLayout(
-        own, lanes, _bits(pieces, 1, 0) + _bits(8 // pieces, 16 * pieces, 0), [], [128, 64]
+        registers, lanes, _bits(pieces, 1, 0) + _bits(8 // pieces, 16 * pieces, 0), [], [128, 64]
     )
 
 
@@ -193,8 +193,8 @@ def _keys(ring, at, real, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.con
     PIECES: gl.constexpr = DIM // PIECE
     keys = stage_taken(ring, at, real, _key_lines(DIM), dtype, STAGES)
     keys = gl.convert_layout(gl.reshape(keys, (WARPS // PIECES, 1, KEYS, DIM)), _shared_keys(DIM))
-    every = gl.zeros([WARPS // PIECES, PIECES, KEYS, DIM], dtype, _shared_keys(DIM))
-    return gl.reshape(gl.broadcast(keys, every)[0], (WARPS, KEYS, DIM))
+    target = gl.zeros([WARPS // PIECES, PIECES, KEYS, DIM], dtype, _shared_keys(DIM))
+    return gl.reshape(gl.broadcast(keys, target)[0], (WARPS, KEYS, DIM))
 
 
 @jit
@@ -315,8 +315,8 @@ def _seen(q, ring, at, share, scale, dtype: gl.constexpr, GROUP: gl.constexpr, D
 
 
 @jit
-def _over_warps(top, total, out, held, PADDED: gl.constexpr, DIM: gl.constexpr):
-    """What is known of all keys of a program: [PADDED], [PADDED], [PADDED, DIM]. held: memory to exchange values in; PADDED:
+def _over_warps(top, total, out, scratch, PADDED: gl.constexpr, DIM: gl.constexpr):
+    """What is known of all keys of a program: [PADDED], [PADDED], [PADDED, DIM]. scratch: memory to exchange values in; PADDED:
     members that may have something."""
     PIECES: gl.constexpr = DIM // PIECE
     top = gl.max(gl.reshape(top, (WARPS, MEMBERS // PADDED, PADDED)), 1)
@@ -324,14 +324,16 @@ def _over_warps(top, total, out, held, PADDED: gl.constexpr, DIM: gl.constexpr):
     out = _in_order(gl.sum(gl.reshape(out, (WARPS, PIECE, MEMBERS // PADDED, PADDED)), 2))
     out = gl.permute(gl.reshape(out, (WARPS // PIECES, PIECES, PADDED, PIECE)), (0, 2, 1, 3))
     both = gl.convert_layout(gl.join(top, total), _pairs_across(DIM))
-    room = held._reinterpret(gl.float32, [WARPS // PIECES, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+    exchange = scratch._reinterpret(
+        gl.float32, [WARPS // PIECES, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    )
     gl.thread_barrier()
-    room.store(gl.reshape(out, (WARPS // PIECES, PADDED, DIM)))
+    exchange.store(gl.reshape(out, (WARPS // PIECES, PADDED, DIM)))
     gl.thread_barrier()
     # Warps of the same keys know the same of them.
     top, total = gl.split(gl.max(gl.reshape(both, (WARPS // PIECES, PIECES, PADDED, 2)), 1))
     SUMS: gl.constexpr = gl.SliceLayout(2, _across(DIM))
-    return _joined(gl.convert_layout(top, SUMS), gl.convert_layout(total, SUMS), room.load(_across(DIM)))
+    return _joined(gl.convert_layout(top, SUMS), gl.convert_layout(total, SUMS), exchange.load(_across(DIM)))
 
 
 @jit
@@ -393,7 +395,7 @@ def _attended(
     """A part of attention of a KV head's query heads; the first has the newest key, and writes it."""
     share, newest, angles, norm_ptrs = ahead
     head, part, parts = share[0], share[1], share[2]
-    held = ring[3]
+    scratch = ring[3]
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     HEADS: gl.constexpr = SHAPE[0]
     DIM: gl.constexpr = SHAPE[2]
@@ -401,8 +403,8 @@ def _attended(
     PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
     heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, SHAPE, NORMS, OFFSET)
     # For the matrix unit without conflicts of banks, and row by row.
-    mixed = held._reinterpret(dtype, [1, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
-    rows = held._reinterpret(dtype, [2, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
+    mixed = scratch._reinterpret(dtype, [1, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    rows = scratch._reinterpret(dtype, [2, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
     gl.thread_barrier()
     mixed.store(gl.expand_dims(heads, 0))
     rows.store(heads)
@@ -412,12 +414,12 @@ def _attended(
         along = gl.where(row == GROUP, 0, newest[1]) + _at(DIM, _flat(DIM))
         gl.store(newest[0] + along, heads, mask=(row == GROUP) | (row == GROUP + 1))
     q = _queries(mixed, DIM)
-    own = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
-    score = gl.sum(own * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
+    queries = rows.slice(0, PADDED, 0).load(_flat(DIM)).to(gl.float32)
+    score = gl.sum(queries * rows.slice(GROUP, 1, 0).load(_flat(DIM)).to(gl.float32), 1) * scale
     score = gl.where(part == 0, score, -float("inf"))
     value = rows.slice(GROUP + 1, 1, 0).load(_flat(DIM)).to(gl.float32)
     top, total, out = _seen(q, ring, at, share, scale, dtype, GROUP, DIM, STAGES)
-    top, total, out = _over_warps(top, total, out, held, PADDED, DIM)
+    top, total, out = _over_warps(top, total, out, scratch, PADDED, DIM)
     top, total, out = _of_both((top, total, out), (score, 1.0, value))
     attended_ptr += head * GROUP * DIM
     if parts == 1:

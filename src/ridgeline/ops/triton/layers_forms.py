@@ -1,4 +1,4 @@
-"""What weights of integers and of floats have in common for the kernel of all layers: one name for either's way."""
+"""Functions of the kernel of all layers that dispatch on integer or floating-point weights."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ridgeline.ops.triton.layers_integers import (
     scale_blocks,
 )
 from ridgeline.ops.triton.layers_products import elements, fetch_product, input_held, product
-from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, held, places, pointer, rows_at_a_time, stages
+from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, input_lines, places, pointer, rows_at_a_time, stages
 from ridgeline.ops.triton.shapes import PROCESSORS
 
 
@@ -125,25 +125,25 @@ class Cut:
 def cut(layers: Sequence[Layer]) -> Cut:
     first = layers[0].qkv
     kinds = list(zip(*(layer.weights for layer in layers), strict=True))
-    values = [places([one.values for one in kind]) for kind in kinds]
+    values = [places([weights.values for weights in kind]) for kind in kinds]
     if first.bits:
         rows = (layers_integers.ROWS.value,) * len(kinds)
-        cuts = tuple(code_blocks(one) for one in values)
+        cuts = tuple(code_blocks(matrices) for matrices in values)
     else:
-        rows = tuple(rows_at_a_time(one.lowest, 1 + (kind == 2)) for kind, one in enumerate(values))
-        cuts = tuple(blocks(one, each) for one, each in zip(values, rows, strict=True))
+        rows = tuple(rows_at_a_time(matrices.lowest, 1 + (kind == 2)) for kind, matrices in enumerate(values))
+        cuts = tuple(blocks(matrices, row_count) for matrices, row_count in zip(values, rows, strict=True))
     scale_cuts: tuple[TensorDescriptor | None, ...] = (None,) * len(kinds)
-    columns = [[0 if one.scales is None else one.scales.data_ptr() for one in kind] for kind in kinds]
+    columns = [[0 if weights.scales is None else weights.scales.data_ptr() for weights in kind] for kind in kinds]
     if first.grouped:
-        scales = [places([one.scales for one in kind if one.scales is not None]) for kind in kinds]
-        scale_cuts = tuple(scale_blocks(one, first.bits) for one in scales)
-        columns = [list(one.places) for one in scales]
-    return Cut(rows, cuts, scale_cuts, tuple(zip(*(one.places for one in values), *columns, strict=True)))
+        scales = [places([weights.scales for weights in kind if weights.scales is not None]) for kind in kinds]
+        scale_cuts = tuple(scale_blocks(scale_places, first.bits) for scale_places in scales)
+        columns = [list(scale_places.places) for scale_places in scales]
+    return Cut(rows, cuts, scale_cuts, tuple(zip(*(matrices.places for matrices in values), *columns, strict=True)))
 
 
 def stages_of(layer: Layer) -> int:
     """STAGES of the kernel."""
-    most = max(held(layer))
+    most = max(input_lines(layer))
     return integer_stages(layer, most, processors(layer.norms[0].device)) if layer.qkv.bits else stages(most)
 
 

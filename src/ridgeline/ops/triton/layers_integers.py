@@ -42,9 +42,9 @@ LINE = gl.constexpr(128)
 
 
 @jit
-def room(STAGES: gl.constexpr, MOST: gl.constexpr, GROUPS: gl.constexpr, FORM: gl.constexpr):
-    """Shared memory beside that of all forms: scales of groups in each stage, steps of the input, sums of a program's rows in each
-    piece, sums of squares. GROUPS: of rows that a program has at most."""
+def integer_buffers(STAGES: gl.constexpr, MOST: gl.constexpr, GROUPS: gl.constexpr, FORM: gl.constexpr):
+    """Allocate the shared memory that only integer weights need: scales of groups in each stage, steps of the input, sums of a
+    program's rows in each piece, sums of squares. GROUPS: most groups of rows of a program."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCALES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
@@ -99,10 +99,12 @@ def _spread(LINES, BITS):
     while size < LINES:
         more.append([size, 0])
         size *= 2
-    own, lanes = [[0, 1], [0, 2], [0, 4], [0, 16]], [[0, 8], [0, 32], [0, 64]]
+    registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 16]], [[0, 8], [0, 32], [0, 64]]
     if int(getattr(BITS, "value", BITS)) == 8:
-        own, lanes = [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
-    return gl.DistributedLinearLayout(own + more, lanes + [[1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [LINES, 128])
+        registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
+    return gl.DistributedLinearLayout(
+        registers + more, lanes + [[1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [LINES, 128]
+    )
 
 
 @jit
@@ -119,14 +121,14 @@ def _digits_stored(x, ring, BITS: gl.constexpr):
     """Put a product's input [LINES, 128] into shared memory: digits [runs, 2 * PIECES, 128], the inputs in the order of the
     codes, and steps [runs, PIECES]. A run is what a stage has of all pieces for one group. All who read the input before this
     one are done, for they have arrived since."""
-    held, steps = ring[3], ring[5]
+    shared_input, steps = ring[3], ring[5]
     LINES: gl.constexpr = x.shape[0]
     RUNS: gl.constexpr = 8 // BITS
     largest = gl.maximum(gl.max(gl.abs(x), 1), 1e-30)
     step = largest * (1.0 / 32512.0)
     # Added to 1.5 * 2^23, a number is rounded to an integer, which is the sum's lower bits.
-    whole = (x * (32512.0 / largest)[:, None] + 12583040.0).to(gl.int32, bitcast=True)
-    low, high = (whole ^ 128).to(gl.int8), (whole >> 8).to(gl.int8)
+    integer = (x * (32512.0 / largest)[:, None] + 12583040.0).to(gl.int32, bitcast=True)
+    low, high = (integer ^ 128).to(gl.int8), (integer >> 8).to(gl.int8)
     digits = gl.join(low, high)
     # See integer.pack for the order of codes. Here a line's digits are 16 units of 16 bytes: (half of the line, digit, thread).
     if BITS == 4:
@@ -141,7 +143,7 @@ def _digits_stored(x, ring, BITS: gl.constexpr):
     digits = gl.reshape(digits, (LINES * 2, LINE))
     step = gl.permute(gl.reshape(step, (LINES // PIECES // RUNS, PIECES, RUNS)), (0, 2, 1))
     step = gl.reshape(step, (LINES // PIECES, PIECES))
-    held._reinterpret(held.dtype, digits.shape, held.layout).store(digits)
+    shared_input._reinterpret(shared_input.dtype, digits.shape, shared_input.layout).store(digits)
     steps._reinterpret(gl.float32, step.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(step)
 
 
@@ -186,8 +188,8 @@ RIGHT_DIGITS = gl.constexpr(gl.DotOperandLayout(1, MMA, 4))
 def _codes():
     """Layout of a stage's codes as int32 [128, 32]: a thread has of rows r and r + 8 of a piece what the matrix unit wants of it.
     Rows come to lanes in such an order that no two of eight lanes want the same banks."""
-    own, lanes = [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(own, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
+    registers, lanes = [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
 
 
 @triton.constexpr_function
@@ -195,10 +197,10 @@ def _scales(RUNS):
     """Layout of a stage's scales of groups, [ROWS, PIECES * RUNS], as of codes: a thread has those of its rows and its warp's
     piece."""
     RUNS = int(getattr(RUNS, "value", RUNS))
-    own = [[0, 1]] if RUNS == 2 else []
+    registers = [[0, 1]] if RUNS == 2 else []
     rows = [[0, 0], [0, 0], [4, 0], [1, 0], [2, 0]]
     warps = [[0, RUNS], [0, 2 * RUNS], [0, 4 * RUNS]]
-    return gl.DistributedLinearLayout([*own, [8, 0]], rows, warps, [], [16, 8 * RUNS])
+    return gl.DistributedLinearLayout([*registers, [8, 0]], rows, warps, [], [16, 8 * RUNS])
 
 
 @jit
@@ -253,7 +255,7 @@ def _widened(codes):
 
 
 @jit
-def _digits(held, run):
+def _digits(shared_input, run):
     """Digits of a run as columns int8 [PIECES, 128, 8]: low, high, and so on."""
     FROM: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]],
@@ -269,7 +271,7 @@ def _digits(held, run):
         [],
         [8, 2, 4, 2, 4, 16],
     )
-    x = gl.convert_layout(gl.reshape(held.index(run).load(FROM), (PIECES, 2, 1, 2, 4, 16)), WIDE)
+    x = gl.convert_layout(gl.reshape(shared_input.index(run).load(FROM), (PIECES, 2, 1, 2, 4, 16)), WIDE)
     x = gl.broadcast(x, gl.zeros([PIECES, 2, 4, 2, 4, 16], gl.int8, WIDE))[0]
     x = gl.permute(gl.reshape(x, (PIECES, 2, 4, 2, 4, 2, 2, 4)), (0, 1, 5, 6, 4, 7, 2, 3))
     return gl.convert_layout(gl.reshape(x, (PIECES, 128, 8)), RIGHT_DIGITS)
@@ -289,7 +291,7 @@ def _factor(steps, run, scale, FORM: gl.constexpr):
 @jit
 def _rows_of(ring, at, chunks, STAGES: gl.constexpr, FORM: gl.constexpr):
     """Products of each piece of the next ROWS rows of a weight with the input, [PIECES, ROWS]; `at` afterwards."""
-    full, free, held, steps = ring[1], ring[2], ring[3], ring[5]
+    full, free, shared_input, steps = ring[1], ring[2], ring[3], ring[5]
     RUNS: gl.constexpr = 8 // FORM[0]
     total = gl.zeros([PIECES, ROWS, 4], gl.float32, _sums())
     for chunk in range(chunks):
@@ -299,15 +301,15 @@ def _rows_of(ring, at, chunks, STAGES: gl.constexpr, FORM: gl.constexpr):
         w = _weights(codes, FORM[0])
         for run in gl.static_range(RUNS):
             none = gl.zeros([PIECES, ROWS, 8], gl.int32, MMA)
-            sums = mma_v2(w[run], _digits(held, chunk * RUNS + run), none)
+            sums = mma_v2(w[run], _digits(shared_input, chunk * RUNS + run), none)
             low, high = gl.split(gl.reshape(sums, (PIECES, ROWS, 4, 2)))
             value = gl.convert_layout((high * 256 + low).to(gl.float32), _sums())
             total += value * gl.expand_dims(_factor(steps, chunk * RUNS + run, scale[run], FORM), 2)
         at += 1
-    own = gl.sum(total, 2) * 0.25
+    row_sums = gl.sum(total, 2) * 0.25
     # From (half, r1, r0, r2) to rows.
-    own = gl.permute(gl.reshape(own, (PIECES, 2, 2, 2, 2)), (0, 1, 4, 2, 3))
-    return gl.reshape(own, (PIECES, ROWS)), at
+    row_sums = gl.permute(gl.reshape(row_sums, (PIECES, 2, 2, 2, 2)), (0, 1, 4, 2, 3))
+    return gl.reshape(row_sums, (PIECES, ROWS)), at
 
 
 @jit
@@ -397,7 +399,7 @@ def groups_of(layer: Layer, programs: int) -> int:
 
 
 def integer_stages(layer: Layer, most: int, programs: int) -> int:
-    """Stages of the ring beside inputs of `most` lines, of two digits, a step and a sum of squares each, and what `room` has."""
-    own = most * (2 * LINE.value + 4 + 4) + groups_of(layer, programs) * 2 * PIECES.value * ROWS.value * 4
+    """Stages of the ring beside inputs of `most` lines, of two digits, a step and a sum of squares each, and `integer_buffers`."""
+    other_bytes = most * (2 * LINE.value + 4 + 4) + groups_of(layer, programs) * 2 * PIECES.value * ROWS.value * 4
     scales = ROWS.value * PIECES.value * 8 // layer.qkv.bits * 2 if layer.qkv.grouped else 0
-    return (MEMORY - own) // (STAGE + scales)
+    return (MEMORY - other_bytes) // (STAGE + scales)

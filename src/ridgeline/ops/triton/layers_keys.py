@@ -80,9 +80,9 @@ def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
 
 
 @jit
-def fetch_keys(kv_desc, asked, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """Stream a program's share of keys and values, in turns, see keys_asked; stages since the kernel began."""
-    place, head, first, last, pages_ptr, pages = asked
+    place, head, first, last, pages_ptr, pages = key_request
     KV_HEADS: gl.constexpr = SHAPE[1]
     DIM: gl.constexpr = SHAPE[2]
     PAGE_TOKENS: gl.constexpr = SHAPE[4]
@@ -94,9 +94,9 @@ def fetch_keys(kv_desc, asked, ring, at, SHAPE: gl.constexpr, STAGES: gl.constex
         line = begin % PAGE_TOKENS * (DIM // PIECE)
         for kind in gl.static_range(2):
             stage = next_stage(ring, at, LINES_OF_STAGE * 128, STAGES)
-            room = ring[0].index(stage)._reinterpret(kv_desc.dtype, [LINES_OF_STAGE, PIECE], BLOCK)
+            stage_memory = ring[0].index(stage)._reinterpret(kv_desc.dtype, [LINES_OF_STAGE, PIECE], BLOCK)
             for index in gl.static_range(LINES_OF_STAGE // LINES):
-                into = room.slice(index * LINES, LINES, 0)
+                into = stage_memory.slice(index * LINES, LINES, 0)
                 where = [place, pages[index], kind * KV_HEADS + head, line, 0]
                 tma.async_copy_global_to_shared(kv_desc, where, ring[1].index(stage), into)
             at += 1
@@ -110,8 +110,8 @@ def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGE
     LINES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stage = at % STAGES
     mbarrier.wait(ring[1].index(stage), at // STAGES & 1, pred=real)
-    room = ring[0].index(stage)._reinterpret(dtype, [LINES_OF_STAGE, PIECE], LINES)
-    return room.load(layout)
+    stage_memory = ring[0].index(stage)._reinterpret(dtype, [LINES_OF_STAGE, PIECE], LINES)
+    return stage_memory.load(layout)
 
 
 @jit

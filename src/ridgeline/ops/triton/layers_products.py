@@ -61,8 +61,8 @@ def _handed_on(tickets, drawn):
 
 
 @jit
-def _drawn(draw_ptr, every):
-    return (gl.atomic_add(draw_ptr, 1, sem="relaxed") % every).to(gl.int32)
+def _drawn(draw_ptr, draws_per_launch):
+    return (gl.atomic_add(draw_ptr, 1, sem="relaxed") % draws_per_launch).to(gl.int32)
 
 
 @jit
@@ -74,8 +74,8 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
     ROWS: gl.constexpr = w_desc.block_shape[1]
     PIECES: gl.constexpr = w_desc.block_shape[2]
     matrix = gl.load(place_ptr).to(gl.int32)
-    every = (groups + gl.num_programs(0)).to(gl.int64)
-    group = _drawn(draw_ptr, every)
+    draws_per_launch = (groups + gl.num_programs(0)).to(gl.int64)
+    group = _drawn(draw_ptr, draws_per_launch)
     drawn = _hand_on(tickets, drawn, group)
     while group < groups:
         for half in gl.static_range(HALVES):
@@ -84,7 +84,7 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
                 tma.async_copy_global_to_shared(w_desc, place, ring[1].index(stage), ring[0].index(stage))
                 at += 1
-        group = _drawn(draw_ptr, every)
+        group = _drawn(draw_ptr, draws_per_launch)
         drawn = _hand_on(tickets, drawn, group)
     return at, drawn
 
@@ -100,18 +100,18 @@ def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
 
 
 @jit
-def input_held(x, held, dtype: gl.constexpr, FP8: gl.constexpr):
+def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
     """Put a product's input into shared memory, rounded as the weights want it; returns its scale."""
     scale = 1.0
     x = x.to(dtype)
     if FP8:
-        wide = x.to(gl.float32)
-        largest = gl.maximum(gl.max(gl.max(gl.abs(wide), 1), 0), 1e-12)
+        x_f32 = x.to(gl.float32)
+        largest = gl.maximum(gl.max(gl.max(gl.abs(x_f32), 1), 0), 1e-12)
         scale = largest / 448.0
-        x = wide * (448.0 / largest)
+        x = x_f32 * (448.0 / largest)
     # Whoever still reads the input before this one must be done.
     gl.thread_barrier()
-    held._reinterpret(held.dtype, x.shape, held.layout).store(x.to(held.dtype))
+    shared_input._reinterpret(shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))
     fence_async_shared()
     gl.thread_barrier()
     return scale
@@ -124,12 +124,14 @@ def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
     Line r * PIECES + p of a stage is piece p of row r, and column j of the other side piece j of the input: what counts are
     the sums where p is j.
     """
-    weights, full, free, held = ring
+    weights, full, free, shared_input = ring
     NUMBER: gl.constexpr = weights.dtype.primitive_bitwidth // 8
     PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
     PIECE: gl.constexpr = weights.shape[2]
     SUMS: gl.constexpr = _sums(ROWS, NUMBER)
-    input = held._reinterpret(held.dtype, [held.shape[0] // PIECES, PIECES, PIECE], held.layout)
+    input = shared_input._reinterpret(
+        shared_input.dtype, [shared_input.shape[0] // PIECES, PIECES, PIECE], shared_input.layout
+    )
     sums = gl.zeros([LINES_OF_STAGE, PIECES], gl.float32, SUMS)
     for chunk in range(chunks):
         stage = at % STAGES
@@ -142,8 +144,8 @@ def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
     mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
     piece = gl.arange(0, LINES_OF_STAGE, gl.SliceLayout(1, SUMS)) % PIECES
     column = gl.arange(0, PIECES, gl.SliceLayout(0, SUMS))
-    own = gl.sum(gl.where(piece[:, None] == column[None, :], sums, 0.0), 1)
-    return gl.sum(gl.reshape(own, (ROWS, PIECES)), 1), at
+    line_sums = gl.sum(gl.where(piece[:, None] == column[None, :], sums, 0.0), 1)
+    return gl.sum(gl.reshape(line_sums, (ROWS, PIECES)), 1), at
 
 
 @triton.constexpr_function
@@ -210,10 +212,10 @@ def product(
     GATED: gl.constexpr = KIND != 0
     scale_ptr = pointer(layer_ptr + SCALE + WHICH, gl.float32)
     bias_ptr = pointer(layer_ptr + BIAS_AT + WHICH, out_ptr.dtype.element_ty)
-    own = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
+    local_row = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
     group, drawn = _handed_on(tickets, drawn)
     while group < groups:
-        row = group * ROWS + own
+        row = group * ROWS + local_row
         facts = _facts(out_ptr, scale_ptr, bias_ptr, row, rows, ADD, FP8, BIAS)
         others = _facts(out_ptr, scale_ptr, bias_ptr, row + apart, rows, False, FP8 & GATED, BIAS & GATED)
         value, at = _rows_of(ring, at, chunks, ROWS, STAGES)

@@ -1,5 +1,4 @@
-"""What the kernel of all layers knows of each, its row in a table on the device and its weights for the copy engine, and what all
-forms of weights share."""
+"""Tables and weight descriptors of the kernel that runs all layers, and the helpers that all weight formats share."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -18,31 +17,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ridgeline.ops.table import QkvShape
 
 LINES_OF_STAGE = gl.constexpr(128)
-"""Parts of rows in a stage, of 128 bytes each."""
+"""Lines of 128 bytes in a stage."""
 STAGE = 16384
 """Bytes of a stage."""
 MEMORY = 225 << 10
-"""Bytes of shared memory for the ring and what a program holds: a product's input, or what its warps exchange of attention."""
+"""Bytes of shared memory for the ring and for a product's input, or for the values that warps exchange in attention."""
 IN_FLIGHT = gl.constexpr(3)
 """Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
 queues behind them: of 12 stages for 6 microseconds."""
 LEAST_STAGES = 4
-"""Of a group of rows."""
+"""Fewest stages of a group of rows."""
 ALIGNED = 16
-"""Bytes of which the copy engine wants addresses to be multiples."""
+"""Alignment of addresses for the copy engine, in bytes."""
 
 # What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
 # scales, or places of these where groups have some; pointers to biases, to the norms before attention and feed-forward, of queries
 # and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none; the cache's place in its
 # descriptor.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
-NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(one) for one in (12, 14, 16, 17, 18, 19, 20))
+NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(field) for field in (12, 14, 16, 17, 18, 19, 20))
 CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
 
 
 @jit
 def pointer(field_ptr, dtype: gl.constexpr):
-    """A pointer in the table, of ALIGNED bytes."""
+    """Load a pointer from the table. It is aligned to ALIGNED bytes."""
     return gl.multiple_of(gl.load(field_ptr).to(gl.pointer_type(dtype)), 16)
 
 
@@ -118,10 +117,10 @@ class Places:
 
 
 def places(matrices: Sequence[torch.Tensor]) -> Places:
-    start = min(one.data_ptr() for one in matrices)
-    offsets = [one.data_ptr() - start for one in matrices]
+    start = min(matrix.data_ptr() for matrix in matrices)
+    offsets = [matrix.data_ptr() - start for matrix in matrices]
     step = math.gcd(*offsets) or matrices[0].nbytes
-    lowest = next(one for one in matrices if one.data_ptr() == start)
+    lowest = next(matrix for matrix in matrices if matrix.data_ptr() == start)
     return Places(lowest, step, tuple(offset // step for offset in offsets))
 
 
@@ -144,7 +143,7 @@ def blocks(where: Places, rows: int) -> TensorDescriptor:
 def reachable(matrices: Sequence[torch.Tensor], piece: int = 128) -> bool:
     """Whether one descriptor can address them: rows of whole pieces of bytes, one behind the other, places in multiples of ALIGNED
     bytes and in 31 bits."""
-    if not all(one.is_contiguous() for one in matrices):
+    if not all(matrix.is_contiguous() for matrix in matrices):
         return False
     where = places(matrices)
     row = where.lowest.shape[1] * where.lowest.element_size()
@@ -156,9 +155,9 @@ def lines(k: int, values: torch.Tensor) -> int:
     return max(32, triton.next_power_of_2(triton.cdiv(k * values.element_size(), 128)))
 
 
-def held(layer: Layer) -> tuple[int, ...]:
+def input_lines(layer: Layer) -> tuple[int, ...]:
     """LINES of the kernel."""
-    heads, model, features = (lines(one.inputs, one.values) for one in (layer.out, layer.qkv, layer.down))
+    heads, model, features = (lines(weights.inputs, weights.values) for weights in (layer.out, layer.qkv, layer.down))
     # What warps know of values in float32, and before that two copies of 16 heads. A line of integers has two digits of each input.
     group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
     return heads, model, features, max(16 * group, layer.shape.head_dim // 2) // (2 if layer.qkv.bits else 1)
@@ -171,6 +170,6 @@ def stages(most: int) -> int:
 
 def fields(layer: Layer) -> list[int]:
     """Biases, norms and rotary table of a layer, as in the table; 0: none."""
-    tensors = [one.bias for one in layer.weights]
+    tensors = [weights.bias for weights in layer.weights]
     tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
-    return [0 if one is None else one.data_ptr() for one in tensors]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -106,9 +106,10 @@ def _among(
     highest, its = tl.full([AT_ONCE, RUN], float("-inf"), tl.float32), tl.full([AT_ONCE, RUN], NOBODY, tl.int32)
     for at in range(0, many, AT_ONCE):
         logit, others = _listed(logits_ptr, list_ptr, at, many, vocab)
-        one = score(logit, others, first, second, temperature, PLAIN)
-        better = (logit > bound) & (logit >= floor) & (one > highest)  # runs are in order, so the first of equals stays
-        highest, its = tl.where(better, one, highest), tl.where(better, others, its)
+        scores = score(logit, others, first, second, temperature, PLAIN)
+        # Runs are visited in order, so the first of equal scores stays.
+        better = (logit > bound) & (logit >= floor) & (scores > highest)
+        highest, its = tl.where(better, scores, highest), tl.where(better, others, its)
     other = tl.max(tl.max(highest, 1), 0)
     its_first = tl.min(tl.min(tl.where(highest == other, its, NOBODY), 1), 0)
     return tl.where((other > top) | ((other == top) & (its_first < token)), its_first, token)
@@ -132,8 +133,8 @@ def _mass_of(
     """Bounds of the mass of the k largest, one of which is `logit`, closer than `least` and `most`: so close that they agree on
     whether `mass`, that of the `count` ones above it, is less than top_p of it. Where nothing is left between, `most` counts."""
     rate = LOG2_E / temperature
-    own = share(logit, largest, rate)
-    least, most = tl.maximum(least, mass + own), tl.minimum(most, mass + (k - count) * own)
+    logit_share = share(logit, largest, rate)
+    least, most = tl.maximum(least, mass + logit_share), tl.minimum(most, mass + (k - count) * logit_share)
     if (mass >= top_p * least) & (mass < top_p * most):
         low, above = _reach(
             tops, tl.full(tops.shape, 1.0, tl.float32), k, largest - _NOTHING * temperature, logit, _MANY
@@ -184,13 +185,13 @@ def allowed(
     top_k = tl.where(top_k < vocab, top_k, 0)
     tallest = share(tops, largest, rate)
     sums = tl.where(top_p < 1.0, sums * tallest, 0.0)
-    one = tl.full(tops.shape, 1.0, tl.float32)
+    ones = tl.full(tops.shape, 1.0, tl.float32)
     # Between these is the mass of what top_k leaves, of which top_p is a part.
     least, most = tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
     looking = logit < largest  # which is always allowed
     while looking:
         hot = tops > logit
-        each = (tl.where(hot, one, 0.0), tl.where(hot, tallest, 0.0), tl.where(hot, sums, 0.0), sums)
+        each = (tl.where(hot, ones, 0.0), tl.where(hot, tallest, 0.0), tl.where(hot, sums, 0.0), sums)
         n_hot, least_above, most_above, total = tl.reduce(each, 0, _four)
         most = tl.minimum(most, total)
         refused = (logit < floor) | ((top_k > 0) & (n_hot >= top_k)) | ((top_p < 1.0) & (least_above >= top_p * most))
@@ -220,7 +221,7 @@ def allowed(
         looking = refused
         if refused:
             if top_k > 0:
-                low, _ = _reach(tops, one, top_k, logit, largest, _FEW)
+                low, _ = _reach(tops, ones, top_k, logit, largest, _FEW)
                 floor = tl.maximum(floor, low)
             if top_p < 1.0:
                 low, _ = _reach(tops, tallest, top_p * most, logit, largest, _FEW)

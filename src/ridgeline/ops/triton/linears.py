@@ -94,8 +94,8 @@ def _int_fused(
     norm = isinstance(x, Normed)
     source = x.x if isinstance(x, Normed) else x
     tokens, n, k, dtype = source.shape[0], matrix.out, matrix.d_in, source.dtype
-    given = (norm, kind, stream is not None, bias is not None, matrix.bits, matrix.group)
-    shape = Shape(tokens, n, k, dtype, dtype, source.device, _addressed(source), *given)
+    options = (norm, kind, stream is not None, bias is not None, matrix.bits, matrix.group)
+    shape = Shape(tokens, n, k, dtype, dtype, source.device, _addressed(source), *options)
     return multiply(kernels.INTEGER, shape, x, matrix, bias, stream)
 
 
@@ -151,11 +151,11 @@ def _quantizing(
     norm = isinstance(x, Normed)
     source, tensors = (x.x, (x.x, x.weight)) if isinstance(x, Normed) else (x, (x,))
     aligned = matrix.values.data_ptr() % ALIGNED == 0 and all(
-        one.dtype in kernels.HALVES and one.stride(-1) == 1 and one.data_ptr() % 8 == 0 for one in tensors
+        tensor.dtype in kernels.HALVES and tensor.stride(-1) == 1 and tensor.data_ptr() % 8 == 0 for tensor in tensors
     )
     (tokens, k), (stream, out) = source.shape, _target(into)
-    given = (source.dtype, out, source.device, aligned, norm, kind, stream is not None, bias is not None)
-    return multiply(kernels.FP8, Shape(tokens, matrix.values.shape[0], k, *given), x, matrix, bias, stream)
+    options = (source.dtype, out, source.device, aligned, norm, kind, stream is not None, bias is not None)
+    return multiply(kernels.FP8, Shape(tokens, matrix.values.shape[0], k, *options), x, matrix, bias, stream)
 
 
 def _quantized(
@@ -176,8 +176,8 @@ def _shape_of_8_bits(
 ) -> Shape:
     (tokens, k), (stream, out) = x.values.shape, _target(into)
     aligned = not k % 16 and not (x.values.data_ptr() | weight.data_ptr()) % 16
-    given = (x.values.dtype, out, weight.device, aligned, False, kind, stream is not None, biased)
-    return Shape(tokens, weight.shape[0], k, *given)
+    options = (x.values.dtype, out, weight.device, aligned, False, kind, stream is not None, biased)
+    return Shape(tokens, weight.shape[0], k, *options)
 
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -202,9 +202,9 @@ def fp8_linear_activate(
     out = _quantizing(x, matrix, bias, dtype, kind)
     if out is not None:
         return out
-    given = _scaled(x)
-    out = _quantized(given, matrix, bias, dtype, kind)
-    return quantize.activate(fp8_linear(given, matrix, bias, dtype), kind) if out is None else out
+    scaled = _scaled(x)
+    out = _quantized(scaled, matrix, bias, dtype, kind)
+    return quantize.activate(fp8_linear(scaled, matrix, bias, dtype), kind) if out is None else out
 
 
 FP8_TRITON = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate)

@@ -31,8 +31,8 @@ def draw_key(key_ptr, position, purpose: tl.constexpr):
     where = position.to(tl.uint32, bitcast=True) * GOLDEN
     for _ in tl.static_range(purpose + 1):
         where = where + PURPOSE
-    one = _mix(where + first, second)
-    return one, _mix(where + second, one)
+    word_0 = _mix(where + first, second)
+    return word_0, _mix(where + second, word_0)
 
 
 @triton.jit

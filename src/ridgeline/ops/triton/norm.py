@@ -29,14 +29,14 @@ def _norm_kernel(
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     await_inputs(PDL)
-    wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    x_f32 = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = (wide * scale * weight).to(out_ptr.dtype.element_ty)
+    scale = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / size + eps)
+    normed = (x_f32 * scale * weight).to(out_ptr.dtype.element_ty)
     if ADD:
-        held = tl.load(out_ptr + token * size + at, mask=inside, other=0.0)
-        normed = (held.to(tl.float32) + normed.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        residual = tl.load(out_ptr + token * size + at, mask=inside, other=0.0)
+        normed = (residual.to(tl.float32) + normed.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * size + at, normed, mask=inside)
 
 

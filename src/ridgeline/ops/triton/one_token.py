@@ -16,49 +16,49 @@ from ridgeline.ops.triton.layers_keys import streamable
 from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
-"""Of the ring: with fewer, and so with more inputs than these leave room for, layers run one by one."""
+"""Fewest stages of the ring. If the inputs of a layer leave memory for fewer stages, layers run one by one."""
 LEAST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 48 << 20, IntMatrix: 7 << 20}
-"""Of a layer's weights, by their form. Below, waiting for all programs between products costs more than it saves, or nobody has
-measured."""
+"""Fewest bytes of a layer's weights, by form. Below, the grid barriers between products cost more than the kernel saves, or the
+size is not measured."""
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 8
-"""Query heads of a KV head: each of a program's threads holds numbers of all of them."""
+"""Most query heads per KV head: each thread holds values of all of them."""
 
 
 def knows(parts: Sequence[LayerParts]) -> bool:
-    """Whether the kernel takes these layers, and is faster."""
+    """Whether the kernel supports these layers and is faster than separate kernels."""
     first = parts[0]
     dtype, form, shape = first.attention_norm.dtype, type(first.qkv.packed), first.shape
     return (
         dtype in (torch.bfloat16, torch.float16)
         and form in LEAST_BYTES
-        and all(_known(one) for layer in parts for one in _matrices(layer))
-        and all(one.dtype == dtype for layer in parts for one in _norms(layer))
-        and all(one.data_ptr() % ALIGNED == 0 for layer in parts for one in _vectors(layer))
+        and all(_known(matrix) for layer in parts for matrix in _matrices(layer))
+        and all(norm.dtype == dtype for layer in parts for norm in _norms(layer))
+        and all(vector.data_ptr() % ALIGNED == 0 for layer in parts for vector in _vectors(layer))
         and shape.head_dim in HEAD_DIMS
         and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
         and len({_form(layer) for layer in parts}) == 1
-        and len({_number(one) for one in _matrices(first)}) == 1
-        and sum(_bytes(one) for one in _matrices(first)) >= LEAST_BYTES[form]
+        and len({_number(matrix) for matrix in _matrices(first)}) == 1
+        and sum(_bytes(matrix) for matrix in _matrices(first)) >= LEAST_BYTES[form]
         and stages_of(_layer(first)) >= FEWEST_STAGES
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
 
 
 class OneToken:
-    """Runs a stream [1, d_model] through `parts`; one of more tokens, over another cache or through a part of the layers goes
-    `otherwise`."""
+    """Run a stream [1, d_model] through `parts` in one kernel. Calls with more tokens, some of the layers or an
+    unsupported cache go to `otherwise`."""
 
     __slots__ = ("_count", "_dtype", "_layers", "_otherwise")
 
     def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
         self._otherwise, self._dtype, self._count = otherwise, parts[0].attention_norm.dtype, len(parts)
-        self._layers = Layers([_layer(one) for one in parts])
+        self._layers = Layers([_layer(layer) for layer in parts])
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        whole = stream.shape[0] == 1 and len(views) == self._count
-        taken = whole and step.key_positions is None and self._attends(views)
-        return (self._layers if taken else self._otherwise)(stream, views, step)
+        complete = stream.shape[0] == 1 and len(views) == self._count
+        fused = complete and step.key_positions is None and self._attends(views)
+        return (self._layers if fused else self._otherwise)(stream, views, step)
 
     def _attends(self, views: Sequence[KvView]) -> bool:
         first = views[0]
@@ -76,12 +76,12 @@ def _matrices(parts: LayerParts) -> tuple[Matrix, ...]:
 
 
 def _norms(parts: LayerParts) -> list[torch.Tensor]:
-    own = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
-    return [one for one in own if one is not None]
+    norms = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
+    return [norm for norm in norms if norm is not None]
 
 
 def _known(matrix: Matrix) -> bool:
-    """Of integers, those of one symmetric form: a scale per row or per LINE inputs, and rows of whole lines."""
+    """Whether the kernel reads this form. Integers must be symmetric, with a scale per row or per LINE inputs and no padding."""
     packed = matrix.packed
     if not isinstance(packed, IntMatrix):
         return True
@@ -95,21 +95,21 @@ def _known(matrix: Matrix) -> bool:
 
 
 def _number(matrix: Matrix) -> tuple[object, ...]:
-    """The number format of its weights."""
+    """The number format of the weights."""
     weights = _weights(matrix)
     return type(matrix.packed), weights.bits, weights.grouped
 
 
 def _vectors(parts: LayerParts) -> list[torch.Tensor]:
-    """What the kernel reads several numbers at a time, beside weights."""
-    weights = [_weights(one) for one in _matrices(parts)]
-    beside = [one for each in weights for one in (each.scales, each.bias) if one is not None]
-    return [*_norms(parts), *beside, parts.shape.cos_sin]
+    """Tensors other than weights that the kernel reads with vector loads."""
+    weights = [_weights(matrix) for matrix in _matrices(parts)]
+    factors = [factor for weight in weights for factor in (weight.scales, weight.bias) if factor is not None]
+    return [*_norms(parts), *factors, parts.shape.cos_sin]
 
 
 def _form(parts: LayerParts) -> tuple[object, ...]:
-    """What layers of one kernel share."""
-    matrices = [(_weights(one).values.shape, *_number(one), one.bias is None) for one in _matrices(parts)]
+    """Properties that all layers of one kernel must share."""
+    matrices = [(_weights(matrix).values.shape, *_number(matrix), matrix.bias is None) for matrix in _matrices(parts)]
     shape = parts.shape
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.cos_sin.shape[2])
     norms = (shape.q_norm is None, shape.k_norm is None, shape.norm_eps, shape.norm_offset)
@@ -127,7 +127,7 @@ def _weights(matrix: Matrix) -> Weights:
 
 
 def _whole(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of groups in rows of whole ALIGNED bytes: a copy with zeros behind them where they are not."""
+    """Scales of groups with rows padded with zeros to multiples of ALIGNED bytes. Copies if padding is needed."""
     groups = scales.shape[1]
     return F.pad(scales, (0, -groups % (ALIGNED // scales.element_size()))) if groups > 1 else scales
 
@@ -137,10 +137,10 @@ def _bytes(matrix: Matrix) -> int:
 
 
 def _streams(kind: Sequence[Matrix]) -> bool:
-    """Whether the copy engine can address the rows, and scales of groups."""
-    weights = [_weights(one) for one in kind]
-    values = [one.values for one in weights]
-    scales = [one.scales for one in weights if one.scales is not None and one.grouped]
+    """Whether the copy engine can address the rows and the scales of groups."""
+    weights = [_weights(matrix) for matrix in kind]
+    values = [weight.values for weight in weights]
+    scales = [weight.scales for weight in weights if weight.scales is not None and weight.grouped]
     return reachable(values) and (not scales or reachable(scales, ALIGNED))
 
 

@@ -34,26 +34,30 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     tokens, inputs = x.shape
     if tokens < FEWEST or inputs < FEWEST_INPUTS or x.dtype != torch.bfloat16 or inputs % 8:
         return False
-    return all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (x, weight))
+    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (x, weight))
 
 
-def saves(tokens: int, features: int, wide: int) -> bool:
-    """Whether tiles of `wide` features take less than kernels apart, as they do by 3 to 6 %: what tiles hold beyond the product
-    takes as long as the product, so a 32nd at most; places without a tile in the last round take little at a power limit, so a
-    fifth at most with these."""
+def saves(tokens: int, features: int, tile_features: int) -> bool:
+    """Whether tiles of `tile_features` features are faster than separate kernels, by 3 to 6 %.
+
+    Padding inside tiles costs as much as the product: at most 1/32 of it. Idle places in the last round of tiles cost little at
+    a power limit: at most 1/5, padding included."""
     product = tokens * features
-    return 32 * tiled(tokens, features, wide) <= 33 * product and 5 * rounds(tokens, features, wide) <= 6 * product
+    return (
+        32 * tiled(tokens, features, tile_features) <= 33 * product
+        and 5 * rounds(tokens, features, tile_features) <= 6 * product
+    )
 
 
-def tiled(tokens: int, features: int, wide: int) -> int:
-    """Results that the tiles of all pairs hold."""
-    return -(-tokens // TILE_TOKENS) * -(-features // wide) * TILE_TOKENS * wide
+def tiled(tokens: int, features: int, tile_features: int) -> int:
+    """Results of all tiles, padding included."""
+    return -(-tokens // TILE_TOKENS) * -(-features // tile_features) * TILE_TOKENS * tile_features
 
 
-def rounds(tokens: int, features: int, wide: int) -> int:
-    """The same of whole rounds of tiles over all pairs."""
-    once = PROCESSORS // PAIR * TILE_TOKENS * wide
-    return -(-tiled(tokens, features, wide) // once) * once
+def rounds(tokens: int, features: int, tile_features: int) -> int:
+    """Results of all rounds of tiles, padding and idle places included."""
+    once = PROCESSORS // PAIR * TILE_TOKENS * tile_features
+    return -(-tiled(tokens, features, tile_features) // once) * once
 
 
 def group_of(tokens: int, inputs: int) -> int:
@@ -65,14 +69,14 @@ def group_of(tokens: int, inputs: int) -> int:
 def text(name: str, sums: Mapping[str, int], **macros: int | str) -> str:
     """A source text of this folder, behind what pairs of programs share (pairs.cu) and its own macros.
 
-    sums: of a thread, for each product that the text names: a macro has no loop, so WHAT_NAMES and WHAT_REGISTERS count them out
+    sums: of a thread, for each product that the text names: a macro has no loop, so <prefix>_NAMES and <prefix>_REGISTERS list them
     as wgmma takes them."""
     lines = [f"#define {macro} {value}" for macro, value in macros.items()]
-    for what, count in sums.items():
+    for prefix, count in sums.items():
         names, registers = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(d[%d])'))
-        lines += [f'#define {what}_NAMES "{names}"', f"#define {what}_REGISTERS {registers}"]
+        lines += [f'#define {prefix}_NAMES "{names}"', f"#define {prefix}_REGISTERS {registers}"]
     folder = Path(__file__).parent
-    return "\n".join((*lines, *((folder / one).read_text() for one in ("pairs.cu", name))))
+    return "\n".join((*lines, *((folder / filename).read_text() for filename in ("pairs.cu", name))))
 
 
 @cache

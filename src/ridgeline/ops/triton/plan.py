@@ -42,8 +42,8 @@ def _run(span, units, spare, smallest, tile: tl.constexpr, FINER: tl.constexpr):
     if FINER:
         # That is short enough even if every row ends with a run of one slot; most end with more.
         for step in tl.static_range(1, FINER_RUNS + 1):
-            room = spare + (units - spare) * step // FINER_RUNS
-            shorter = tl.maximum((total + room - 1) // room, smallest).to(tl.int32)
+            available = spare + (units - spare) * step // FINER_RUNS
+            shorter = tl.maximum((total + available - 1) // available, smallest).to(tl.int32)
             shorter = (shorter + tile - 1) // tile * tile
             fits = tl.sum((span + shorter - 1) // shorter, 0) <= units
             run = tl.where(fits, tl.minimum(run, shorter), run)
@@ -60,8 +60,8 @@ def _spans(q_start_ptr, length_ptr, row, rows, group, small, window: tl.constexp
     low = tl.zeros_like(length)
     if window > 0:
         low = tl.maximum(length - n - window + 1, 0) // tile * tile
-    own = (n > 0) & (length >= n) & (n * group <= small)
-    return first_query, n, length, low, tl.where(own, length - low, 0)
+    split = (n > 0) & (length >= n) & (n * group <= small)
+    return first_query, n, length, low, tl.where(split, length - low, 0)
 
 
 @triton.jit
@@ -111,32 +111,34 @@ def plan_kernel(
     run = _run(span, units, spare, smallest, tile, FINER)
     counts, runs = _parts(span, run, tile, FINER)
     total = tl.sum(counts, 0)
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = own < rows
-    first_query, n, length, low, own_span = _spans(q_start_ptr, length_ptr, own, rows, group, small, window, tile)
-    count, own_run = _parts(own_span, run, tile, FINER)
-    longer = runs[None, :] > own_run[:, None]
-    before = longer | ((runs[None, :] == own_run[:, None]) & (row[None, :] < own[:, None]))
+    block_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = block_row < rows
+    first_query, n, length, low, block_span = _spans(
+        q_start_ptr, length_ptr, block_row, rows, group, small, window, tile
+    )
+    count, block_run = _parts(block_span, run, tile, FINER)
+    longer = runs[None, :] > block_run[:, None]
+    before = longer | ((runs[None, :] == block_run[:, None]) & (row[None, :] < block_row[:, None]))
     first = tl.sum(tl.where(before, counts[None, :], 0), 1)
-    tl.store(per_row_ptr + own, first, mask=inside)
-    tl.store(per_row_ptr + rows + own, count, mask=inside)
+    tl.store(per_row_ptr + block_row, first, mask=inside)
+    tl.store(per_row_ptr + rows + block_row, count, mask=inside)
     for head in tl.static_range(kv_heads):
-        tl.store(arrivals_ptr + own * kv_heads + head, tl.zeros((BLOCK,), tl.int32), mask=inside)
-    device_row = tl.load(rows_ptr + own, mask=inside, other=0)
+        tl.store(arrivals_ptr + block_row * kv_heads + head, tl.zeros((BLOCK,), tl.int32), mask=inside)
+    device_row = tl.load(rows_ptr + block_row, mask=inside, other=0)
     most, part = tl.max(count, 0), 0
     while part < most:
         here = part < count
         at = units_ptr + first + part
-        slot = low + part * own_run
+        slot = low + part * block_run
         tl.store(at, device_row, mask=here)
         tl.store(at + units, slot, mask=here)
-        tl.store(at + 2 * units, tl.minimum(slot + own_run, length), mask=here)
+        tl.store(at + 2 * units, tl.minimum(slot + block_run, length), mask=here)
         tl.store(at + 3 * units, first_query, mask=here)
         tl.store(at + 4 * units, n, mask=here)
         tl.store(at + 5 * units, length, mask=here)
         tl.store(at + 6 * units, first, mask=here)
         tl.store(at + 7 * units, count, mask=here)
-        tl.store(at + 8 * units, own, mask=here)
+        tl.store(at + 8 * units, block_row, mask=here)
         part += 1
     begin = tl.program_id(0) * IDLE
     while begin < units:

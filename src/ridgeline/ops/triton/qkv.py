@@ -25,12 +25,12 @@ def _load(source, head, at, real, half: tl.constexpr, head_dim: tl.constexpr, HA
     tile = real[:, None] & (at < half)[None, :]
     first = tl.load(lines + at[None, :], mask=tile, other=0.0).to(tl.float32)
     second = tl.load(lines + half + at[None, :], mask=tile, other=0.0).to(tl.float32)
-    rest = first
+    unrotated = first
     if REST:
         behind = 2 * half + tl.arange(0, REST)
-        rest = tl.load(lines + behind[None, :], mask=real[:, None] & (behind < head_dim)[None, :], other=0.0)
-        rest = rest.to(tl.float32)
-    return first, second, rest
+        unrotated = tl.load(lines + behind[None, :], mask=real[:, None] & (behind < head_dim)[None, :], other=0.0)
+        unrotated = unrotated.to(tl.float32)
+    return first, second, unrotated
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _weights(norm_ptr, at, size, OFFSET: tl.constexpr):
 def _norm(
     first,
     second,
-    rest,
+    unrotated,
     norm_ptr,
     eps,
     at,
@@ -55,13 +55,13 @@ def _norm(
     """RMS norm of each head, rounded to the model's dtype before it turns, as in the reference."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     if REST:
-        squares += tl.sum(rest * rest, 1)
+        squares += tl.sum(unrotated * unrotated, 1)
     scale = tl.rsqrt(squares / head_dim + eps)[:, None]
     first = first * scale * _weights(norm_ptr, at, half, OFFSET)
     second = second * scale * _weights(norm_ptr + half, at, half, OFFSET)
     if REST:
-        rest = rest * scale * _weights(norm_ptr + 2 * half, tl.arange(0, REST), head_dim - 2 * half, OFFSET)
-    return first.to(element).to(tl.float32), second.to(element).to(tl.float32), rest
+        unrotated = unrotated * scale * _weights(norm_ptr + 2 * half, tl.arange(0, REST), head_dim - 2 * half, OFFSET)
+    return first.to(element).to(tl.float32), second.to(element).to(tl.float32), unrotated
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _store(
     real,
     first,
     second,
-    rest,
+    unrotated,
     half: tl.constexpr,
     head_dim: tl.constexpr,
     REST: tl.constexpr,
@@ -86,7 +86,7 @@ def _store(
     tl.store(lines + half + at[None, :], second.to(element), mask=tile)
     if REST:
         behind = 2 * half + tl.arange(0, REST)
-        tl.store(lines + behind[None, :], rest.to(element), mask=real[:, None] & (behind < head_dim)[None, :])
+        tl.store(lines + behind[None, :], unrotated.to(element), mask=real[:, None] & (behind < head_dim)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "position_ptr"])
@@ -166,7 +166,7 @@ def _kv_heads(tokens: int, shape: QkvShape) -> int:
     if tokens < MANY_TOKENS:
         return 1
     most = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
-    return max(one for one in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % one == 0 and one <= most)
+    return max(heads for heads in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % heads == 0 and heads <= most)
 
 
 def qkv_write(
@@ -177,7 +177,7 @@ def qkv_write(
     tokens, dim = qkv.shape[0], shape.head_dim
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     half = shape.cos_sin.shape[2]
-    rest = dim - 2 * half
+    unrotated = dim - 2 * half
     if tokens:
         kv_heads = kv_heads or _kv_heads(tokens, shape)
         heads = triton.next_power_of_2(kv_heads * (shape.n_heads // shape.n_kv_heads))
@@ -206,7 +206,7 @@ def qkv_write(
             HEADS=heads,
             KV_TILE=triton.next_power_of_2(kv_heads),
             HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(rest) if rest else 0,
+            REST=triton.next_power_of_2(unrotated) if unrotated else 0,
             num_warps=max(1, min(4, heads * dim // 1024)),
             **overlap(qkv.device),
         )

@@ -68,9 +68,9 @@ def _norm_kernel(
     if OFFSET:
         weight += 1.0
     await_inputs(PDL)
-    wide = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = _rounded(wide * rms * weight, x_ptr.dtype.element_ty, PDL)
+    x_f32 = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / size + eps)
+    normed = _rounded(x_f32 * rms * weight, x_ptr.dtype.element_ty, PDL)
     factor, scale = scale_of(tl.max(tl.abs(normed), 0))
     tl.store(out_ptr + token * size + at, (normed * factor).to(tl.float8e4nv), mask=inside)
     tl.store(scale_ptr + token, scale)
@@ -111,12 +111,12 @@ def _quantize_kernel(
         amax = tl.max(tl.abs(x), 0)
         if REST > 0:
             behind = BLOCK + tl.arange(0, REST)
-            rest = _source(x_ptr, behind, size, ACTIVATION, PDL)
-            amax = tl.maximum(amax, tl.max(tl.abs(rest), 0))
+            tail = _source(x_ptr, behind, size, ACTIVATION, PDL)
+            amax = tl.maximum(amax, tl.max(tl.abs(tail), 0))
         factor, scale = scale_of(amax)
         tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
         if REST > 0:
-            tl.store(out_ptr + behind, (rest * factor).to(tl.float8e4nv), mask=behind < size)
+            tl.store(out_ptr + behind, (tail * factor).to(tl.float8e4nv), mask=behind < size)
     else:
         amax = 0.0
         for block in range(BLOCKS):
@@ -166,18 +166,18 @@ def _blocks(size: int, activates: bool, widest_row: int) -> tuple[int, int, int]
     """(BLOCKS, BLOCK, REST) of a row: powers of two that hold little more than it. Of what is only read, two readings of a wide row
     are faster than keeping it (28,672: 187 us for 229)."""
     block = min(widest_row, 1 << (size.bit_length() - 1))
-    rest = triton.next_power_of_2(size - block) if size > block else 0
-    if rest == block < widest_row:
+    tail = triton.next_power_of_2(size - block) if size > block else 0
+    if tail == block < widest_row:
         return 1, 2 * block, 0
-    if rest > widest_row or (block == widest_row and rest and not activates):
+    if tail > widest_row or (block == widest_row and tail and not activates):
         return triton.cdiv(size, block), block, 0
-    return 1, block, rest
+    return 1, block, tail
 
 
 def _quantized(x: torch.Tensor, size: int, activation: int, widest_row: int) -> Scaled:
     tokens = x.shape[0]
     out = _room(tokens, size, x)
-    blocks, block, rest = _blocks(size, activation != 0, widest_row)
+    blocks, block, tail = _blocks(size, activation != 0, widest_row)
     if tokens:
         _quantize_kernel[(tokens,)](
             x,
@@ -188,7 +188,7 @@ def _quantized(x: torch.Tensor, size: int, activation: int, widest_row: int) -> 
             ACTIVATION=activation,
             BLOCKS=blocks,
             BLOCK=block,
-            REST=rest,
+            REST=tail,
             num_warps=_warps(tokens, block),
             **overlap(x.device),
         )

@@ -130,13 +130,13 @@ class Registry(Generic[S, L]):
 
     def _choices(self, shape: S) -> tuple[tuple[L, Any], ...]:
         """(launch, configuration) of all entries that serve a shape."""
-        found = ((entry.launch, entry.serves(shape)) for entry in self.entries)
-        return tuple((launch, config) for launch, config in found if config is not None)
+        served = ((entry.launch, entry.serves(shape)) for entry in self.entries)
+        return tuple((launch, config) for launch, config in served if config is not None)
 
     def kernel_for(self, shape: S) -> tuple[str, Any] | None:
         """(name, configuration) of the first kernel that serves a shape; None: none."""
-        found = ((entry.kernel, entry.serves(shape)) for entry in self.entries)
-        return next(((kernel, config) for kernel, config in found if config is not None), None)
+        served = ((entry.kernel, entry.serves(shape)) for entry in self.entries)
+        return next(((kernel, config) for kernel, config in served if config is not None), None)
 
     def without(self, *kernels: str) -> Registry[S, L]:
         """The registry without some kernels, for measurements. It has chosen for no shape yet."""

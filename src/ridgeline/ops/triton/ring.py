@@ -139,21 +139,21 @@ def _place(
 
 
 @jit
-def _held(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
-    """What out holds where a tile's results will go; zeros unless these join it. Nobody else writes there, so it is asked for
-    before the sums are there: a way to memory less behind them."""
+def _residual(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load the values of out that a tile's results are added to; zeros without ADD. No other program writes them, so the load is
+    issued before the sums are complete, which hides its latency."""
     where, real = place
-    held = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
+    residual = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
     if ADD:
-        held = gl.load(out_ptr + where, mask=real, other=0.0)
-    return held
+        residual = gl.load(out_ptr + where, mask=real, other=0.0)
+    return residual
 
 
 @jit
 def _finish(
     total,
     up,
-    held,
+    residual,
     place,
     tensors,
     row,
@@ -163,23 +163,23 @@ def _finish(
     KIND: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Turn sums of a tile whose first row is `row` into results, and store them at `place`, in its layout, which suits memory.
-    held: what they join."""
+    """Turn sums of a tile whose first row is `row` into results and store them at `place` in LAYOUT, which coalesces the stores.
+    residual: what they are added to."""
     bias_ptr, out_ptr = tensors[0], tensors[1]
     where, real = place
-    own = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    out_row = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
     if BIAS:
-        total += gl.load(bias_ptr + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+        total += gl.load(bias_ptr + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
     if KIND != 0:
         if BIAS:
-            up += gl.load(bias_ptr + n + own, mask=own < n, other=0.0).to(gl.float32)[:, None]
+            up += gl.load(bias_ptr + n + out_row, mask=out_row < n, other=0.0).to(gl.float32)[:, None]
         # See activation.gated.
         inner = total
         if KIND == 2:
             inner = 1.5957691216057308 * (total + 0.044715 * total * total * total)
         total = total / (1.0 + gl.exp(-inner)) * up
     if ADD:
-        total = gl.convert_layout(total, LAYOUT) + held.to(gl.float32)
+        total = gl.convert_layout(total, LAYOUT) + residual.to(gl.float32)
     gl.store(out_ptr + where, gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT), mask=real)
 
 
@@ -194,10 +194,10 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     ENDING: gl.constexpr = _ending(SPLIT)
     OWN: gl.constexpr = BATCH // ENDING
     part = gl.program_id(0) % SPLIT
-    high = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
-    wide = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
+    row_index = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+    column = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
     parts = part_ptr + tile.to(gl.int64) * (SPLIT * SIDES * SIZE)
-    place = parts + part * (SIDES * SIZE) + wide[None, :] * ROWS + high[:, None]
+    place = parts + part * (SIDES * SIZE) + column[None, :] * ROWS + row_index[:, None]
     gl.store(place, total)
     if SIDES == 2:
         gl.store(place + SIZE, up)
@@ -212,9 +212,9 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     arrived = arrived + each if ENDING == SPLIT else gl.where(part < ENDING, arrived + each, goal)
     while arrived - goal < 0:
         arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
-    high = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    wide = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
-    place = parts + wide[None, :] * ROWS + high[:, None]
+    row_index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    place = parts + column[None, :] * ROWS + row_index[:, None]
     sums = gl.load(place, cache_modifier=".cg")
     ups = sums
     for other in gl.static_range(1, SPLIT):
@@ -288,10 +288,10 @@ def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGE
 @jit
 def _scaled(total, tensors, row, token, m, n):
     """Sums of 8-bit products times the scales of their rows, from `row` on, and of their tokens, from `token` on."""
-    high = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
-    wide = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
-    w_scale = gl.load(tensors[4] + high, mask=high < n, other=0.0)
-    x_scale = gl.load(tensors[5] + wide, mask=wide < m, other=0.0)
+    row_index = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    column = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+    w_scale = gl.load(tensors[4] + row_index, mask=row_index < n, other=0.0)
+    x_scale = gl.load(tensors[5] + column, mask=column < m, other=0.0)
     return total.to(gl.float32) * (w_scale.to(gl.float32)[:, None] * x_scale[None, :])
 
 
@@ -336,7 +336,7 @@ def _multiply(
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
         place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
-        held = _held(tensors[1], place, ROWS, OWN, ADD, PUT)
+        residual = _residual(tensors[1], place, ROWS, OWN, ADD, PUT)
         at = turn * run
         if weights.dtype.is_fp8():
             sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
@@ -353,7 +353,7 @@ def _multiply(
             sums = _scaled(sums, tensors, row, token, m, n)
             if SIDES == 2:
                 ups = _scaled(ups, tensors, row + n, token, m, 2 * n)
-        _finish(sums, ups, held, place, tensors, row, n, BIAS, ADD, KIND, PUT)
+        _finish(sums, ups, residual, place, tensors, row, n, BIAS, ADD, KIND, PUT)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])

@@ -1,4 +1,4 @@
-"""Gathering a step's query tokens and writing drawn ones back, one kernel each; see ops.rows."""
+"""Kernels that gather a step's query tokens and write drawn tokens back. See ops.rows."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -13,15 +13,17 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 64
 WRITTEN, MOST_WRITTEN = 1024, 1 << 16
-"""Numbers that a program writes to the host, and the most that are written so."""
-POSITION, LENGTH, KNOWN, DONE = (tl.constexpr(int(one)) for one in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE))
-LIMIT, PROMPT, MIN_TOKENS = (tl.constexpr(int(one)) for one in (Int.LIMIT, Int.PROMPT, Int.MIN_TOKENS))
+"""Numbers that a program copies to the host, and the most that are copied by this kernel."""
+POSITION, LENGTH, KNOWN, DONE = (
+    tl.constexpr(int(column)) for column in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE)
+)
+LIMIT, PROMPT, MIN_TOKENS = (tl.constexpr(int(column)) for column in (Int.LIMIT, Int.PROMPT, Int.MIN_TOKENS))
 STOP = tl.constexpr(int(Int.STOP))
 
 
 @triton.jit(do_not_specialize=["batch", "queries"])
 def _gather_kernel(
-    own_ptr,
+    device_rows_ptr,
     n_query_ptr,
     row_of_ptr,
     place_ptr,
@@ -47,14 +49,14 @@ def _gather_kernel(
     await_inputs(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < batch
-    row = tl.load(own_ptr + at, mask=real, other=0)
+    row = tl.load(device_rows_ptr + at, mask=real, other=0)
     more = tl.load(n_query_ptr + at, mask=real, other=0) if SPREAD else 1
     length = tl.load(ints_ptr + row * ints_stride + LENGTH, mask=real, other=0)
     tl.store(length_ptr + at, length + more, mask=real)
     real = at < queries
     if SPREAD:
         place = tl.load(place_ptr + at, mask=real, other=0)
-        row = tl.load(own_ptr + tl.load(row_of_ptr + at, mask=real, other=0), mask=real, other=0)
+        row = tl.load(device_rows_ptr + tl.load(row_of_ptr + at, mask=real, other=0), mask=real, other=0)
         length = tl.load(ints_ptr + row * ints_stride + LENGTH, mask=real, other=0)
     else:
         place = tl.zeros((BLOCK,), tl.int32)
@@ -68,19 +70,19 @@ def _gather_kernel(
         tl.store(slots_ptr + group * queries + at, target, mask=real)
 
 
-def gather(state: RowState, own: torch.Tensor, spread: Spread | None) -> Gathered:
+def gather(state: RowState, device_rows: torch.Tensor, spread: Spread | None) -> Gathered:
     """See ops.rows.gather."""
-    rows, groups = len(own), len(state.tables)
+    rows, groups = len(device_rows), len(state.tables)
     queries = rows if spread is None else len(spread.row_of)
-    device = own.device
+    device = device_rows.device
     token, position = (torch.empty(queries, dtype=torch.int32, device=device) for _ in range(2))
     slots = torch.empty((groups, queries), dtype=torch.int64, device=device)
     length = torch.empty(rows, dtype=torch.int32, device=device)
     _gather_kernel[(triton.cdiv(max(rows, queries), BLOCK),)](
-        own,
-        own if spread is None else spread.n_query,
-        own if spread is None else spread.row_of,
-        own if spread is None else spread.place,
+        device_rows,
+        device_rows if spread is None else spread.n_query,
+        device_rows if spread is None else spread.row_of,
+        device_rows if spread is None else spread.place,
         state.tokens,
         state.ints,
         state.tables,
@@ -119,25 +121,25 @@ def _advance_kernel(
     PDL: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """One row. Row 0 is done, so however often it comes it is written what it holds."""
+    """Process one row per program. Row 0 is done, so programs that share it write the values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
     drawn = tl.load(drawn_ptr + index)
-    own = ints_ptr + row * ints_stride
-    known = tl.load(own + KNOWN)
-    done = tl.load(own + DONE)
+    row_ptr = ints_ptr + row * ints_stride
+    known = tl.load(row_ptr + KNOWN)
+    done = tl.load(row_ptr + DONE)
     live = 1 - done
     at = tl.arange(0, STOPS)
-    stop = tl.sum((tl.load(own + STOP + at, mask=at < stops, other=-1) == drawn).to(tl.int32), 0) > 0
-    said = known + 1 - tl.load(own + PROMPT)
-    stop = stop & (said > tl.load(own + MIN_TOKENS))
-    flag = (2 * (known + 1 >= tl.load(own + LIMIT)).to(tl.int32) + stop.to(tl.int32)) * live
+    stop = tl.sum((tl.load(row_ptr + STOP + at, mask=at < stops, other=-1) == drawn).to(tl.int32), 0) > 0
+    generated = known + 1 - tl.load(row_ptr + PROMPT)
+    stop = stop & (generated > tl.load(row_ptr + MIN_TOKENS))
+    flag = (2 * (known + 1 >= tl.load(row_ptr + LIMIT)).to(tl.int32) + stop.to(tl.int32)) * live
     tl.store(tokens_ptr + row * width + known, drawn)
-    tl.store(own + POSITION, tl.load(own + POSITION) + live)
-    tl.store(own + LENGTH, tl.load(own + LENGTH) + live)
-    tl.store(own + KNOWN, known + live)
-    tl.store(own + DONE, done + (flag > 0).to(tl.int32))
+    tl.store(row_ptr + POSITION, tl.load(row_ptr + POSITION) + live)
+    tl.store(row_ptr + LENGTH, tl.load(row_ptr + LENGTH) + live)
+    tl.store(row_ptr + KNOWN, known + live)
+    tl.store(row_ptr + DONE, done + (flag > 0).to(tl.int32))
     tl.store(packed_ptr + 3 * index, live)
     tl.store(packed_ptr + 3 * index + 1, flag)
     tl.store(packed_ptr + 3 * index + 2, drawn)
@@ -151,7 +153,7 @@ def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """See ops.rows.to_host. A kernel writes to the host's memory: the copy engine's beginning and end are 13 us of a step."""
+    """See ops.rows.to_host. A kernel writes to host memory, because the copy engine adds 13 us to a step."""
     count = tensor.numel()
     if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= MOST_WRITTEN:
         return plain.to_host(tensor)

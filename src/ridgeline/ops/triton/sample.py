@@ -165,8 +165,8 @@ def _best_kernel(
     best = tl.where(best == best, tl.where(best == 0.0, 0.0, best), float("-inf"))
     order = best.to(tl.int32, bitcast=True)
     order = (order ^ ((order >> 31) & NOBODY)).to(tl.int64)
-    found = tl.max(order << 32 | (drawn ^ NOBODY).to(tl.int64), 0)
-    token = (found & NOBODY).to(tl.int32) ^ NOBODY
+    winner = tl.max(order << 32 | (drawn ^ NOBODY).to(tl.int64), 0)
+    token = (winner & NOBODY).to(tl.int32) ^ NOBODY
     # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
     token = tl.minimum(token, vocab - 1)
     if LIMITED:
@@ -227,10 +227,10 @@ class _Draws:
         if self.limits is not None:
             tops = torch.empty((rows, runs), dtype=torch.float32, device=device)
             sums, listed = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
-        owner, depth = (out if one is None else one for one in (self.owner, self.depth))
+        owner, depth = (out if tensor is None else tensor for tensor in (self.owner, self.depth))
         of_rows = (self.temperature, self.key, self.position, depth, few.top_k, few.top_p, few.min_p)
         strides = [
-            one.stride(0) for one in (self.temperature, self.key, self.position, few.top_k, few.top_p, few.min_p)
+            tensor.stride(0) for tensor in (self.temperature, self.key, self.position, few.top_k, few.top_p, few.min_p)
         ]
         forms = {
             "purpose": int(purpose),
@@ -240,12 +240,12 @@ class _Draws:
             "PLAIN": device.type != "cuda" or torch.version.cuda is None,
             **overlap(device),
         }
-        found = (best, token, tops, sums)
+        block_results = (best, token, tops, sums)
         _draw_kernel[(rows, blocks)](
             logits,
             owner,
             *of_rows,
-            *found,
+            *block_results,
             logits.stride(0),
             *strides,
             vocab,
@@ -257,7 +257,7 @@ class _Draws:
             logits,
             owner,
             *of_rows,
-            *found,
+            *block_results,
             listed,
             out,
             logits.stride(0),

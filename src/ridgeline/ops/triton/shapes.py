@@ -155,7 +155,7 @@ def tile_for(tokens: int, n: int, k: int, norm: bool = False, gate: bool = False
 
 def _even(tile: VectorTile, k: int) -> VectorTile:
     """With smaller blocks, where those of the tile hold more than a seventh beyond k: that costs as if it were there."""
-    block = next((one for one in (tile.block, 1024, 512) if 7 * -(-k // one) * one <= 8 * k), tile.block)
+    block = next((size for size in (tile.block, 1024, 512) if 7 * -(-k // size) * size <= 8 * k), tile.block)
     return tile if block >= tile.block else VectorTile(4, block, 4)
 
 

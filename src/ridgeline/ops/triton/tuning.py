@@ -94,4 +94,4 @@ packed queries the kernel took 254 registers a thread, and one program less ran 
 
 def class_of(value: int, classes: tuple[int, ...]) -> int:
     """The smallest class that holds `value`, beyond them the next power of two: few classes, few compilations."""
-    return next((one for one in classes if one >= value), triton.next_power_of_2(value))
+    return next((size for size in classes if size >= value), triton.next_power_of_2(value))

@@ -1,4 +1,4 @@
-"""Verifying drafts and moving rows on, one program per row; see ops.verify."""
+"""Kernel that verifies drafts and appends accepted tokens, one program per row. See ops.verify."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -36,19 +36,19 @@ def _verify_kernel(
     WIDE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """The walk from the root: a token is taken, and its node becomes the next place, if one has drafted it. Row 0 is done, so
-    however often it comes it is written what it holds."""
+    """Walk from the root: take the token drawn at a node, and continue at the child that drafted it, if any. Row 0 is done, so
+    programs that share it write the values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
-    own = ints_ptr + row * ints_stride
-    known = tl.load(own + KNOWN)
-    done = tl.load(own + DONE)
-    prompt = tl.load(own + PROMPT)
-    fewest = tl.load(own + MIN_TOKENS)
-    limit = tl.load(own + LIMIT)
+    row_ptr = ints_ptr + row * ints_stride
+    known = tl.load(row_ptr + KNOWN)
+    done = tl.load(row_ptr + DONE)
+    prompt = tl.load(row_ptr + PROMPT)
+    fewest = tl.load(row_ptr + MIN_TOKENS)
+    limit = tl.load(row_ptr + LIMIT)
     stop_at = tl.arange(0, STOPS)
-    stop_ids = tl.load(own + STOP + stop_at, mask=stop_at < stops, other=-1)
+    stop_ids = tl.load(row_ptr + STOP + stop_at, mask=stop_at < stops, other=-1)
     node = tl.arange(0, WIDE)
     count = tl.load(n_draft_ptr + index)
     drafted = (node > 0) & (node <= count)
@@ -61,7 +61,7 @@ def _verify_kernel(
     if TREE:
         tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
     # Behind the path the places hold what was drawn there, as without drafts.
-    said = drawn
+    tokens = drawn
     path = tl.zeros((WIDE,), tl.int32)
     here = 0
     gained = 0
@@ -70,27 +70,27 @@ def _verify_kernel(
     for depth in range(WIDE):
         token = tl.sum(tl.where(node == here, drawn, 0), 0)
         stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
-        held = known + depth + 1
-        stopped = stopped & (held - prompt > fewest)
-        ended = tl.where(held >= limit, 2, 0) + tl.where(stopped, 1, 0)
-        said = tl.where((node == depth) & (going > 0), token, said)
+        known_after = known + depth + 1
+        stopped = stopped & (known_after - prompt > fewest)
+        ended = tl.where(known_after >= limit, 2, 0) + tl.where(stopped, 1, 0)
+        tokens = tl.where((node == depth) & (going > 0), token, tokens)
         path = tl.where((node == depth) & (going > 0), here, path)
         gained += going
         flag = tl.where(going > 0, ended, flag)
         child = tl.max(tl.where(drafted & (parent == here) & (draft == token), node, 0), 0)
         going = tl.where((ended == 0) & (child > 0), going, 0)
         here = child
-    tl.store(tokens_ptr + row * width + known + node, said, mask=(node < gained))
+    tl.store(tokens_ptr + row * width + known + node, tokens, mask=(node < gained))
     tl.store(packed, gained)
     tl.store(packed + 1, flag)
-    tl.store(packed + 2 + node, said, mask=node < wide)
+    tl.store(packed + 2 + node, tokens, mask=node < wide)
     if TREE:
         tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
         tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
-    tl.store(own + POSITION, tl.load(own + POSITION) + gained)
-    tl.store(own + LENGTH, tl.load(own + LENGTH) + gained)
-    tl.store(own + KNOWN, known + gained)
-    tl.store(own + DONE, done + tl.where(flag > 0, 1, 0))
+    tl.store(row_ptr + POSITION, tl.load(row_ptr + POSITION) + gained)
+    tl.store(row_ptr + LENGTH, tl.load(row_ptr + LENGTH) + gained)
+    tl.store(row_ptr + KNOWN, known + gained)
+    tl.store(row_ptr + DONE, done + tl.where(flag > 0, 1, 0))
 
 
 def verify(

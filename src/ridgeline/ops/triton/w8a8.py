@@ -59,7 +59,7 @@ def _codes_kernel(
     x_stride,
     eps,
     size: tl.constexpr,
-    room: tl.constexpr,
+    padded_size: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,7 +70,7 @@ def _codes_kernel(
     dtype; BLOCKS is 1 then."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
-    out_ptr += token * room
+    out_ptr += token * padded_size
     at = tl.arange(0, BLOCK)
     gain = at.to(tl.float32)
     if NORM:
@@ -87,11 +87,11 @@ def _codes_kernel(
         here = block * BLOCK + at
         amax = tl.maximum(amax, tl.max(tl.abs(tl.load(x_ptr + here, mask=here < size, other=0.0).to(tl.float32)), 0))
     step = _step_of(amax)
-    tl.store(out_ptr + at, _as_packed(x, step, BLOCK), mask=at < room)
+    tl.store(out_ptr + at, _as_packed(x, step, BLOCK), mask=at < padded_size)
     for block in range(1, BLOCKS):
         here = block * BLOCK + at
         x = tl.load(x_ptr + here, mask=here < size, other=0.0).to(tl.float32)
-        tl.store(out_ptr + here, _as_packed(x, step, BLOCK), mask=here < room)
+        tl.store(out_ptr + here, _as_packed(x, step, BLOCK), mask=here < padded_size)
     tl.store(scale_ptr + token, step)
 
 
@@ -103,9 +103,9 @@ def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
     tokens, size = source.shape
     if norm is not None and size > widest_row:
         return codes(rms_norm(source, norm.weight, norm.eps, norm.offset))
-    room = triton.cdiv(size, CHUNK) * CHUNK
-    block = min(widest_row, triton.next_power_of_2(room))
-    values = torch.empty((tokens, room), dtype=torch.int8, device=source.device)
+    padded_size = triton.cdiv(size, CHUNK) * CHUNK
+    block = min(widest_row, triton.next_power_of_2(padded_size))
+    values = torch.empty((tokens, padded_size), dtype=torch.int8, device=source.device)
     out = Scaled(values, torch.empty(tokens, dtype=torch.float32, device=source.device))
     if tokens:
         _codes_kernel[(tokens,)](
@@ -116,10 +116,10 @@ def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
             source.stride(0),
             0.0 if norm is None else norm.eps,
             size,
-            room,
+            padded_size,
             NORM=norm is not None,
             OFFSET=norm is not None and norm.offset,
-            BLOCKS=triton.cdiv(room, block),
+            BLOCKS=triton.cdiv(padded_size, block),
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
             **overlap(source.device),

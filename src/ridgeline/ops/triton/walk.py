@@ -56,13 +56,13 @@ def _seen(
         bit = (own_ancestors[:, None] >> tl.where(inside, among, 0)[None, :].to(tl.int64)) & 1
         seen = seen & ((inside == 0)[None, :] | (bit != 0) | (among[None, :] == place[:, None]))
     if window > 0:
-        said = slot
+        key_position = slot
         if COMPACTED:
-            said = tl.load(key_positions_ptr + slot, mask=slot < end, other=0)
+            key_position = tl.load(key_positions_ptr + slot, mask=slot < end, other=0)
         fresh = (among >= 0) & (among < n)
         if TREE or COMPACTED:
-            said = tl.where(fresh, tl.load(fresh_position_ptr + among, mask=fresh, other=0), said)
-        seen = seen & (own_position[:, None] - said[None, :] < window)
+            key_position = tl.where(fresh, tl.load(fresh_position_ptr + among, mask=fresh, other=0), key_position)
+        seen = seen & (own_position[:, None] - key_position[None, :] < window)
     return seen
 
 

@@ -126,8 +126,8 @@ def _kernels(device: torch.device) -> Mapping[int, cuda.Kernel | None]:
     if not is_hopper(device) or not cuda.available():
         return {}
     with ThreadPoolExecutor(min(len(WIDTHS), len(os.sched_getaffinity(0)))) as pool:
-        for one in [pool.submit(cuda.compiled, source(width)) for width in WIDTHS]:
-            one.exception()  # what fails is told where it is loaded
+        for future in [pool.submit(cuda.compiled, source(width)) for width in WIDTHS]:
+            future.exception()  # what fails is told where it is loaded
     return {width: pairs.kernel(device, source(width), "wide_product", SHARED) for width in WIDTHS}
 
 
@@ -157,8 +157,10 @@ def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, plan: Pla
 
 def _addressed(*tensors: torch.Tensor) -> bool:
     return all(
-        one.dtype == torch.bfloat16 and one.is_contiguous() and not (one.data_ptr() % 16 or one.shape[1] % 8)
-        for one in tensors
+        tensor.dtype == torch.bfloat16
+        and tensor.is_contiguous()
+        and not (tensor.data_ptr() % 16 or tensor.shape[1] % 8)
+        for tensor in tensors
     )
 
 
@@ -179,7 +181,7 @@ def planned(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan
         THREADS,
         cuda.tensor_map(x, (plan.tokens // PAIR, STEP)),
         cuda.tensor_map(weight, (plan.half, STEP)),
-        *(c_void_p(one.data_ptr()) for one in (out, parts, _counters(x.device))),
+        *(c_void_p(tensor.data_ptr()) for tensor in (out, parts, _counters(x.device))),
         c_uint32(gate),
         Sizes(tokens, n, plan.half, plan.stages, steps, tiles, wide, 1 if plan.cut else steps, plan.split),
         early=True,
