@@ -66,6 +66,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tools/budgets.py
+	$(BIN)/python tools/words.py
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format

@@ -1,9 +1,9 @@
 """Retired names: words that said nothing to a reader, or that meant something else than in the field.
 
-    words.py             prints every use in src, with the name to take instead; exit status 1 if there is one
+    words.py        prints each use in src and the name to take instead; exit status 1 if there is one
 
-Names are those of the syntax tree: variables, parameters, attributes, functions, classes and modules. Docstrings and comments are not
-checked; docs/glossary.md has the project's terms.
+Names are those of the syntax tree: variables, parameters, attributes, functions, classes and modules. Docstrings and comments are
+not checked. docs/glossary.md has the project's terms.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.id, node.lineno
         elif isinstance(node, ast.Attribute):
             yield node.attr, node.lineno
-        elif isinstance(node, ast.arg):
-            yield node.arg, node.lineno
-        elif isinstance(node, ast.keyword) and node.arg is not None:
+        elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg is not None):
             yield node.arg, node.lineno
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tools.words import RETIRED, main, retired
 
 
