@@ -130,7 +130,7 @@ def test_in_company(steps_in_flight: int, device: str, dtype: str) -> None:
     )
 
 
-# Steps of 50 tokens take a second tile of rows: once for float products, once for integer ones.
+# Steps of 50 tokens: one format with float products and one with integer products stand for all.
 @pytest.mark.parametrize(("step_tokens", "device", "dtype"), kinds_with([16, 50], ["bfloat16", "llm-int8"]))
 def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     """How much of a prompt a step takes depends on who else decodes meanwhile."""
