@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
@@ -236,8 +236,8 @@ class Scheduler:
                 step.requests.append(request)
                 budget -= 1
             elif request.state is State.RUNNING:
-                own = max(1, budget - last + place)
-                budget -= self._give(step, request, min(expected - planned, own), own)
+                most = max(1, budget - last + place)
+                budget -= self._give(step, request, min(expected - planned, most), most)
         return budget
 
     def _give(self, step: StepInFlight, request: Request, n_query: int, most: int) -> int:
@@ -245,21 +245,21 @@ class Scheduler:
         no blocks)."""
         plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
-        draft = NOTHING
+        draft = EMPTY_DRAFT
         if (samples and request.limit <= request.expected) or not request.ready(samples, speculation.waits):
             return 0
         if samples:
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
             if request.constraint is not None:
-                found = self._masked(plan, request, request.constraint, draft)
-                if found is None:
+                allowed_draft = self._masked(plan, request, request.constraint, draft)
+                if allowed_draft is None:
                     return 0
-                draft = found
+                draft = allowed_draft
         after = request.planned + n_query + speculation.slots_ahead
         while not self.leases.extend(request, after + len(draft.tokens), plan):
             if draft.tokens:
-                draft = NOTHING
+                draft = EMPTY_DRAFT
                 plan.masks.pop(request.row, None)
                 if request.constraint is not None:
                     self._masked(plan, request, request.constraint, draft)
@@ -314,7 +314,9 @@ class Scheduler:
     def _admit(self, step: StepInFlight, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         incomplete = (
-            [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
+            [candidate for candidate in self.running if candidate.planned < len(candidate.tokens) - 1]
+            if allowed and budget > 0
+            else []
         )
         chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
@@ -412,10 +414,10 @@ class Scheduler:
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
         draws = sum(step.plan.samples) + len(step.plan.drafts)
-        self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
+        self.committed = [holder.computed for holder in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
         if gained:
-            news.ids, news.choices = [one.id for one in gained], [one.choice for one in gained]
+            news.ids, news.choices = [holder.id for holder in gained], [holder.choice for holder in gained]
         news.updates += self.take_updates()
         return news
 

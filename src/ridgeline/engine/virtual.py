@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ridgeline.core.cost import CostModel, WorkMeter
-from ridgeline.core.draft import DEVICE, NOTHING, Draft
+from ridgeline.core.draft import DEVICE, EMPTY_DRAFT, Draft
 from ridgeline.core.plan import Flag, Join, StepPlan, StepResult
 
 
@@ -72,7 +72,9 @@ class VirtualRunner:
             gained: list[int] = []
             row.computed += plan.n_query[place] - plan.n_draft[place]
             if plan.samples[place] and not row.ended:
-                draft = Draft(tuple(plan.drafts[first:last]), tuple(plan.tree[first:last])) if last > first else NOTHING
+                draft = (
+                    Draft(tuple(plan.drafts[first:last]), tuple(plan.tree[first:last])) if last > first else EMPTY_DRAFT
+                )
                 gained = self._verify(row, draft, result, place) if draft.tokens else [self._take(row, DEVICE)]
             first = last
             result.counts.append(len(gained))

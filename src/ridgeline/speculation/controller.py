@@ -84,7 +84,7 @@ class Controller:
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
         if key not in self._batches:
-            larger = [other for other, one in self._batches.items() if other > key and one.count >= _WARM_UP]
+            larger = [other for other, batch in self._batches.items() if other > key and batch.count >= _WARM_UP]
             like = self._batches[min(larger)] if larger else _Batch(0.0)
             new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0, off=0)
             self._batches[key] = replace(new, until_probe=_UNTIL_PROBE, device=_Budget(), host=_Budget())
@@ -140,12 +140,12 @@ class Controller:
     def observe(self, nodes: int, kept: list[int]) -> None:
         """Of the first `nodes` nodes of a device draft those in `kept` were kept."""
         self._drafts += 1
-        weight, every = max(_WEIGHT, 1 / (self._drafts + 4)), self._kept
-        every[:nodes] = [rate + weight * ((node in kept) - rate) for node, rate in enumerate(every[:nodes])]
-        ratio = every[nodes - 1] / max(every[nodes - 2] if nodes > 1 else 1.0, 0.01)
-        for node in range(nodes, len(every)):  # without readings: drifts up to what the last two suggest
-            hope = max(every[node], every[node - 1] * ratio)
-            every[node] = min(every[node - 1], every[node] + _WEIGHT / 4 * (hope - every[node]))
+        weight, acceptance = max(_WEIGHT, 1 / (self._drafts + 4)), self._kept
+        acceptance[:nodes] = [rate + weight * ((node in kept) - rate) for node, rate in enumerate(acceptance[:nodes])]
+        ratio = acceptance[nodes - 1] / max(acceptance[nodes - 2] if nodes > 1 else 1.0, 0.01)
+        for node in range(nodes, len(acceptance)):  # without readings: drifts up to what the last two suggest
+            target = max(acceptance[node], acceptance[node - 1] * ratio)
+            acceptance[node] = min(acceptance[node - 1], acceptance[node] + _WEIGHT / 4 * (target - acceptance[node]))
 
     def may_call(self, rows: int) -> bool:
         """Whether the host drafter may be called for a request where that pays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.speculation.host import HostDrafter, Proposer
 
 
@@ -14,7 +14,7 @@ class FirstOf:
 
     def __init__(self, drafters: Sequence[HostDrafter]) -> None:
         self._drafters = tuple(drafters)
-        self.needs_repeat = all(one.needs_repeat for one in drafters)
+        self.needs_repeat = all(drafter.needs_repeat for drafter in drafters)
 
     def start(self, tokens: Sequence[int]) -> FirstProposer:
         return FirstProposer([drafter.start(tokens) for drafter in self._drafters])
@@ -31,7 +31,7 @@ class FirstProposer:
             draft = proposer.propose(nodes, depth)
             if draft.tokens:
                 return draft
-        return NOTHING
+        return EMPTY_DRAFT
 
     def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
         """Each drafter recognises its own draft, and learns only the text from a draft of another."""

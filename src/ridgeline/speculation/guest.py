@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import NO_STEP_DRAFTS, SpeculationState, StepDrafts
@@ -66,7 +66,7 @@ class Speculation:
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
         """A draft of at most `nodes` nodes for the request's next step."""
-        return NOTHING
+        return EMPTY_DRAFT
 
     def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
         """A step is planned. States in the plan what the device drafts. requests: in the order of the plan's rows."""

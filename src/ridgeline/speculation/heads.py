@@ -47,7 +47,7 @@ def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, 
     accuracies[head][rank]: how often that head's candidate of that rank is what the target says, falling in rank. A node adds the
     chance that its whole path is right, which is taken for the product of its nodes' accuracies.
     """
-    found: list[Candidate] = []
+    chosen: list[Candidate] = []
     # (minus what it adds, when it was found, node): of equals the one found first. A node leads to its sibling and its child.
     open_nodes: list[tuple[float, int, Candidate]] = []
     count = 0
@@ -60,14 +60,14 @@ def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, 
 
     gains = {-1: 1.0}
     push(1.0, -1, 0, 0)
-    while open_nodes and len(found) < nodes:
+    while open_nodes and len(chosen) < nodes:
         minus, _, node = heapq.heappop(open_nodes)
-        here = len(found)
-        found.append(node)
+        here = len(chosen)
+        chosen.append(node)
         gains[here] = -minus
         push(gains[node.parent], node.parent, node.head, node.rank + 1)
         push(gains[here], here, node.head + 1, 0)
-    return tuple(found)
+    return tuple(chosen)
 
 
 class MedusaHeads:
@@ -92,8 +92,8 @@ class MedusaHeads:
         self._weight = [stacked(f"{layer}.linear.weight") for layer in range(self.layers)]
         self._bias = [stacked(f"{layer}.linear.bias") for layer in range(self.layers)]
         self._first = ops.matmul.plain.pack(self._weight[0].flatten(0, 1).contiguous())
-        own = f"0.{self.layers}.weight" in tensors
-        self._unembed = stacked(f"{self.layers}.weight") if own else None
+        has_unembeddings = f"0.{self.layers}.weight" in tensors
+        self._unembed = stacked(f"{self.layers}.weight") if has_unembeddings else None
 
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
         """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
@@ -132,7 +132,7 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path} ({error}): give a folder with Medusa heads.") from None
-    tensors = {name.removeprefix("medusa_head."): one for name, one in _read(folder).items()}
+    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in _read(folder).items()}
     heads, layers = _counts(tensors)
     for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
         if config.get(key, count) != count:
@@ -144,12 +144,12 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
             )
     for name, shape in _expected(heads, layers, spec, f"0.{layers}.weight" in tensors).items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            found = list(tensors[name].shape) if name in tensors else "missing"
+            actual = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use heads that were "
+                f"{folder}: tensor {name} is {actual}, but the served model needs {list(shape)}: use heads that were "
                 "trained for this model."
             )
-    moved = {name: one.to(device, dtype) for name, one in tensors.items()}
+    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     accuracies = read_accuracies(folder, config)
     if len(accuracies) not in (0, heads):
         raise ConfigError(f"{path}: accuracies must have one row for each of the {heads} heads.")
@@ -165,8 +165,8 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
         if stored.is_file():
             return load_file(stored)
         if (folder / PUBLISHED).is_file():
-            found: dict[str, torch.Tensor] = torch.load(folder / PUBLISHED, map_location="cpu", weights_only=True)
-            return found
+            tensors: dict[str, torch.Tensor] = torch.load(folder / PUBLISHED, map_location="cpu", weights_only=True)
+            return tensors
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ConfigError(
             f"Cannot read the weights of the Medusa heads in {folder} ({error}): download them again."
@@ -177,14 +177,14 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """(heads, blocks of each) by the names of the tensors."""
     parts = [name.split(".") for name in tensors]
-    blocks = [(int(one[0]), int(one[1])) for one in parts if one[2:] == ["linear", "weight"] and one[0].isdigit()]
-    if not blocks or any(len(one) not in (3, 4) or not one[0].isdigit() for one in parts):
+    blocks = [(int(part[0]), int(part[1])) for part in parts if part[2:] == ["linear", "weight"] and part[0].isdigit()]
+    if not blocks or any(len(part) not in (3, 4) or not part[0].isdigit() for part in parts):
         odd = sorted(tensors)[:4]
         raise UnsupportedModel(f"The tensors {odd} are not Medusa heads, which have names such as 0.0.linear.weight.")
     return 1 + max(head for head, _ in blocks), 1 + max(layer for _, layer in blocks)
 
 
-def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, tuple[int, ...]]:
+def _expected(heads: int, layers: int, spec: ModelSpec, has_unembeddings: bool) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of heads for `spec`. own: they bring unembeddings."""
     width = spec.d_model
     shapes: dict[str, tuple[int, ...]] = {}
@@ -192,7 +192,7 @@ def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, 
         for layer in range(layers):
             shapes[f"{head}.{layer}.linear.weight"] = (width, width)
             shapes[f"{head}.{layer}.linear.bias"] = (width,)
-        if own:
+        if has_unembeddings:
             shapes[f"{head}.{layers}.weight"] = (spec.vocab_size, width)
     return shapes
 
@@ -200,7 +200,7 @@ def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, 
 def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
     """What config.json in `folder` says of them, as `tree` reads it; empty where it says nothing. Raises ConfigError."""
     rows = config.get("accuracies", [])
-    fine = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
-    if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
+    valid = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
+    if not valid or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for row in rows for rate in row):
         raise ConfigError(f"{folder / 'config.json'}: accuracies must be a list of lists of numbers from 0 to 1.")
     return tuple(tuple(row) for row in rows)

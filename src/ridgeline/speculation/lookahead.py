@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import ConfigError
 
 COLUMNS = 1
@@ -101,7 +101,7 @@ class Window:
         self._columns = [[token] for token in _spread(tokens, columns)]
         self._ends: list[int] = []
         """By column: the node of its last level in the draft proposed last."""
-        self._proposed = NOTHING
+        self._proposed = EMPTY_DRAFT
 
     def propose(self, nodes: int, depth: int) -> Draft:
         tree = _Tree(nodes, depth)
@@ -131,7 +131,7 @@ class Window:
                     if len(column) == ngram:
                         self._pool.add(tuple(column))
                         del column[0]
-        self._proposed = NOTHING
+        self._proposed = EMPTY_DRAFT
         self._ends = []
 
 

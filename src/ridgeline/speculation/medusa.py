@@ -26,9 +26,9 @@ class Medusa(DeviceDrafter):
         """All heads at once, then each node its candidate."""
         nodes = self._tree[:count]
         top = [
-            max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({one.head for one in nodes})
+            max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({node.head for node in nodes})
         ]
-        found = self._heads.candidates(behind.hidden, top, self._logits_of)
-        tokens = torch.stack([found[:, node.head, node.rank] for node in nodes], dim=1)
+        candidates = self._heads.candidates(behind.hidden, top, self._logits_of)
+        tokens = torch.stack([candidates[:, node.head, node.rank] for node in nodes], dim=1)
         number = torch.arange(count, dtype=torch.int32, device=tokens.device)
         behind.write(behind.known.unsqueeze(1) + number, tokens)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 
 ANCHOR = 2
 """Tokens that must be equal before a place is looked at."""
@@ -81,24 +81,24 @@ class Text:
 
     def shared(self, place: int, tokens: list[int], end: int) -> int:
         """How many tokens before `place` equal those before `end` of `tokens`, at most LONGEST; ANCHOR are known to."""
-        mine = self.tokens
+        text = self.tokens
         most = min(LONGEST, place, end)
-        if mine[place - most : place] == tokens[end - most : end]:
+        if text[place - most : place] == tokens[end - most : end]:
             return most
         count = ANCHOR
-        while mine[place - 1 - count] == tokens[end - 1 - count]:
+        while text[place - 1 - count] == tokens[end - 1 - count]:
             count += 1
         return count
 
     def following(self, place: int, count: int) -> list[int]:
         """At most `count` tokens behind `place`, up to the end of the document. What lies at the end of the text has only
         begun to repeat: it is repeated."""
-        found = self.tokens[place : place + count]
-        if -1 in found:
-            return found[: found.index(-1)]
-        while found and len(found) < count:
-            found += found[: count - len(found)]
-        return found
+        copied = self.tokens[place : place + count]
+        if -1 in copied:
+            return copied[: copied.index(-1)]
+        while copied and len(copied) < count:
+            copied += copied[: count - len(copied)]
+        return copied
 
 
 _Match = tuple[int, Text, int]
@@ -123,12 +123,12 @@ class NGramProposer:
     """One request: its tokens, and how far matches have been right in it. Implements `Proposer`."""
 
     def __init__(self, tokens: Sequence[int], documents: Text, min_chance: float) -> None:
-        self._own = Text(tokens[-REACH:])
-        self._texts = (self._own, documents) if documents.tokens else (self._own,)
+        self._request_text = Text(tokens[-REACH:])
+        self._texts = (self._request_text, documents) if documents.tokens else (self._request_text,)
         self._min_chance = min_chance
         self._chance = list(_MEASURED)
         self._tried = [_WEIGHT] * len(_MEASURED)
-        self._proposed = NOTHING
+        self._proposed = EMPTY_DRAFT
         self._grades: list[int] = []
         self._source: tuple[Text, int] | None = None
         """Where the last copy would stand now: worth a look, however many more recent places the anchor has."""
@@ -146,7 +146,7 @@ class NGramProposer:
         return self._proposed
 
     def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
-        self._own.extend(tokens)
+        self._request_text.extend(tokens)
         if self._source is not None:
             self._source = self._source[0], self._source[1] + len(tokens)
         if draft == self._proposed.first(len(draft.tokens)):
@@ -157,37 +157,37 @@ class NGramProposer:
 
     def _exact(self) -> list[_Match]:
         """Longest first, of equal ones the most recent first."""
-        tokens = self._own.tokens
+        tokens = self._request_text.tokens
         end = len(tokens)
         anchor = tuple(tokens[-ANCHOR:])
-        found = [
+        matches = [
             (text.shared(place, tokens, end), text, place)
             for text in self._texts
             for place in islice(text.places(anchor), PLACES)
-            if place != end or text is not self._own
+            if place != end or text is not self._request_text
         ]
         if self._source is not None:
             text, place = self._source
             if ANCHOR <= place < len(text.tokens) and tuple(text.tokens[place - ANCHOR : place]) == anchor:
-                found.append((text.shared(place, tokens, end), text, place))
-        found.sort(key=itemgetter(0), reverse=True)
-        return found
+                matches.append((text.shared(place, tokens, end), text, place))
+        matches.sort(key=itemgetter(0), reverse=True)
+        return matches
 
     def _edited(self) -> list[_Match]:
         """An anchor 1 .. EDIT_BEHIND tokens before the end, and one edit behind it."""
-        tokens = self._own.tokens
-        found: list[_Match] = []
+        tokens = self._request_text.tokens
+        matches: list[_Match] = []
         for before in range(len(tokens) - 1, max(EDIT_BEFORE, len(tokens) - EDIT_BEHIND) - 1, -1):
             anchor = tuple(tokens[before - ANCHOR : before])
             for text in self._texts:
                 for place in islice(text.places(anchor), PLACES):
-                    if place < before or text is not self._own:
-                        found.extend(self._behind_edit(text, place, before))
-        return found
+                    if place < before or text is not self._request_text:
+                        matches.extend(self._behind_edit(text, place, before))
+        return matches
 
     def _behind_edit(self, text: Text, place: int, before: int) -> Iterator[_Match]:
         """Matches whose edit lies between `place` and the tokens from `before` on."""
-        tokens = self._own.tokens
+        tokens = self._request_text.tokens
         new = tokens[before:]
         behind = len(new)
         old = text.tokens[place : place + behind + 1]

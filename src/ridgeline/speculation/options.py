@@ -75,20 +75,20 @@ def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
     """A --speculative-config as vLLM's users write it."""
     try:
-        given = json.loads(text)
+        options = json.loads(text)
     except ValueError as error:
         raise refusal(f"the JSON cannot be read ({error})") from None
-    method = given.get("method", "draft_model" if "model" in given else "")
+    method = options.get("method", "draft_model" if "model" in options else "")
     if method not in METHODS:
         raise refusal(f"method {method!r} is unknown (known methods: {', '.join(METHODS)})")
-    name, count = METHODS[method], given.get("num_speculative_tokens")
+    name, count = METHODS[method], options.get("num_speculative_tokens")
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
         raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
     if name in HOST:
         return name, most or count
-    if "model" not in given:
+    if "model" not in options:
         raise refusal(f'method {method!r} needs the key "model"')
-    return f"{name}:{given['model']}", most or count
+    return f"{name}:{options['model']}", most or count
 
 
 def refusal(reason: str) -> ConfigError:
@@ -126,17 +126,17 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
 
 def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
     """`draft_vocabulary` of a draft's config.json: the tokens that it may say, ascending; empty for all. Raises ConfigError."""
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
-    known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
-    if not known or len(set(found)) < len(found):
+    ids = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
+    valid = isinstance(ids, list) and all(type(token) is int and 0 <= token < draft.vocab_size for token in ids)
+    if not valid or len(set(ids)) < len(ids):
         raise ConfigError(
             f"draft_vocabulary in {folder / 'config.json'} must list distinct token ids below {draft.vocab_size}. Without "
             "the key the draft may propose every token.",
             param="speculate",
         )
-    if found and not draft.tied:
+    if ids and not draft.tied:
         raise ConfigError(
             f"draft_vocabulary in {folder / 'config.json'} requires tied embeddings (tie_word_embeddings): remove the key.",
             param="speculate",
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ids))

@@ -84,9 +84,9 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         wanted[f"{name}.scales"] = (out, -(-width // group)) if group < width else (out,)
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            found = list(tensors[name].shape) if name in tensors else "missing"
+            actual = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use a draft that was trained for "
+                f"{folder}: tensor {name} is {actual}, but the served model needs {list(shape)}: use a draft that was trained for "
                 "this model.",
                 param="speculate",
             )
@@ -107,14 +107,16 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
 
 def _read_cut(folder: Path, config: Mapping[str, Any]) -> DraftCut:
     """`verification` of a draft's config.json: node_cost (> 0), min_chance (0 to 1) and sizes, see DraftCut. Raises ConfigError."""
-    given = config.get("verification", {})
+    options = config.get("verification", {})
     try:
-        cut = replace(UNMEASURED_CUT, **given)
+        cut = replace(UNMEASURED_CUT, **options)
         cut = replace(cut, sizes=tuple(cut.sizes))
-        fine = cut.node_cost > 0 and 0 <= cut.min_chance <= 1 and all(type(one) is int and one > 0 for one in cut.sizes)
+        valid = (
+            cut.node_cost > 0 and 0 <= cut.min_chance <= 1 and all(type(size) is int and size > 0 for size in cut.sizes)
+        )
     except TypeError:
-        fine = False
-    if not fine:
+        valid = False
+    if not valid:
         raise ConfigError(
             f"{folder / 'config.json'}: verification must have node_cost (above 0), min_chance (0 to 1) and sizes (a list of node "
             "counts).",
@@ -131,7 +133,7 @@ def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, 
     """Of every matrix; numbers that config.json lacks are 0, which no tensor has."""
     inner, outputs = (config.get(name) or 0 for name in ("intermediate_size", "draft_vocabulary_size"))
     at, width = config.get("attended_layer"), spec.d_model
-    queries = sum(one.n_heads * one.head_dim for number, one in enumerate(spec.layers) if number == at)
+    queries = sum(layer.n_heads * layer.head_dim for number, layer in enumerate(spec.layers) if number == at)
     return {
         "embedding": (spec.vocab_size, width),
         "mix": (width, width),
@@ -179,7 +181,7 @@ class Recurrent(DeviceDrafter):
 
         def by_nodes() -> RunRecurrent:
             self._matrices = {name: ops.matmul.plain.pack(weights.plain(name, dtype, device)) for name in MATRICES}
-            self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
+            self._norms = {name: norm.to(device, dtype) for name, norm in weights.norms.items()}
             return self._node_by_node
 
         self._run = ops.programs.recurrent(parts, by_nodes)
@@ -191,20 +193,20 @@ class Recurrent(DeviceDrafter):
         """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
-        states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
+        states, tokens = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
             before = states[-2 if above < 0 else nodes[above].parent]
-            states[above] = self._next(before, said[above], known + (depth - 1), behind, views)
+            states[above] = self._next(before, tokens[above], known + (depth - 1), behind, views)
             logits = self._ops.matmul.plain.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
                 token = draw_draft(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
-                    said[children[rank]] = token
+                    tokens[children[rank]] = token
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
+        behind.write(place, torch.stack([tokens[node] for node in range(count)], dim=1))
         return None
 
     def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: DraftRows, views: Views) -> Tensor:

@@ -49,9 +49,9 @@ class Recycling(DeviceDrafter):
         root = behind.state.tokens.view(-1).index_select(
             0, (behind.rows * behind.state.tokens.shape[1] + known - 1).long()
         )
-        said: list[torch.Tensor] = []
+        tokens: list[torch.Tensor] = []
         for parent, rank in TREE[:count]:
-            above = root if parent < 0 else said[parent]
-            said.append(self._table[:, rank].index_select(0, above))
+            above = root if parent < 0 else tokens[parent]
+            tokens.append(self._table[:, rank].index_select(0, above))
         nodes = torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(known.unsqueeze(1) + nodes, torch.stack(said, dim=1))
+        behind.write(known.unsqueeze(1) + nodes, torch.stack(tokens, dim=1))

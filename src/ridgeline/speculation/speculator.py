@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ridgeline.core.draft import DEVICE, NOTHING, Draft
+from ridgeline.core.draft import DEVICE, EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.guest import RequestView, Speculation
@@ -133,8 +133,8 @@ class Speculator(Speculation):
             if not offered or expected > self._controller.expected(offered) - 1:
                 return draft
         if request.sampling.penalized:  # see _ask
-            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else NOTHING
-        return self._drafts[offered] if offered else NOTHING
+            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else EMPTY_DRAFT
+        return self._drafts[offered] if offered else EMPTY_DRAFT
 
     def _ask(self, host: HostDrafter, request: RequestView) -> Draft:
         """A draft of the host drafter, which observes only now what other steps gained."""
@@ -145,11 +145,11 @@ class Speculator(Speculation):
             state.proposer = host.start(tokens)
         elif state.observed < len(tokens):
             news = tokens[state.observed :]
-            state.proposer.observe(news, NOTHING, news[:1])
+            state.proposer.observe(news, EMPTY_DRAFT, news[:1])
         state.observed = len(tokens)
         room = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
         nodes = min(room, self._controller.host_nodes(self._rows, state.acceptance))
-        draft = state.proposer.propose(nodes, nodes) if nodes > 0 else NOTHING
+        draft = state.proposer.propose(nodes, nodes) if nodes > 0 else EMPTY_DRAFT
         # Penalties count the tokens of a row from its start on, which only a chain keeps in order.
         return draft.chain() if request.sampling.penalized else draft
 
@@ -185,7 +185,7 @@ class Speculator(Speculation):
         due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
         if not (due and self._controller.may_call(self._rows)):
             return False
-        return any(one.speculation.call_gain > 0 and repeats(one.tokens) for one in requests)
+        return any(request.speculation.call_gain > 0 and repeats(request.tokens) for request in requests)
 
     def _offer(self, plan: StepPlan, requests: Sequence[RequestView], device: DeviceTraits) -> None:
         """Note what the step drafts for each of its requests."""
@@ -194,8 +194,8 @@ class Speculator(Speculation):
             state, samples = request.speculation, plan.samples[place]
             state.device_nodes = plan.ahead if samples else 0
             if device.reads_tokens:
-                own = n_draft > 0 and plan.drafts[first] == DEVICE
-                state.unread = _unread(state.unread, plan, place, own)
+                verifies_own = n_draft > 0 and plan.drafts[first] == DEVICE
+                state.unread = _unread(state.unread, plan, place, verifies_own)
                 if samples and plan.ahead:
                     plan.unread.append(min(state.unread, len(request.tokens) + 1))
                     state.unread = 0
@@ -250,7 +250,7 @@ class Speculator(Speculation):
     ) -> float:
         """Tell the controller what a step with drafts took and gained. Returns the seconds saved."""
         rows, asked = len(plan.rows), drafts.asked
-        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
+        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(state.last_gain for state in asked)
         step = Reading(
             rows,
             seconds,
@@ -278,7 +278,7 @@ def _host_drafts_suffice(plan: StepPlan, requests: Sequence[RequestView]) -> boo
     return min(request.speculation.call_gain for request in requests) > 1
 
 
-def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:
+def _unread(before: int, plan: StepPlan, place: int, verifies_own: bool) -> int:
     """Tokens of a request that a draft model has not read once the step's own are drawn, if it drafts nothing in the step.
 
     before: the same before the step. own: the step verifies drafts of the draft model.
@@ -286,7 +286,7 @@ def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:
     n_query, n_draft = plan.n_query[place], plan.n_draft[place]
     if n_query > 1 + n_draft:  # it reads along with the target
         return plan.samples[place]
-    if own:
+    if verifies_own:
         # Its own drafts but for the last one are read, and then what was drawn behind them.
         return before + 2
     return before + 1 + n_draft
