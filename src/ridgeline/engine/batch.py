@@ -118,7 +118,7 @@ def _layout(shape: StepShape) -> tuple[dict[str, slice], list[int]]:
         sizes |= {"depth": logits, "parent": 2 * draws * shape.width}
     if shape.tree:
         sizes |= {"shift": tokens, "ancestors": 2 * tokens}
-    cuts = [size for one in sizes.values() for size in (one, -one % _ALIGN)]
+    cuts = [item_count for size in sizes.values() for item_count in (size, -size % _ALIGN)]
     begins = [0, *accumulate(cuts)][:-1:2]
     return {name: slice(at, at + sizes[name]) for name, at in zip(sizes, begins, strict=True)}, cuts
 
@@ -248,10 +248,10 @@ class BatchBuilder:
         ancestors[:] = -1
         for index, (place, tree) in enumerate(zip(self._where, self._branches(), strict=True)):
             nodes, first = len(tree.depth), part["first"][index]
-            own = slice(ends[place] - nodes, ends[place])
+            tokens = slice(ends[place] - nodes, ends[place])
             if nodes > 1:
-                part["shift"][own] = tree.depth - np.arange(nodes)
-                ancestors[own] = tree.ancestors
+                part["shift"][tokens] = tree.depth - np.arange(nodes)
+                ancestors[tokens] = tree.ancestors
             parent[index, :nodes] = tree.parent
             part["depth"][first : first + nodes] = tree.depth
 

@@ -56,8 +56,8 @@ class _Logits:
     """Where the token drawn from each will stand in its row."""
 
     def pick(self, index: torch.Tensor) -> _Logits:
-        mine = (self.logits, self.rows, self.ints, self.knobs, self.place)
-        return _Logits(*(one.index_select(0, index) for one in mine))
+        columns = (self.logits, self.rows, self.ints, self.knobs, self.place)
+        return _Logits(*(column.index_select(0, index) for column in columns))
 
 
 _Facts = tuple[int | None, float | None, float, KvFormat]
@@ -81,7 +81,9 @@ class DeviceStep:
         spec = model.spec
         kv_format = store.layout.format
         assert kv_format == spec.kv, "the cache is laid out for another format than the operations were checked for"
-        facts = ((one.window, one.softcap, spec.scale_of(one), kv_format) for one in (*spec.layers, *drafter.layers))
+        facts = (
+            (layer.window, layer.softcap, spec.scale_of(layer), kv_format) for layer in (*spec.layers, *drafter.layers)
+        )
         layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
         guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
@@ -130,21 +132,24 @@ class DeviceStep:
         self.drafter.read(got.tokens, self._guest_views, got.slots, step)
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
-        own, ragged = batch.rows, batch.ragged
+        rows, ragged = batch.rows, batch.ragged
         tree = None if ragged is None else ragged.tree
         if ragged is None:
-            q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
+            q_start, row_of, spread = self._count[: len(rows) + 1], self._count[: len(rows)], None
         else:
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place, None if tree is None else tree.shift)
-        got, ancestors = self.ops.sampler.gather(self.rows.state, own, spread), None if tree is None else tree.ancestors
-        step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
+        got, ancestors = (
+            self.ops.sampler.gather(self.rows.state, rows, spread),
+            None if tree is None else tree.ancestors,
+        )
+        step = StepInputs(rows, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
         return got, step
 
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """Each layer's view, with the slots that this step's keys take in its group."""
-        own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts, scales) for kv, scales, group, facts in layers]
+        group_slots, table = slots.unbind(0), self.rows.tables.unbind(0)
+        return [KvView(kv, table[group], group_slots[group], *facts, scales) for kv, scales, group, facts in layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
@@ -245,8 +250,10 @@ def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ra
     if ranked is None or path is None:
         return ranked
     inputs = batch.inputs
-    own = [(place, node) for place, nodes in zip(inputs.places, inputs.nodes, strict=True) for node in range(nodes)]
-    first = [at - node for at, (_, node) in enumerate(own)]
-    places, nodes, begins = torch.tensor([*zip(*own, strict=True), first], device=path.device)
+    logit_rows = [
+        (place, node) for place, nodes in zip(inputs.places, inputs.nodes, strict=True) for node in range(nodes)
+    ]
+    first = [at - node for at, (_, node) in enumerate(logit_rows)]
+    places, nodes, begins = torch.tensor([*zip(*logit_rows, strict=True), first], device=path.device)
     order = path[places, nodes] + begins
     return Ranked(*(column.index_select(0, order) for column in ranked))

@@ -67,7 +67,7 @@ class Engine:
         self._seeds = random.Random(setup.seed)
         self._sequence = 0
         self._waste_inside, self._waste_between = 0.0, loop.scheduler.layout.padding
-        self._told = (0, 0)
+        self._reported_counts = (0, 0)
         """Running and waiting requests as the last record had them."""
         self.reply_s = 0.0
         """Host seconds of telling the last news; whoever sends a frame adds what that took."""
@@ -230,7 +230,10 @@ class Engine:
             news.updates, self._refused = self._refused + news.updates, []
         steps = int(scheduler.last_step != before)
         # With nothing on the device no step will tell who came or went.
-        moved = not (steps or scheduler.steps_in_flight) and self._told != (len(scheduler.running), scheduler.queued)
+        moved = not (steps or scheduler.steps_in_flight) and self._reported_counts != (
+            len(scheduler.running),
+            scheduler.queued,
+        )
         if not (news or steps or moved):
             return None
         started = time.perf_counter()
@@ -249,10 +252,10 @@ class Engine:
         step = scheduler.last_step
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
-        self._told = running, waiting = len(scheduler.running), scheduler.queued
+        self._reported_counts = running, waiting = len(scheduler.running), scheduler.queued
         account = self.setup.account.step(*scheduler.committed, loop.device_s) if steps else Accounted()
         flops, moved, predicted, joules = account
-        told = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
+        token_counts = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
         cache = counts.prefix_queries, counts.prefix_hits, pool.used, pool.cached, pool.total
         waste = self._waste_inside, self._waste_between
         host = loop.plan_s + loop.commit_s + self.reply_s
@@ -261,7 +264,7 @@ class Engine:
         # In the order of the fields: by their names, every step, it takes three times as long.
         work = steps, counts.failed, *parts, counts.dropped, flops, moved, predicted, idle, joules
         late = self.setup.late.take()
-        record = step, running, waiting, *told, *cache, *waste, host, loop.device_s, *work, *drafts, late
+        record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
         return StepStats(*record)
 
 

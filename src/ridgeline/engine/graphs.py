@@ -50,7 +50,7 @@ class GraphExecutor(Executor):
 
     def __init__(self, step: DeviceStep, sizes: Sizes, capture: Capture) -> None:
         super().__init__(step)
-        self._one_of_each, self._capture = step.one_layer_of_each_kind(), capture
+        self._reduced_step, self._capture = step.one_layer_of_each_kind(), capture
         self._captured: dict[GraphKey, Captured] = {}
         self._buckets = [StepShape.decoding(rows) for rows in buckets(sizes.rows)]
         self._mixed = mixed_shapes(sizes, step.spec)
@@ -186,8 +186,8 @@ class GraphExecutor(Executor):
     def launch(self, key: GraphKey) -> None:
         """Run once what a graph runs, to load kernels and make workspaces; neither may happen inside a capture. It goes through
         one layer of each kind, but where all layers are one kernel."""
-        whole = key.kind == "step" and key.shape.decode and key.shape.rows <= LONE_ROWS
-        self.work(key)(self._step if whole else self._one_of_each)
+        all_layers = key.kind == "step" and key.shape.decode and key.shape.rows <= LONE_ROWS
+        self.work(key)(self._step if all_layers else self._reduced_step)
 
     def work(self, key: GraphKey) -> Callable[[DeviceStep], torch.Tensor | None]:
         """What the graph runs over static memory; what it returns is Outcome.packed."""
@@ -196,9 +196,9 @@ class GraphExecutor(Executor):
 
         def step(device: DeviceStep) -> torch.Tensor | None:
             # ahead: the hidden states that drew last are wanted, of any number of nodes.
-            whole = replace(batch, ahead=bool(self._nodes))
-            outcome, last = device.finish(whole, device.forward(batch, variant), 0, device.drafter.learns())
-            if whole.ahead:
+            graph_batch = replace(batch, ahead=bool(self._nodes))
+            outcome, last = device.finish(graph_batch, device.forward(batch, variant), 0, device.drafter.learns())
+            if graph_batch.ahead:
                 hidden.copy_(last)
             return outcome.packed
 

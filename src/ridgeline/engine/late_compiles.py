@@ -22,7 +22,7 @@ class LateCompiles:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._found: list[LateWork] = []
+        self._compiles: list[LateWork] = []
         self._began: dict[str, float] = {}
 
     def rest(self) -> None:
@@ -35,10 +35,10 @@ class LateCompiles:
 
     def take(self) -> list[LateWork]:
         """What was late since the last call."""
-        if not self._found:
+        if not self._compiles:
             return []
-        found, self._found = self._found, []
-        return found
+        compiles, self._compiles = self._compiles, []
+        return compiles
 
     def _compiling(self, *, key: str, **_: object) -> bool:
         """Triton is about to compile a kernel, or to load it from disk. True would keep it from that."""
@@ -48,7 +48,7 @@ class LateCompiles:
     def _compiled(self, *, key: str, fn: Any, **_: object) -> None:
         now = self._clock()
         seconds = now - self._began.pop(key, now)
-        self._found.append(LateWork("compile", fn.name, seconds))
+        self._compiles.append(LateWork("compile", fn.name, seconds))
         log.warning(
             "The compile of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, "
             "the options and this line.",

@@ -64,7 +64,7 @@ class Leases:
         request.writable = 0
         if request.leader is not None and self._forkable(request.leader):
             request.leader.writable = 0
-        covered, tables = self._found(request)
+        covered, tables = self._computed_blocks(request)
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
                 if block:
@@ -85,7 +85,7 @@ class Leases:
                 if block:
                     plan.pages.extend((request.row, group, index, block))
 
-    def _found(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
+    def _computed_blocks(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
         """How many tokens are computed already, and each group's blocks that hold them: its leader's, or a prefix hit."""
         leader = request.leader
         if leader is not None and self._forkable(leader):
@@ -96,11 +96,11 @@ class Leases:
     def _shareable(self, request: Request) -> int:
         """Full blocks that others hold and that the request would share. Only in groups that keep their whole past: behind
         a window a shared block is given up, and a block of its own must be found."""
-        covered, tables = self._found(request)
-        whole = (
+        covered, tables = self._computed_blocks(request)
+        full_blocks = (
             table[: covered // self._size] for table, window in zip(tables, self._windows, strict=True) if not window
         )
-        return sum(self.pool.refs(block) > 0 for table in whole for block in table)
+        return sum(self.pool.refs(block) > 0 for table in full_blocks for block in table)
 
     def _forkable(self, leader: Request) -> bool:
         """The leader still holds every block that the last prompt token can see."""

@@ -30,15 +30,15 @@ class Packet:
         if not self._parts:
             return {}
         items = [part.reshape(-1).view(np.int32) for part, _ in self._parts.values()]
-        sizes = [size for one in items for size in (one.size, -one.size % _ALIGN)]
+        sizes = [count for item in items for count in (item.size, -item.size % _ALIGN)]
         buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat, place = buffer.numpy(), 0
-        for one in items:
-            flat[place : place + one.size] = one
-            place += one.size + -one.size % _ALIGN
+        for item in items:
+            flat[place : place + item.size] = item
+            place += item.size + -item.size % _ALIGN
         sent = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for (name, (part, kind)), got in zip(self._parts.items(), sent, strict=True):
             typed = got if kind is np.int32 else got.view(_KINDS[kind])
-            found[name] = typed if part.ndim == 1 else typed.view(part.shape)
-        return found
+            tensors[name] = typed if part.ndim == 1 else typed.view(part.shape)
+        return tensors

@@ -82,7 +82,7 @@ class Batched:
         return members
 
     def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
-        return max(0.0, min(one.arrival for one in waiting) + self.window_s - now)
+        return max(0.0, min(request.arrival for request in waiting) + self.window_s - now)
 
 
 def admission(batching: str) -> Admission:

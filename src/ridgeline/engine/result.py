@@ -77,7 +77,7 @@ class Pending:
         """Start the copies to the host (SamplerOps.to_host) and mark the end of the step."""
         if clock.cuda:
             packed = None if outcome.packed is None else to_host(outcome.packed)
-            logprobs, scores = (_ranked_to_host(one, to_host) for one in (outcome.logprobs, outcome.scores))
+            logprobs, scores = (_ranked_to_host(ranked, to_host) for ranked in (outcome.logprobs, outcome.scores))
             outcome = Outcome(packed, logprobs, scores, outcome.worth)
         clock.stop()
         return cls(plan, batch, outcome, clock, lost)
@@ -85,7 +85,9 @@ class Pending:
     def keep(self) -> None:
         """On a CPU the next step may write to what this one's outcome lies in (ops.capture): hold a copy."""
         if not self.clock.cuda:
-            packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
+            packed, worth = (
+                None if tensor is None else tensor.clone() for tensor in (self.outcome.packed, self.outcome.worth)
+            )
             self.outcome = replace(self.outcome, packed=packed, worth=worth)
 
     def result(self) -> StepResult:
@@ -99,13 +101,15 @@ class Pending:
         if not all(plan.samples):
             places = list(compress(places, plan.samples))
         # A graph's batch is padded at the end.
-        found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
-        for place, own in zip(places, found, strict=False):
-            result.counts[place], result.flags[place] = own[0], own[1]
+        packed_rows = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
+        for place, packed_row in zip(places, packed_rows, strict=False):
+            result.counts[place], result.flags[place] = packed_row[0], packed_row[1]
         if shape.width > 1:
-            self._read_drafts(result, places, found)
+            self._read_drafts(result, places, packed_rows)
         else:
-            result.tokens = list(compress([own[2] for own in found], [own[0] for own in found]))
+            result.tokens = list(
+                compress([packed_row[2] for packed_row in packed_rows], [packed_row[0] for packed_row in packed_rows])
+            )
         if self.outcome.worth is not None:
             result.worth.update(zip(places, self.outcome.worth.tolist(), strict=True))
         if self.outcome.logprobs is not None:
@@ -114,15 +118,15 @@ class Pending:
             self._read_scores(result, self.batch.scores)
         return result
 
-    def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
+    def _read_drafts(self, result: StepResult, places: Sequence[int], packed_rows: Sequence[list[int]]) -> None:
         """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
         width, tree = self.batch.shape.width, self.batch.shape.tree
-        for place, own in zip(places, found, strict=True):
-            gained, n_draft = own[0], self.plan.n_draft[place]
-            result.tokens += own[2 : 2 + gained]
+        for place, packed_row in zip(places, packed_rows, strict=True):
+            gained, n_draft = packed_row[0], self.plan.n_draft[place]
+            result.tokens += packed_row[2 : 2 + gained]
             if n_draft:
-                result.drawn[place] = own[2 + width * tree :][: 1 + n_draft]
-                path = own[2 + 2 * width :] if tree else range(gained)
+                result.drawn[place] = packed_row[2 + width * tree :][: 1 + n_draft]
+                path = packed_row[2 + 2 * width :] if tree else range(gained)
                 result.kept[place] = [node - 1 for node in path[1:gained]]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int], ranked: Ranked) -> None:

@@ -176,7 +176,7 @@ class RowTable:
             return
         if self._host is None:
             rows, n_draft, tokens = (
-                np.frombuffer(one, dtype=np.int32) for one in (plan.rows, plan.n_draft, plan.drafts)
+                np.frombuffer(column, dtype=np.int32) for column in (plan.rows, plan.n_draft, plan.drafts)
             )
             place = np.arange(len(tokens)) - np.repeat(np.cumsum(n_draft) - n_draft, n_draft)
             packet.add("drafts", np.stack((np.repeat(rows, n_draft), place, tokens))[:, tokens >= 0])

@@ -34,5 +34,5 @@ def branches(parents: tuple[int, ...]) -> Branches:
         depth.append(depth[parent + 1] + 1)
         ancestors.append(ancestors[parent + 1] | 1 << (node + 1))
     signed = np.array(ancestors, dtype=np.uint64).view(np.int64)
-    above = np.array([0, *(one + 1 for one in parents)], dtype=np.int64)
+    above = np.array([0, *(parent + 1 for parent in parents)], dtype=np.int64)
     return Branches(np.array(depth, dtype=np.int32), signed, above, max(depth))

@@ -141,28 +141,28 @@ def warm_up_forward(step: DeviceStep, counts: Sequence[int], tree: bool = False)
 def warm_up_draws(step: DeviceStep, rows: int) -> None:
     """Run the eager end of a step in which `rows` rows draw: plainly, and if they are not too many also asking for all there
     is, penalties, biases, masks and log-probabilities, once of them greedily."""
-    every = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
-    own, vocab = torch.zeros_like(every), step.spec.vocab_size
+    row_index = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
+    zeros, vocab = torch.zeros_like(row_index), step.spec.vocab_size
     hidden = step.decoder.embedding.new_zeros(rows, step.spec.d_model)
-    asking = LogitsInputs(
-        penalized=every,
-        early=every,
-        bias=(every, own, own.float()),
-        masked=every,
-        words=own.unsqueeze(1).expand(-1, mask_words(vocab)) - 1,
-        logprobs=every,
+    all_inputs = LogitsInputs(
+        penalized=row_index,
+        early=row_index,
+        bias=(row_index, zeros, zeros.float()),
+        masked=row_index,
+        words=zeros.unsqueeze(1).expand(-1, mask_words(vocab)) - 1,
+        logprobs=row_index,
         tops=(5,) * rows,
         places=tuple(range(rows)),
         nodes=(1,) * rows,
     )
     shape = shape_of([1] * rows)
-    told = step.finish(Batch(shape, own, own, own), hidden, KNOWN)[0].packed
-    assert told is not None
-    step.ops.sampler.to_host(told)  # not held: nothing is sent before the runner has waited for all of this
+    packed = step.finish(Batch(shape, zeros, zeros, zeros), hidden, KNOWN)[0].packed
+    assert packed is not None
+    step.ops.sampler.to_host(packed)  # not held: nothing is sent before the runner has waited for all of this
     if rows > MOST_PROCESSED:
         return
     for greedy in (False, True):
-        step.finish(Batch(shape, own, own, own, inputs=asking, greedy=greedy), hidden, KNOWN)
+        step.finish(Batch(shape, zeros, zeros, zeros, inputs=all_inputs, greedy=greedy), hidden, KNOWN)
 
 
 def warm_up_verification(step: DeviceStep, rows: int, wide: int, tree: bool) -> None:
