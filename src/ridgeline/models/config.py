@@ -122,7 +122,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     softcap = values.get("attn_logit_softcapping")
     whole = LayerSpec(heads, kv_heads, head_dim, d_ff, global_rope, None, softcap)
     windowed = replace(whole, rope=local_rope)
-    layers = [whole if one is None else replace(windowed, window=one) for one in _windows(family, values)]
+    layers = [whole if window is None else replace(windowed, window=window) for window in _windows(family, values)]
     scalar = values.get("query_pre_attn_scalar")
     bias = bool(values.get("attention_bias"))
     traits = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias")), **family.traits}
@@ -148,7 +148,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
 
 def drop_idle_windows(layers: Sequence[LayerSpec], max_len: int) -> tuple[LayerSpec, ...]:
     """A window as wide as the context hides nothing; without it the layer joins the group of global ones."""
-    return tuple(replace(one, window=None) if (one.window or 0) >= max_len else one for one in layers)
+    return tuple(replace(layer, window=None) if (layer.window or 0) >= max_len else layer for layer in layers)
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Mapping[str, Any]]:
@@ -162,9 +162,9 @@ def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Ma
         _refuse_unknown({key: value for key, value in config.items() if key not in others | {inner}}, {}, {})
         kind = str(text.get("model_type", f"{kind}_text"))
     family = FAMILIES.get(kind)
-    if family is None or any(name not in family.architectures for name in named):
-        what = ", ".join(named) or f"model_type {kind}"
-        raise UnsupportedModel(f"config.json: {what} is not supported. Supported: {supported()}.")
+    if family is None or any(architecture not in family.architectures for architecture in named):
+        stated = ", ".join(named) or f"model_type {kind}"
+        raise UnsupportedModel(f"config.json: {stated} is not supported. Supported: {supported()}.")
     return family, text, outer
 
 
@@ -192,9 +192,9 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _refuse_unknown(given: Mapping[str, Any], fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse_unknown(config: Mapping[str, Any], fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     unknown = []
-    for key, value in given.items():
+    for key, value in config.items():
         if key in fields or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
             continue
         allowed = fixed.get(key, FIXED.get(key))
@@ -245,26 +245,26 @@ def _activation(values: Mapping[str, Any]) -> Any:
 def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
     """The weights' type as stated; bfloat16, what nearly every checkpoint has, where nothing is stated."""
     stated = [text.get("dtype"), text.get("torch_dtype"), outer.get("dtype"), outer.get("torch_dtype"), "bfloat16"]
-    name = str(next(one for one in stated if one is not None)).removeprefix("torch.")
+    name = str(next(name for name in stated if name is not None)).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UnsupportedModel(f"config.json: dtype {name!r} is not supported. Supported: {', '.join(DTYPE_BYTES)}.")
     return name
 
 
 def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    found: dict[int, None] = {}
+    end_ids: dict[int, None] = {}
     for source in sources:
         ids = source.get("eos_token_id")
-        for one in ids if isinstance(ids, list) else [ids]:
-            if one is not None:
-                found[_id("eos_token_id", one)] = None
-    return tuple(found)
+        for end_id in ids if isinstance(ids, list) else [ids]:
+            if end_id is not None:
+                end_ids[_id("eos_token_id", end_id)] = None
+    return tuple(end_ids)
 
 
 def _first(*ids: Any) -> int | None:
-    for one in ids:
-        if one is not None:
-            return _id("bos_token_id", one[0] if isinstance(one, list) else one)
+    for value in ids:
+        if value is not None:
+            return _id("bos_token_id", value[0] if isinstance(value, list) else value)
     return None
 
 
@@ -283,9 +283,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.parent} has no {path.name}: give a model folder in the layout of Hugging Face.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object.")
-    return found
+    return content

@@ -68,7 +68,7 @@ class Decoder:
 
     def parts(self) -> list[LayerParts] | None:
         """What operations that run whole layers need; None if a layer is of a kind that they do not know."""
-        parts = [one for layer in self.layers if (one := layer.parts()) is not None]
+        parts = [layer_parts for layer in self.layers if (layer_parts := layer.parts()) is not None]
         return parts if len(parts) == len(self.layers) else None
 
     def _run_layers(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Decoder:
     def layer_kinds(self) -> list[Hashable]:
         """Of each layer, all that decides which kernels it launches: equal ones launch the same."""
         forms = (
-            [(one.shape, one.stride(), one.dtype, one.data_ptr() % 16) for one in _tensors_of(layer)]
+            [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in _tensors_of(layer)]
             for layer in self.layers
         )
         return [(spec, *form) for spec, form in zip(self.spec.layers, forms, strict=True)]
@@ -128,6 +128,6 @@ def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     before = layer.attention_norm, layer.feed_forward_norm
     within = layer.attention.q_norm, layer.attention.k_norm
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
-    yield from (one for one in (*before, *within, *behind) if one is not None)
+    yield from (norm for norm in (*before, *within, *behind) if norm is not None)
     for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
         yield from linear.weight.tensors()

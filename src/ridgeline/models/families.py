@@ -220,4 +220,4 @@ FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 def supported() -> str:
     """One sentence naming every family we serve."""
-    return "; ".join(f"{one.label} ({', '.join(one.architectures)})" for one in FAMILIES.values())
+    return "; ".join(f"{family.label} ({', '.join(family.architectures)})" for family in FAMILIES.values())

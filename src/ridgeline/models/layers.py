@@ -84,14 +84,14 @@ class Attention:
         heads, kv_heads = Part(layer.n_heads * width, layer.n_heads), Part(layer.n_kv_heads * width, layer.n_kv_heads)
         parts = (heads, kv_heads, kv_heads)
         self.qkv = Linear(build, LinearShape(spec.d_model, parts, spec.qkv_bias, "out"))
-        whole = (Part(spec.d_model, 1),)
-        self.out = Linear(build, LinearShape(heads.rows, whole, spec.out_bias, "in", in_units=layer.n_heads))
+        out_parts = (Part(spec.d_model, 1),)
+        self.out = Linear(build, LinearShape(heads.rows, out_parts, spec.out_bias, "in", in_units=layer.n_heads))
         self.q_norm = build.vector(width) if spec.qk_norm else None
         self.k_norm = build.vector(width) if spec.qk_norm else None
-        own = layer.on_rank(build.mesh.size)
+        rank_layer = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
-            n_heads=own.n_heads,
-            n_kv_heads=own.n_kv_heads,
+            n_heads=rank_layer.n_heads,
+            n_kv_heads=rank_layer.n_kv_heads,
             head_dim=width,
             cos_sin=cos_sin,
             q_norm=self.q_norm,
@@ -110,7 +110,7 @@ class Attention:
             return stream[:0]
         if wanted is not None and (one_row_per_token := step.one_row_per_token(wanted)) is not None:
             q, stream = q.index_select(0, wanted), stream.index_select(0, wanted)
-            k, v = (one if one is None else one.index_select(0, wanted) for one in (k, v))
+            k, v = (tensor if tensor is None else tensor.index_select(0, wanted) for tensor in (k, v))
             step, wanted = one_row_per_token, None
         out, _ = self._attend(q, k, v, view, step)
         if wanted is not None:
@@ -126,8 +126,8 @@ class FeedForward:
     def __init__(self, build: Build, layer: LayerSpec, post_norm: torch.Tensor | None) -> None:
         spec, half = build.spec, Part(layer.d_ff, layer.d_ff)
         self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
-        whole = (Part(spec.d_model, 1),)
-        self.down = Linear(build, LinearShape(layer.d_ff, whole, spec.mlp_bias, "in", in_units=layer.d_ff))
+        out_parts = (Part(spec.d_model, 1),)
+        self.down = Linear(build, LinearShape(layer.d_ff, out_parts, spec.mlp_bias, "in", in_units=layer.d_ff))
         self.kind = spec.activation
         self._join = join(build, self.down, post_norm)
 

@@ -41,7 +41,7 @@ class Upload:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source, target = (one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, out))
+        source, target = (data.contiguous().reshape(-1).view(torch.uint8) for data in (tensor, out))
         for first in range(0, len(source), self._size):
             piece = source[first : first + self._size]
             buffer = self._buffers[self._turn]

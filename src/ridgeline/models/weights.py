@@ -70,18 +70,18 @@ class Target:
 def targets(decoder: Decoder) -> dict[str, Target]:
     """Every tensor the decoder needs, by the name that checkpoints give it (prefix removed)."""
     spec = decoder.spec
-    found = {
+    tensor_targets = {
         EMBEDDING: Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding),
         FINAL_NORM: _norm(decoder.final_norm),
     }
     if decoder.head is not None and not spec.tied:
-        found[HEAD] = Target(
+        tensor_targets[HEAD] = Target(
             Expected((spec.vocab_size, spec.d_model)), "weight", partial(decoder.head.load, 0, "weight")
         )
     for index, layer in enumerate(decoder.layers):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
-            found[f"layers.{index}.{name}"] = target
-    return found
+            tensor_targets[f"layers.{index}.{name}"] = target
+    return tensor_targets
 
 
 def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
@@ -184,8 +184,8 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                     progress("weights", min(done, total), total)
     if wanted or unknown:
         parts = [("lacks the tensors", sorted(wanted)), ("has the unknown tensors", sorted(unknown))]
-        said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
-        raise UnsupportedModel(f"The checkpoint {folder} {said}. Check that config.json belongs to these weights.")
+        problems = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
+        raise UnsupportedModel(f"The checkpoint {folder} {problems}. Check that config.json belongs to these weights.")
     _refuse_odd(sizes, decoder.embedding.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
@@ -205,8 +205,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
     """Refuse a tensor of another shape or type, by its name."""
     shape, dtypes = expected.shape, expected.dtypes
-    alone = tensor.numel() == math.prod(shape) == 1
-    if tuple(tensor.shape) != shape and not alone:
+    is_scalar = tensor.numel() == math.prod(shape) == 1
+    if tuple(tensor.shape) != shape and not is_scalar:
         raise UnsupportedModel(
             f"The tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}."
         )
@@ -218,8 +218,8 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
 
 def _refuse_odd(sizes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Refuse values that are no numbers, or none in `dtype`: read back once, when all tensors have come."""
-    found = torch.stack(list(sizes.values())).tolist()
-    odd = [name for name, size in zip(sizes, found, strict=True) if not size <= torch.finfo(dtype).max]
+    largest = torch.stack(list(sizes.values())).tolist()
+    odd = [name for name, size in zip(sizes, largest, strict=True) if not size <= torch.finfo(dtype).max]
     if odd:
         raise UnsupportedModel(
             f"The checkpoint has values that are NaN, infinite or beyond {str(dtype).removeprefix('torch.')} in {_listed(odd)}: "
@@ -249,7 +249,7 @@ def load_dummy(decoder: Decoder, seed: int, progress: Progress | None = None) ->
     Matrices are uniform with standard deviation 0.02, as most checkpoints start; norms act as 1; biases are small.
     """
     wanted = targets(decoder)
-    total, done = sum(math.prod(one.expected.shape) for one in wanted.values()), 0
+    total, done = sum(math.prod(target.expected.shape) for target in wanted.values()), 0
     for name, target in wanted.items():
         target.load(_made_up(name, target, seed, decoder))
         done += math.prod(target.expected.shape)
