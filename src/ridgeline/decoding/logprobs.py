@@ -28,9 +28,9 @@ def rank(logits: torch.Tensor, token: torch.Tensor, top: int) -> Ranked:
     """logits [N, V] of any float type, token int32 [N] (negative: scored as token 0; the caller drops it) -> Ranked."""
     logits = logits.float()
     total = log_sum_exp(logits)
-    own = logits.gather(1, token.clamp(min=0).long().unsqueeze(1))
-    place = (logits > own).sum(dim=-1, keepdim=True) + 1
-    stats = torch.cat((own - total, place.float(), total), dim=1)
+    chosen = logits.gather(1, token.clamp(min=0).long().unsqueeze(1))
+    place = (logits > chosen).sum(dim=-1, keepdim=True) + 1
+    stats = torch.cat((chosen - total, place.float(), total), dim=1)
     ids = _largest(logits, min(top, logits.shape[1]))
     return Ranked(token, stats, ids.int(), logits.gather(1, ids) - total)
 

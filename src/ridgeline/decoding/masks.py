@@ -26,8 +26,8 @@ def pack_allowed(allowed: Iterable[int], vocab: int) -> bytes:
 def read_mask(mask: bytes, vocab: int) -> np.ndarray:
     """A packed mask as int32 words, exactly as many as the vocabulary needs; tokens it does not reach are refused."""
     words = np.zeros(mask_words(vocab), dtype=np.int32)
-    given = np.frombuffer(mask[: len(words) * 4], dtype=np.int32)
-    words[: len(given)] = given
+    stored = np.frombuffer(mask[: len(words) * 4], dtype=np.int32)
+    words[: len(stored)] = stored
     return words
 
 

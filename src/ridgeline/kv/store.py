@@ -40,11 +40,11 @@ class KvStore:
         self.flat = _zeros(self.pages * layout.page_bytes, device)
         cuts = [self._cut(group, layers) for group in layout.groups]
         self.runs = [runs for runs, _ in cuts]
-        own = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}
-        sources = [index if one.share_from is None else one.share_from for index, one in enumerate(layers)]
+        parts_of = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}
+        sources = [index if layer.share_from is None else layer.share_from for index, layer in enumerate(layers)]
         group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
-        self.kv = tuple(own[source][0] for source in sources)
-        self.scales = tuple(own[source][1] if layout.format.scale_dtype else None for source in sources)
+        self.kv = tuple(parts_of[source][0] for source in sources)
+        self.scales = tuple(parts_of[source][1] if layout.format.scale_dtype else None for source in sources)
         self.groups = tuple(group_of[source] for source in sources)
 
     def _cut(
@@ -55,7 +55,7 @@ class KvStore:
         if sum(layers[index].kv_bytes(kv_format) for index in group.layers) != group.token_bytes:
             raise AssertionError("the layout was cut for other layers: are they those of one rank?")
         pages, first, runs = self.flat.view(self.pages, -1), 0, []
-        own: dict[int, list[torch.Tensor]] = {}
+        parts_of: dict[int, list[torch.Tensor]] = {}
         parts = [(index, *part) for index in group.layers for part in _parts(layers[index], kv_format)]
         for (dtype, width), neighbours in groupby(parts, key=lambda part: part[2:]):
             heads = {index: 2 * count for index, count, *_ in neighbours}
@@ -63,10 +63,10 @@ class KvStore:
             end = first + math.prod(shape) * dtype.itemsize
             run = pages[:, first:end].view(dtype).unflatten(1, shape)
             for index, part in zip(heads, run.split([*heads.values()], 1), strict=True):
-                own.setdefault(index, []).append(part.unflatten(1, (2, -1)))
+                parts_of.setdefault(index, []).append(part.unflatten(1, (2, -1)))
             runs.append(run)
             first = end
-        return runs, own
+        return runs, parts_of
 
     def copy_pages(self, pairs: Sequence[int]) -> None:
         """Copy page pairs[0] to pairs[1], then pairs[2] to pairs[3], and so on: a later copy sees the earlier ones."""
