@@ -1,4 +1,4 @@
-"""A step between its plan and its commit, as the scheduler remembers it."""
+"""The scheduler's record of a step between plan and commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
 
 class Share(NamedTuple):
-    """What a request got of a step, if that is not one query token that draws; a tuple, because steps compare theirs."""
+    """A request's part of a step, unless it is one query token that draws. A tuple, because steps compare their shares."""
 
     n_query: int
     draft: Draft
@@ -24,8 +24,8 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
-    got anything but one query token that draws, by place in the step. drafts: speculation's record of it."""
+    """A step that is being planned or in flight. requests: in the order of the plan's rows. shares: place in the step -> Share, for
+    requests with anything but one query token that draws. drafts: speculation's record of the step."""
 
     plan: StepPlan
     requests: list[Request] = field(default_factory=list)
@@ -33,7 +33,8 @@ class StepInFlight:
     drafts: StepDrafts = NO_STEP_DRAFTS
 
     def state_rows(self, forms: deque[StepInFlight]) -> None:
-        """Write its rows into the plan. forms: the last step of each form of late; a step like one of them has its very arrays."""
+        """Write the rows into the plan. forms: recent steps, one of each set of requests and shares; an equal step shares its
+        arrays."""
         plan, requests, shares = self.plan, self.requests, self.shares
         for place, form in enumerate(forms):
             if shares == form.shares and requests == form.requests:
