@@ -24,7 +24,7 @@ from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish
 
 _WASTE_EVERY = 32
 """Steps between two readings of the KV waste, which costs a pass over all running requests."""
-_LOOK_S = 0.001
+_POLL_S = 0.001
 """Seconds between two checks of pending grammar compilations while there is no other work."""
 
 
@@ -83,7 +83,7 @@ class Engine:
 
     def wait_seconds(self) -> float:
         """Seconds until the next turn can make progress, unless a message arrives earlier."""
-        return 0.0 if self._refused else min(self.loop.wait_seconds(), _LOOK_S if self._waiting else math.inf)
+        return 0.0 if self._refused else min(self.loop.wait_seconds(), _POLL_S if self._waiting else math.inf)
 
     def close(self) -> None:
         """Release the device memory and stop grammar compilation."""

@@ -32,17 +32,17 @@ class StepInFlight:
     shares: dict[int, Share] = field(default_factory=dict)
     drafts: StepDrafts = NO_STEP_DRAFTS
 
-    def state_rows(self, forms: deque[StepInFlight]) -> None:
-        """Write the rows into the plan. forms: recent steps, one of each set of requests and shares; an equal step shares its
+    def state_rows(self, recent: deque[StepInFlight]) -> None:
+        """Write the rows into the plan. recent: recent steps, one of each set of requests and shares; an equal step shares its
         arrays."""
         plan, requests, shares = self.plan, self.requests, self.shares
-        for place, form in enumerate(forms):
-            if shares == form.shares and requests == form.requests:
-                plan.share_arrays(form.plan)
-                forms[place], after = self, form.plan.step + 1 == plan.step and not shares
-                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
+        for place, earlier in enumerate(recent):
+            if shares == earlier.shares and requests == earlier.requests:
+                plan.share_arrays(earlier.plan)
+                recent[place], follows = self, earlier.plan.step + 1 == plan.step and not shares
+                plan.bound = earlier.plan.bound + 1 if follows else max([request.planned for request in requests])
                 return
-        forms.append(self)
+        recent.append(self)
         count = len(requests)
         plan.rows = array("i", [request.row for request in requests])
         plan.generations = array("i", [request.generation for request in requests])

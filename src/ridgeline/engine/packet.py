@@ -1,4 +1,4 @@
-"""What a step uploads: many small arrays in one buffer, one copy."""
+"""Uploads the many small arrays of a step as one buffer with one copy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 _ALIGN = 16
-"""Items that every array starts at a multiple of. Kernels are compiled apart for pointers that are not aligned to 16
-bytes; without this each new mix of offsets would cost a compilation in the middle of serving."""
+"""Alignment of every array, in items. Triton compiles separate kernels for pointers that are not aligned to 16 bytes; without
+alignment a new mix of offsets would compile a kernel while requests wait."""
 _KINDS: dict[type, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
 
 
@@ -26,7 +26,7 @@ class Packet:
         self._parts[name] = np.ascontiguousarray(values, dtype=kind), kind
 
     def send(self, device: torch.device) -> Mapping[str, torch.Tensor]:
-        """Tensors on `device` by name; never waits. torch keeps the pinned buffer until the copy is done."""
+        """Tensors on `device` by name. Does not synchronize: torch keeps the pinned buffer until the copy has ended."""
         if not self._parts:
             return {}
         items = [part.reshape(-1).view(np.int32) for part, _ in self._parts.values()]

@@ -1,4 +1,4 @@
-"""From what a step left on the device to the StepResult: copies that nobody waits for until they are collected."""
+"""Builds the StepResult of a launched step: starts copies to the host at launch and waits for them only when it is collected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ridgeline.ops.rows import ToHost
 
 
 class Clock:
-    """Seconds a step takes on the device: events on a GPU, the wall clock where steps run at once."""
+    """Measures the device seconds of a step: with events on a GPU, with the wall clock on a CPU, where steps run at launch."""
 
     __slots__ = ("_begin", "_end", "_started", "_stopped", "cuda")
 
@@ -31,35 +31,35 @@ class Clock:
         self._started = self._stopped = time.perf_counter()
 
     def stop(self) -> None:
-        """The step's last work has been enqueued."""
+        """Record the end: all work of the step is enqueued."""
         if self.cuda:
             self._end.record()
         else:
             self._stopped = time.perf_counter()
 
     def wait(self) -> float:
-        """Wait for the end; returns the seconds."""
+        """Wait for the end of the step. Returns its seconds."""
         if not self.cuda:
             return self._stopped - self._started
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) * 1e-3
 
     def since(self, before: Clock) -> float:
-        """Seconds from the end of an earlier step to the begin of this one; both have ended."""
+        """Seconds from the end of an earlier step to the beginning of this one. Both must have ended."""
         if not self.cuda:
             return self._started - before._stopped
         return max(0.0, before._end.elapsed_time(self._begin) * 1e-3)
 
 
 def without(plan: StepPlan, error: str | None) -> StepResult:
-    """The result of a step that gave nobody anything; its rows end with `error` if there is one."""
+    """A result without tokens for any row. error: ends the requests of its rows."""
     rows = len(plan.rows)
     return StepResult(plan.step, plan.rows, plan.generations, [0] * rows, [], [0] * rows, error=error)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive. lost:
+    """A launched step. Its host tensors are complete when the clock's end event has passed; `outcome` keeps them alive. lost:
     places in the step whose rows the device does not hold. fresh, transfers: see StepResult."""
 
     plan: StepPlan
@@ -100,7 +100,7 @@ class Pending:
         places: Sequence[int] = range(len(plan.rows))
         if not all(plan.samples):
             places = list(compress(places, plan.samples))
-        # A graph's batch is padded at the end.
+        # The batch of a graph has padding rows at the end.
         packed_rows = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
         for place, packed_row in zip(places, packed_rows, strict=False):
             result.counts[place], result.flags[place] = packed_row[0], packed_row[1]
@@ -119,7 +119,8 @@ class Pending:
         return result
 
     def _read_drafts(self, result: StepResult, places: Sequence[int], packed_rows: Sequence[list[int]]) -> None:
-        """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
+        """Read the gained tokens, the tokens drawn after each node, and the accepted nodes. In packed rows the last known token is
+        node 0."""
         width, tree = self.batch.shape.width, self.batch.shape.tree
         for place, packed_row in zip(places, packed_rows, strict=True):
             gained, n_draft = packed_row[0], self.plan.n_draft[place]
