@@ -102,10 +102,10 @@ class DeviceStep:
             first.setdefault((kind, form), index)
         # The last layer runs attention and MLP only for tokens whose logits are needed.
         chosen = (*first.values(), len(self._layers) - 1)
-        made = copy(self)
-        made.decoder = self.decoder.with_layers(chosen)
-        made._layers = tuple(self._layers[index] for index in chosen)
-        return made
+        reduced = copy(self)
+        reduced.decoder = self.decoder.with_layers(chosen)
+        reduced._layers = tuple(self._layers[index] for index in chosen)
+        return reduced
 
     # --- forward ----------------------------------------------------------------------------------------------------
 

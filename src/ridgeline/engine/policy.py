@@ -87,8 +87,8 @@ class Batched:
 
 def admission(batching: str) -> Admission:
     """Read `continuous`, `static:N` or `dynamic:N,WINDOW_MS`. Raises ConfigError."""
-    kind, _, rest = batching.partition(":")
-    numbers = rest.split(",") if rest else []
+    kind, _, arguments = batching.partition(":")
+    numbers = arguments.split(",") if arguments else []
     try:
         if kind == "continuous" and not numbers:
             return Continuous()

@@ -117,11 +117,11 @@ class Decoder:
 
     def with_layers(self, layers: Sequence[int]) -> Decoder:
         """A decoder of these layers, with the same weights; what it computes is worth nothing."""
-        made = copy(self)
-        made.layers = tuple(self.layers[index] for index in layers)
-        made._run = made._run_layers
-        made.finish_loading()
-        return made
+        decoder = copy(self)
+        decoder.layers = tuple(self.layers[index] for index in layers)
+        decoder._run = decoder._run_layers
+        decoder.finish_loading()
+        return decoder
 
 
 def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:

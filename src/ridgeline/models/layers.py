@@ -66,10 +66,10 @@ def join(
     """(x, stream, step) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
     if post_norm is None:
         return last.add
-    norm_add, rest = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
+    norm_add, norm_arguments = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
     def joined(x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        return norm_add(last.apply(x, step), *rest, stream)
+        return norm_add(last.apply(x, step), *norm_arguments, stream)
 
     return joined
 

@@ -1,4 +1,4 @@
-"""Several host drafters for one request: the first draft is taken, and all of them observe the text."""
+"""Combines host drafters: the first non-empty draft is used, and all drafters observe the text."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class FirstProposer:
         return EMPTY_DRAFT
 
     def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
-        """Each drafter recognises its own draft, and learns only the text from a draft of another."""
+        """Each drafter recognises its own draft. From a draft of another one it learns only the text."""
         for proposer in self._proposers:
             proposer.observe(tokens, draft, drawn)

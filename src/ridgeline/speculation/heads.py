@@ -1,10 +1,10 @@
-"""Medusa heads (Cai et al. 2024): candidates for the tokens after the next one, from the hidden state the next one comes from.
+"""Medusa heads (Cai et al. 2024): predict several future tokens from one hidden state.
 
-At place t the model's own head predicts token t + 1; head k = 1, 2, .. predicts token t + k + 1 without knowing those between.
-Each head is a stack of residual blocks h + SiLU(W h + b) before an unembedding: the model's own, which keeps heads small, or one
-of theirs. The first blocks of all heads are one matrix product.
+At place t the model's own head predicts token t + 1. Head k = 1, 2, .. predicts token t + k + 1 without the tokens between.
+Each head is a stack of residual blocks h + SiLU(W h + b) before an unembedding, which is the model's own or one of the head.
+The first blocks of all heads are one matrix product.
 
-Candidates become a draft through a static tree (`tree`): of all combinations of candidates those most often right.
+A static tree (`tree`) selects the combinations of candidates that are most often correct.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.table import Ops
 
 PUBLISHED = "medusa_lm_head.pt"
-"""The file that published heads lie in."""
+"""File name of published heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One node of a static tree. parent: index of the node it hangs on, -1 for the token the model has just drawn. head, rank:
-    it is that head's candidate of that rank, both counted from 0; head is also its depth."""
+    """One node of a static tree. parent: index of the parent node, -1 for the last drawn token. head, rank: the node is the
+    candidate of this rank of this head, both counted from 0. head is also the depth of the node."""
 
     parent: int
     head: int
@@ -41,14 +41,17 @@ class Candidate:
 
 
 def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, ...]:
-    """The at most `nodes` nodes that add most to the expected number of accepted tokens, in falling order of what they add, so
-    that every prefix is the best tree of its size (Cai et al. 2024, section 2.3.3).
+    """The tree of at most `nodes` nodes with the highest expected number of accepted tokens.
 
-    accuracies[head][rank]: how often that head's candidate of that rank is what the target says, falling in rank. A node adds the
-    chance that its whole path is right, which is taken for the product of its nodes' accuracies.
+    Nodes are in descending order of gain, so every prefix is the best tree of its size. The gain of a node is the probability that
+    its path is accepted, estimated as the product of the accuracies of its nodes.
+
+    Args:
+        accuracies: [head][rank], how often the candidate equals the target's token; descending in rank.
+    Source: Cai et al. 2024, section 2.3.3.
     """
     chosen: list[Candidate] = []
-    # (minus what it adds, when it was found, node): of equals the one found first. A node leads to its sibling and its child.
+    # (negative gain, order of insertion, node): ties go to the earlier node. A chosen node adds its next sibling and first child.
     open_nodes: list[tuple[float, int, Candidate]] = []
     count = 0
 
@@ -71,8 +74,8 @@ def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, 
 
 
 class MedusaHeads:
-    """Heads on a device. heads, layers: how many, and blocks in each. width: of the hidden states they read. accuracies: as `tree`
-    reads them, measured when the heads were trained; empty where the folder does not say."""
+    """Heads on a device. heads: their number. layers: blocks per head. width: of the hidden states. accuracies: see `tree`,
+    measured when the heads were trained; empty if the folder does not have them."""
 
     __slots__ = ("accuracies", "heads", "layers", "width", "_bias", "_first", "_linear", "_unembed", "_weight")
 
@@ -157,7 +160,7 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the folder, whichever of the two files it holds."""
+    """Read the tensors of the folder from the file that it has."""
     stored = folder / "model.safetensors"
     if not stored.is_file() and (folder / "medusa_lm_head.safetensors").is_file():
         stored = folder / "medusa_lm_head.safetensors"
@@ -175,7 +178,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """(heads, blocks of each) by the names of the tensors."""
+    """(number of heads, blocks per head), from the names of the tensors."""
     parts = [name.split(".") for name in tensors]
     blocks = [(int(part[0]), int(part[1])) for part in parts if part[2:] == ["linear", "weight"] and part[0].isdigit()]
     if not blocks or any(len(part) not in (3, 4) or not part[0].isdigit() for part in parts):
@@ -185,7 +188,7 @@ def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
 
 
 def _expected(heads: int, layers: int, spec: ModelSpec, has_unembeddings: bool) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of heads for `spec`. own: they bring unembeddings."""
+    """Name -> shape of every tensor. has_unembeddings: the heads have their own unembeddings."""
     width = spec.d_model
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
@@ -198,7 +201,7 @@ def _expected(heads: int, layers: int, spec: ModelSpec, has_unembeddings: bool) 
 
 
 def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
-    """What config.json in `folder` says of them, as `tree` reads it; empty where it says nothing. Raises ConfigError."""
+    """The accuracies of config.json in `folder`, see `tree`; empty if there are none. Raises ConfigError."""
     rows = config.get("accuracies", [])
     valid = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
     if not valid or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for row in rows for rate in row):
