@@ -1,4 +1,4 @@
-"""Rotary embeddings: what config.json says of them, and the table of cosines and sines that the ops read."""
+"""Rotary embeddings: reads their keys of config.json, and computes the table of cosines and sines for the operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import Rope
 
 SPARE_POSITIONS = 128
-"""Rows of a table beyond the served length: a draft or a wasted step may stand there; nothing it computes is kept."""
+"""Rows of a table beyond the served length. Drafts and steps of ended rows may use them; their results are discarded."""
 
 _BASE = {"rope_theta", "rope_type", "type"}
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "finetuned"}
@@ -27,8 +27,8 @@ _KEYS = {
 def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int]:
     """(rope of global layers, rope of windowed layers, longest context) from the keys of config.json.
 
-    transformers 5 writes `rope_parameters`, flat or by kind of layer; before it there were `rope_theta`, `rope_scaling`
-    and, for Gemma 3, `rope_local_base_freq`.
+    transformers 5 writes `rope_parameters`, flat or by layer type. Older versions write `rope_theta`, `rope_scaling` and, for
+    Gemma 3, `rope_local_base_freq`.
     """
     longest = values["max_position_embeddings"]
     theta, local = values["rope_theta"], values.get("rope_local_base_freq")
@@ -97,7 +97,7 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
 
 
 def _yarn_attention(keys: Mapping[str, Any], factor: float) -> float:
-    """Peng et al. 2023, section 3.4: 0.1 ln(factor) + 1, unless the checkpoint states its own."""
+    """Attention factor: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4), unless the checkpoint states it."""
 
     def grown(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
@@ -130,12 +130,12 @@ def inverse_frequencies(rope: Rope) -> torch.Tensor:
 
 
 def _yarn_dim(rope: Rope, turns: float) -> float:
-    """The pair (a real number) that makes `turns` full turns over the original context (Peng et al. 2023, eq. 17)."""
+    """Index (a real number) of the pair that rotates `turns` times over the original context (Peng et al. 2023, eq. 17)."""
     ratio = rope.original_max_len / (turns * 2 * math.pi)
     return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [positions, 2, dim / 2]: cosines and sines, the attention factor multiplied in."""
+    """float32 [positions, 2, dim / 2]: cosines and sines, multiplied by the attention factor."""
     angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(rope)
     return (torch.stack((angle.cos(), angle.sin()), dim=1) * rope.attention_factor).to(device)

@@ -1,8 +1,8 @@
-"""In which numbers a checkpoint holds its linears: the quantization_config of config.json. Fail closed.
+"""Reads quantization_config of config.json: the number format in which a checkpoint stores its linears. Fail closed.
 
-In e4m3, compressed-tensors' float-quantized and plain "fp8" are read: a `weight_scale` per output channel or per tensor
-and activations quantized as they come. In integers, compressed-tensors' pack-quantized and int-quantized, GPTQ and AWQ:
-see quant.layouts.
+Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel or per tensor and
+dynamic quantization of activations; for integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see
+quant.layouts).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.quant.layouts import BITS, Layout, Published
 
 KEY = "quantization_config"
 HEAD = "lm_head"
-# What says nothing about the numbers, or is read below.
+# Keys that do not affect the numbers, or that are read below.
 _KNOWN = {
     "compressed-tensors": "format config_groups ignore quantization_status global_compression_ratio version",
     "fp8": "activation_scheme weight_block_size ignored_layers modules_to_not_convert fmt weight_per_tensor",
@@ -35,8 +35,8 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """quantization: the number format by its option's name, "" for plain floats. scales: what a scale of fp8 covers.
-    integers: the layout of integers; None for anything else."""
+    """Number format of stored linears. quantization: name of the format as in --quantization, "" for unquantized floats. scales:
+    what an fp8 scale covers. integers: layout of integers; None for other formats."""
 
     quantization: str = ""
     scales: Stored = "float"
@@ -44,7 +44,7 @@ class StoredAs:
 
 
 def read_stored(config: Mapping[str, Any]) -> StoredAs:
-    """What config.json says of its checkpoint. Raises UnsupportedModel naming the key."""
+    """Number format of the checkpoint of a parsed config.json. Raises UnsupportedModel that names the key."""
     section = config.get(KEY)
     if section is None:
         return StoredAs()
@@ -55,7 +55,7 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
     if method not in readers:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
     for key, value in section.items():
-        # kv_cache_scheme, sparsity_config, transform_config and what comes after them change what is computed.
+        # kv_cache_scheme, sparsity_config, transform_config and unknown keys may change the computation.
         plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(section)))
         if key not in (*_ALWAYS, *_KNOWN[method].split()) and not plain:
             raise _refused(key, value)
@@ -64,7 +64,7 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
 
 def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
     if _sparse(section):
-        return StoredAs()  # quant.bitmask makes them whole
+        return StoredAs()  # quant.bitmask restores the dense tensors
     form = section.get("format")
     readers = {"float-quantized": _floats, "pack-quantized": _packed, "int-quantized": _w8a8}
     if form not in readers:
@@ -83,7 +83,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
 
 
 def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str) -> None:
-    """Both sides in 8 bits of one kind, inputs quantized per token as they come; None: as they are."""
+    """Require 8 bits of type `kind` for weights, and for inputs dynamic quantization per token. inputs None: not quantized."""
     for side, values in (("weights", weights), ("input_activations", inputs)):
         for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
             if values is not None and values.get(key) != wanted:
@@ -121,7 +121,7 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
     if strategy == "group" and not group:
         raise _refused("weights.group_size", weights.get("group_size"))
     zeros, order = not weights.get("symmetric", True), weights.get("actorder")
-    # "weight" and "static" order while quantizing only: the groups come out as they lie.
+    # "weight" and "static" reorder only during quantization: groups are stored in order.
     ordered = order in (True, "group", "dynamic")
     if not ordered and order not in (None, False, "weight", "static"):
         raise _refused("weights.actorder", order)
@@ -141,7 +141,7 @@ def _fp8(section: Mapping[str, Any]) -> StoredAs:
 
 
 def _gptq(section: Mapping[str, Any]) -> StoredAs:
-    """Zero points are read unless `sym` says that there are none; groups may be ordered where `desc_act` says so."""
+    """Read GPTQ. Zero points are read unless `sym` is set; groups are reordered if `desc_act` is set."""
     form = section.get("checkpoint_format") or section.get("format") or "gptq"
     layouts: dict[str, Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
     if form not in layouts:
@@ -181,16 +181,16 @@ def _integers(form: Published, key: str) -> StoredAs:
 
 
 def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
-    """Linears left in floats: the head must be, and nothing else may be."""
-    left = [name for name in names or () if name != HEAD]
-    if left:
-        raise _refused(key, left, f". Supported: only {HEAD}, all other linears must be quantized")
+    """Check the list of unquantized linears: the head must be unquantized, and all others quantized."""
+    unquantized = [name for name in names or () if name != HEAD]
+    if unquantized:
+        raise _refused(key, unquantized, f". Supported: only {HEAD}, all other linears must be quantized")
     if not head_is_plain and HEAD not in (names or ()):
         raise _refused(key, names, f": {HEAD} must be in the list, because a quantized {HEAD} is not supported")
 
 
 def _sparse(section: Mapping[str, Any]) -> bool:
-    """Floats, of which those that are not zero are stored."""
+    """Whether the checkpoint stores sparse floats: only the nonzero ones."""
     value = section.get("sparsity_config")
     packed = isinstance(value, dict) and value.get("format") == "sparse-bitmask"
     return packed and section.get("format") == "dense" and not section.get("config_groups")
