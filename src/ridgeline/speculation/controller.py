@@ -1,13 +1,14 @@
-"""The controller: how many nodes to draft, and when to call the host drafter. A step that verifies n device nodes per row promises
+"""The controller chooses how many nodes to draft and when to call the host drafter. A step that verifies n device nodes per row
+yields
 
     rate(n) = (1 + a_1 + .. + a_n) / t(n)
 
 tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
 time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others
-are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns _SHARE
-of all time, and _GRANT with a new request. Each step that drafts adds the tokens it gained and takes the time it took. Nothing is
-drafted on an empty budget, and a probe must be affordable. So drafting that never pays costs _SHARE, _CAP steps and _GRANT per
-request.
+are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns the share
+_SHARE of all time, and _GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took.
+With an empty budget nothing is drafted, and the budget must cover the price of a probe. So drafting that never pays costs at most
+the share _SHARE of the time, _CAP steps, and _GRANT per request.
 """
 
 from __future__ import annotations
