@@ -261,12 +261,12 @@ class BatchBuilder:
         parents, ends = self._plan.tree, np.cumsum(self._n_draft)
         return [branches(tuple(parents[ends[place] - self._n_draft[place] : ends[place]])) for place in self._where]
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> Batch:
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
         """The Batch over the uploaded tensors `got`."""
         return replace(
-            unpack(got["step"], self._padded),
-            inputs=NO_INPUTS if self._inputs is None else self._inputs.build(got),
-            scores=None if self._scores is None else self._scores.build(got),
+            unpack(tensors["step"], self._padded),
+            inputs=NO_INPUTS if self._inputs is None else self._inputs.build(tensors),
+            scores=None if self._scores is None else self._scores.build(tensors),
             greedy=self._greedy,
             ahead=self._plan.ahead,
         )

@@ -117,14 +117,14 @@ class DeviceStep:
         Returns:
             hidden [W, d_model]: of the query tokens whose logits are needed, then of those to score.
         """
-        ragged, (got, step) = batch.ragged, self._gathered(batch, max_length)
+        ragged, (gathered, step) = batch.ragged, self._gathered(batch, max_length)
         all_logits_needed = ragged is None or not (batch.shape.chunked or batch.scores is not None)
         wanted = None if all_logits_needed or ragged is None else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
-        hidden = self.decoder.forward(got.tokens, self._views(self._layers, got.slots), step, wanted)
+        hidden = self.decoder.forward(gathered.tokens, self._views(self._layers, gathered.slots), step, wanted)
         if ragged is not None and batch.shape.chunked:
-            self.drafter.read(got.tokens, self._guest_views, got.slots, step)
+            self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked):
             # A row that has ended advances by 0 here: all its tokens are computed.
             advance = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
@@ -133,8 +133,8 @@ class DeviceStep:
 
     def read(self, batch: Batch) -> None:
         """Run the drafter over the query tokens of a batch."""
-        got, step = self._gathered(batch, self.longest)
-        self.drafter.read(got.tokens, self._guest_views, got.slots, step)
+        gathered, step = self._gathered(batch, self.longest)
+        self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
         rows, ragged = batch.rows, batch.ragged
@@ -144,12 +144,14 @@ class DeviceStep:
         else:
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place, None if tree is None else tree.shift)
-        got, ancestors = (
+        gathered, ancestors = (
             self.ops.sampler.gather(self.rows.state, rows, spread),
             None if tree is None else tree.ancestors,
         )
-        step = StepInputs(rows, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
-        return got, step
+        step = StepInputs(
+            rows, q_start, gathered.length, gathered.position, row_of, batch.shape.max_query, max_length, ancestors
+        )
+        return gathered, step
 
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """The KvView of each layer. slots: where the keys and values of this step are stored, by group."""

@@ -63,7 +63,7 @@ class Leases:
         """Fill the request's tables with blocks that are computed already; returns how many tokens they cover.
 
         plan: receives the transfer of further blocks that the source has; the request is ready when the transfer ends. None: the
-        source is not asked.
+        source is not used.
         """
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)

@@ -108,15 +108,15 @@ class LogitsInputsBuilder:
         if words:
             packet.add("words", np.stack(words))
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> LogitsInputs:
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> LogitsInputs:
         """got: the tensors that the packet became."""
         return LogitsInputs(
-            penalized=got.get("penalized"),
-            early=got.get("early"),
-            bias=(got["bias_rows"], got["bias_tokens"], got["bias"]) if "bias" in got else None,
-            masked=got.get("masked"),
-            words=got.get("words"),
-            logprobs=got.get("logprobs"),
+            penalized=tensors.get("penalized"),
+            early=tensors.get("early"),
+            bias=(tensors["bias_rows"], tensors["bias_tokens"], tensors["bias"]) if "bias" in tensors else None,
+            masked=tensors.get("masked"),
+            words=tensors.get("words"),
+            logprobs=tensors.get("logprobs"),
             tops=tuple(self._sampling[place].logprobs or 0 for place in self._places),
             places=tuple(self._places),
             nodes=tuple(self._nodes[self._places].tolist()),
@@ -146,7 +146,7 @@ class ScoreBuilder:
         packet.add("score_at", at)
         packet.add("score_ids", ids)
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> Scores:
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Scores:
         """got: the tensors that the packet became."""
         tops = {place: request.join.sampling.prompt_logprobs or 0 for place, request in self._scored.items()}
-        return Scores(got["score_at"], got["score_ids"], self._counts, tops)
+        return Scores(tensors["score_at"], tensors["score_ids"], self._counts, tops)

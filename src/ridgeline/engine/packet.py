@@ -38,7 +38,7 @@ class Packet:
             place += item.size + -item.size % _ALIGN
         sent = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
         tensors: dict[str, torch.Tensor] = {}
-        for (name, (part, kind)), got in zip(self._parts.items(), sent, strict=True):
-            typed = got if kind is np.int32 else got.view(_KINDS[kind])
+        for (name, (part, kind)), uploaded in zip(self._parts.items(), sent, strict=True):
+            typed = uploaded if kind is np.int32 else uploaded.view(_KINDS[kind])
             tensors[name] = typed if part.ndim == 1 else typed.view(part.shape)
         return tensors

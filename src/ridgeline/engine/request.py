@@ -128,13 +128,13 @@ class Request:
             return self.constraint is None and not drafter_waits(self)
         return self.constraint is None or self.constraint.ready
 
-    def pay(self, before: float, after: float, n_query: int) -> None:
-        """Account for a step with `n_query` tokens of this request. before, after: accumulated device seconds of one token per
-        step, before and after this step. Since the last call the request had one token in each step."""
+    def pay(self, price_before: float, price_after: float, n_query: int) -> None:
+        """Account for a step with `n_query` tokens of this request. price_before, price_after: accumulated device seconds of one
+        token per step, before and after this step. Since the last call the request had one token in each step."""
         if self.paid >= 0:
-            self.device_s += before - self.paid
-        self.device_s += n_query * (after - before)
-        self.paid = after
+            self.device_s += price_before - self.paid
+        self.device_s += n_query * (price_after - price_before)
+        self.paid = price_after
 
     def pay_remaining(self, price: float) -> None:
         """The request leaves its row: account for the steps since the last call of `pay`."""

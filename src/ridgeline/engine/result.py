@@ -83,7 +83,7 @@ class Pending:
         return cls(plan, batch, outcome, clock, lost)
 
     def keep(self) -> None:
-        """On a CPU the next step may write to what this one's outcome lies in (ops.capture): hold a copy."""
+        """Copy the outcome on a CPU, where the next step may overwrite its memory (ops.capture)."""
         if not self.clock.cuda:
             packed, worth = (
                 None if tensor is None else tensor.clone() for tensor in (self.outcome.packed, self.outcome.worth)

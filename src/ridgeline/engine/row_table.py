@@ -136,7 +136,7 @@ class RowTable:
         if self._requests.pop(row, None) is not None:
             self.generation[row] = 0
 
-    # --- what the device knows ----------------------------------------------------------------------------------------
+    # --- device state -------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RowState:
@@ -164,10 +164,10 @@ class RowTable:
             packet.add("where", np.concatenate([*where, np.array(list(entries), np.int64)]), np.int64)
             packet.add("items", np.concatenate([*runs.values(), np.array(list(entries.values()), np.int32)]))
 
-    def write_changes(self, got: Mapping[str, torch.Tensor]) -> None:
+    def write_changes(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the changes that `pack_changes` packed."""
-        if "where" in got:
-            self._memory.index_copy_(0, got["where"], got["items"])
+        if "where" in tensors:
+            self._memory.index_copy_(0, tensors["where"], tensors["items"])
 
     def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
         """Add host drafts to `packet`, int32 [3, N]: rows, places after the known tokens, tokens. On a CPU, write them at once."""
@@ -187,11 +187,11 @@ class RowTable:
                 at = row * self.width + int(self._host[self._starts[1] + row * INTS + Int.KNOWN])
                 self._host[at : at + count] = plan.drafts[end - count : end]
 
-    def write_drafts(self, plan: StepPlan, got: Mapping[str, torch.Tensor]) -> None:
+    def write_drafts(self, plan: StepPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write host drafts after the known tokens of each row, where gather and penalties read them. Device drafts are there
         already."""
-        if "drafts" in got:
-            row, place, token = got["drafts"].unbind(0)
+        if "drafts" in tensors:
+            row, place, token = tensors["drafts"].unbind(0)
             at = row * self.width + self.ints[:, Int.KNOWN].index_select(0, row) + place
             self.flat_tokens.index_copy_(0, at.long(), token)
 

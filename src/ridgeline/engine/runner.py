@@ -181,15 +181,15 @@ class Runner:
                     refusal = error
             if plan.drafts and refusal is None:
                 self.rows.pack_drafts(plan, packet)
-            got = packet.send(self.device)
-            self.rows.write_changes(got)
+            tensors = packet.send(self.device)
+            self.rows.write_changes(tensors)
             self.store.copy_pages(plan.copies)
             if plan.drafts and refusal is None:
-                self.rows.write_drafts(plan, got)
+                self.rows.write_drafts(plan, tensors)
         except Exception:
             # The changed rows are in an unknown state now. A later step that plans one of them runs without it.
             self.rows.forget(plan)
             raise
         if refusal is not None:
             raise refusal
-        return loaded if builder is None else self.executor.load(plan, builder.build(got), padded is not None)
+        return loaded if builder is None else self.executor.load(plan, builder.build(tensors), padded is not None)

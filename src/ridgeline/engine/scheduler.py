@@ -72,7 +72,7 @@ class Scheduler:
         self._poll_at = -math.inf
         """Time from which a step without rows may check for transfers again."""
 
-    # --- requests come and go ---------------------------------------------------------------------------------------
+    # --- requests arrive and end ------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -314,9 +314,7 @@ class Scheduler:
     def _admit(self, step: StepInFlight, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         incomplete = (
-            [candidate for candidate in self.running if candidate.planned < len(candidate.tokens) - 1]
-            if allowed and budget > 0
-            else []
+            [other for other in self.running if other.planned < len(other.tokens) - 1] if allowed and budget > 0 else []
         )
         chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
@@ -414,10 +412,10 @@ class Scheduler:
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
         draws = sum(step.plan.samples) + len(step.plan.drafts)
-        self.committed = [holder.computed for holder in step.requests], step.plan.n_query, draws
+        self.committed = [request.computed for request in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
         if gained:
-            news.ids, news.choices = [holder.id for holder in gained], [holder.choice for holder in gained]
+            news.ids, news.choices = [request.id for request in gained], [request.choice for request in gained]
         news.updates += self.take_updates()
         return news
 

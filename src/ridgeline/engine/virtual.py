@@ -30,7 +30,7 @@ class VirtualRunner:
     Steps run one after the other. A step begins at the time of its launch or at the end of the step before, whichever is
     later. `collect` moves the clock to the end of the step that it returns.
 
-    A drawn token depends on the request's seed, its choice and the position alone. An accepted node of a host drafter keeps
+    A drawn token depends only on the request's seed, its choice and the position. An accepted node of a host drafter keeps
     its token; a node with an end token is never accepted. Not simulated: the host's time, the time to draft, grammar masks,
     log-probabilities and prompt scores.
 

@@ -103,8 +103,8 @@ def build(
     if mesh.size > 1:
         ops = replace(ops, capture=Uncaptured)  # a CPU captures only kernel calls, not collectives
     dummy = model.load_format == "dummy" or device.type == "meta"
-    form = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
-    decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
+    weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
+    decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)
     elif model.load_format == "auto":

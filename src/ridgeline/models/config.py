@@ -189,8 +189,8 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
-        least = 0 if key == "max_window_layers" else sys.float_info.min
-        if kind is not _SWITCH and isinstance(value, int | float) and not least <= value < math.inf:
+        lowest = 0 if key == "max_window_layers" else sys.float_info.min
+        if kind is not _SWITCH and isinstance(value, int | float) and not lowest <= value < math.inf:
             raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
     return values
 

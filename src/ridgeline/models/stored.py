@@ -35,7 +35,7 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """Number format of stored linears. quantization: name of the format as in --quantization, "" for unquantized floats. scales:
+    """Number format of stored linears. quantization: name of the format as in --quantization, "" if not quantized. scales:
     what an fp8 scale covers. integers: layout of integers; None for other formats."""
 
     quantization: str = ""

@@ -70,8 +70,8 @@ def memory_of_drafters(
     check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
-        small, how = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
-        draft = served_spec(read_model(small)[0], how)
+        draft_folder, draft_config = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
+        draft = served_spec(read_model(draft_folder)[0], draft_config)
         check_draft(draft, spec)
         return wanted, DrafterMemory(draft.layers, taken + draft.weight_bytes, logits)
     if wanted.folder is not None:
@@ -91,11 +91,13 @@ def open_drafters(
     if not wanted.most:
         return NO_SPECULATION, NoDrafter()
     device, traits = _open_device(wanted, target, dummy)
-    host = [_open_host(name, wanted, target, encode) for name in wanted.host]
-    asked = None if not host else host[0] if len(host) == 1 else FirstOf(host)
+    host_drafters = [_open_host(name, wanted, target, encode) for name in wanted.host]
+    host_drafter = (
+        None if not host_drafters else host_drafters[0] if len(host_drafters) == 1 else FirstOf(host_drafters)
+    )
     cuts = traits is not None and traits.cuts
     sizes = tuple(sorted({0, traits.max_nodes, wanted.most})) if traits is not None and cuts else wanted.sizes
-    return Speculator(asked, traits, Controller(sizes), LOGIT_ROWS), device
+    return Speculator(host_drafter, traits, Controller(sizes), LOGIT_ROWS), device
 
 
 def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:

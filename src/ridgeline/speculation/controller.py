@@ -122,7 +122,7 @@ class Controller:
         known = [size for size in sizes if size in times]
         best = max(known, key=rates.__getitem__)
         if rates[best] < _MARGIN:
-            best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # a probe that gains goes on
+            best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # continue a probe that gains
         if batch.read_time * batch.off > max(0.0, budget.balance):
             best = 0  # catching up costs a draft model more than the budget
         budget.recent, batch.nodes, batch.hold = 0.0, best, _HOLD

@@ -70,8 +70,8 @@ def draw_draft(
         return token if ids is None else ids.index_select(0, token)
     if ids is not None:
         # Noise depends on the token id, so logits are scattered to the full vocabulary to use the target's noise.
-        every = logits.new_full((len(logits), vocab), float("-inf"))
-        logits = every.index_copy_(1, ids.long(), logits)
+        full_logits = logits.new_full((len(logits), vocab), float("-inf"))
+        logits = full_logits.index_copy_(1, ids.long(), logits)
     key = behind.state.ints.index_select(0, behind.rows)[:, Int.KEY : Int.KEY + 2]
     return ops.sampler.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
 

@@ -76,9 +76,9 @@ class DraftModel(DeviceDrafter):
         for node in range(start.count):
             self._ops.sampler.advance(state, rows, self._draw(start, hidden))
             if node + 1 < start.count:
-                got = self._ops.sampler.gather(state, rows, None)
-                step = StepInputs(rows, row_of, got.length, got.position, row_of[:-1], 1, start.longest)
-                hidden = self._decoder.forward(got.tokens, views(got.slots), step)
+                gathered = self._ops.sampler.gather(state, rows, None)
+                step = StepInputs(rows, row_of, gathered.length, gathered.position, row_of[:-1], 1, start.longest)
+                hidden = self._decoder.forward(gathered.tokens, views(gathered.slots), step)
 
     def _draw(self, start: ChainStart, hidden: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int32 [S]."""
@@ -89,9 +89,9 @@ class DraftModel(DeviceDrafter):
     def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
         """Read the last tokens of each row. Returns the hidden states of the last one, [S, d_model]."""
         rows, last = start.rows, start.last
-        got = self._ops.sampler.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
-        step = StepInputs(rows, last.q_start, got.length, got.position, last.row_of, last.most, start.longest)
-        hidden = self._decoder.forward(got.tokens, views(got.slots), step)
+        gathered = self._ops.sampler.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
+        step = StepInputs(rows, last.q_start, gathered.length, gathered.position, last.row_of, last.most, start.longest)
+        hidden = self._decoder.forward(gathered.tokens, views(gathered.slots), step)
         return hidden[_UNREAD - 1 :: _UNREAD].contiguous()
 
 

@@ -9,7 +9,7 @@ from ridgeline.speculation.host import HostDrafter, Proposer
 
 
 class FirstOf:
-    """drafters: in order of preference. A drafter that proposes only with confidence (speculation.ngram) comes before one that
+    """drafters: in order of preference. A drafter that proposes only with confidence (speculation.ngram) precedes one that
     always proposes (speculation.lookahead)."""
 
     def __init__(self, drafters: Sequence[HostDrafter]) -> None:

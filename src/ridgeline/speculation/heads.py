@@ -64,12 +64,12 @@ def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, 
     gains = {-1: 1.0}
     push(1.0, -1, 0, 0)
     while open_nodes and len(chosen) < nodes:
-        minus, _, node = heapq.heappop(open_nodes)
-        here = len(chosen)
+        negative_gain, _, node = heapq.heappop(open_nodes)
+        index = len(chosen)
         chosen.append(node)
-        gains[here] = -minus
+        gains[index] = -negative_gain
         push(gains[node.parent], node.parent, node.head, node.rank + 1)
-        push(gains[here], here, node.head + 1, 0)
+        push(gains[index], index, node.head + 1, 0)
     return tuple(chosen)
 
 
@@ -99,7 +99,7 @@ class MedusaHeads:
         self._unembed = stacked(f"{self.layers}.weight") if has_unembeddings else None
 
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
-        """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
+        """hidden [S, D] -> states of the first `heads` heads before their unembedding, [S, heads, D]."""
         rows = hidden.shape[0]
         inner = self._linear(hidden, self._first, self._bias[0].flatten()).view(rows, self.heads, self.width)
         out = hidden.unsqueeze(1) + F.silu(inner[:, :heads])
@@ -111,11 +111,12 @@ class MedusaHeads:
     def candidates(
         self, hidden: torch.Tensor, top: Sequence[int], logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The likeliest tokens of each head, int32 [S, len(top), max(top)], the likeliest first.
+        """The most probable tokens of the first len(top) heads, int32 [S, len(top), max(top)], the most probable first.
 
-        hidden [S, D]: the final states, normed, from which the last known tokens were drawn. top: candidates wanted of each head
-        from the first on; a head gives max(top) whatever its own number is. logits_of: hidden [N, D] -> logits [N, V], the model's
-        head.
+        Args:
+            hidden: [S, D], final states after the norm, from which the last known tokens were drawn.
+            top: number of candidates needed of each head; every head returns max(top).
+            logits_of: hidden [N, D] -> logits [N, V], the model's head.
         """
         states = self.states(hidden, len(top))
         if self._unembed is None:

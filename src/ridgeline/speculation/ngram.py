@@ -1,5 +1,5 @@
 """N-gram drafter: drafts are copied from earlier text (Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large
-Language Models", section 3; prompt lookup decoding copies from the prompt alone).
+Language Models", section 3; prompt lookup decoding copies only from the prompt).
 
 The drafter searches earlier occurrences of the last tokens in the prompt, the output and a document. The tokens that follow an
 occurrence are the draft. Several occurrences give a tree. There are two kinds of match:
@@ -27,7 +27,7 @@ ANCHOR = 2
 LONGEST = 16
 """Most equal tokens that are counted. Longer matches are not more accurate."""
 SURE = 6
-"""An exact match of at least this length is used alone; matches within one edit are not searched."""
+"""An exact match of at least this length is used without a search for matches within one edit."""
 EDIT_BEFORE = 3
 EDIT_BEHIND = 3
 RESUMED = LONGEST + 1
@@ -224,12 +224,12 @@ class NGramProposer:
     def _tree(self, matches: list[_Match], nodes: int, depth: int) -> Draft:
         """Merge the continuations of matches. A node gets the accuracy of its match, times the probability that its parent still
         has after earlier children."""
-        chance, least = self._chance, self._min_chance
+        chance, min_chance = self._chance, self._min_chance
         tokens: list[int] = []
         parents: list[int] = []
         grades: list[int] = []
-        reached: list[float] = []
-        left = [1.0]
+        probabilities: list[float] = []
+        remaining = [1.0]
         """Probability left for further children, by node (the root first)."""
         children: dict[tuple[int, int], int] = {}
         for match_grade, text, place in matches:
@@ -237,20 +237,20 @@ class NGramProposer:
             for token in text.following(place, depth):
                 child = children.get((at, token))
                 if child is None:
-                    here = left[at + 1] * chance[grade]
-                    if here < least:
+                    probability = remaining[at + 1] * chance[grade]
+                    if probability < min_chance:
                         break
-                    left[at + 1] -= here
+                    remaining[at + 1] -= probability
                     child = children[at, token] = len(tokens)
                     tokens.append(token)
                     parents.append(at)
                     grades.append(grade)
-                    reached.append(here)
-                    left.append(here)
+                    probabilities.append(probability)
+                    remaining.append(probability)
                 at = child
                 if grade < LONGEST or grade == RESUMED:
                     grade += 1
-        return self._ordered(tokens, parents, grades, reached, nodes)
+        return self._ordered(tokens, parents, grades, probabilities, nodes)
 
     def _ordered(
         self, tokens: list[int], parents: list[int], grades: list[int], reached: list[float], nodes: int

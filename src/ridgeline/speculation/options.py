@@ -36,8 +36,8 @@ class Wanted:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Draft sizes that the controller tries: each size up to 4, then two sizes per doubling."""
-        fine = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
-        return (*[size for size in fine if size < self.most], self.most)
+        candidates = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
+        return (*[size for size in candidates if size < self.most], self.most)
 
 
 def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted:

@@ -99,7 +99,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
             param="speculate",
         )
     return RecurrentWeights(
-        {name: _held(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
+        {name: _int_matrix(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
         {name: tensors[name].float() for name in NORMS},
         tensors["ids"].int(),
         config["attended_layer"],
@@ -128,8 +128,12 @@ def _read_cut(folder: Path, config: Mapping[str, Any]) -> DraftCut:
     return cut
 
 
-def _held(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], form: tuple[int, int]) -> IntMatrix:
-    return IntMatrix(tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *form, *shape)
+def _int_matrix(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], number_format: tuple[int, int]
+) -> IntMatrix:
+    return IntMatrix(
+        tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *number_format, *shape
+    )
 
 
 def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -51,7 +51,7 @@ class Recycling(DeviceDrafter):
         )
         tokens: list[torch.Tensor] = []
         for parent, rank in TREE[:count]:
-            above = root if parent < 0 else tokens[parent]
-            tokens.append(self._table[:, rank].index_select(0, above))
+            parent_token = root if parent < 0 else tokens[parent]
+            tokens.append(self._table[:, rank].index_select(0, parent_token))
         nodes = torch.arange(count, dtype=torch.int32, device=known.device)
         behind.write(known.unsqueeze(1) + nodes, torch.stack(tokens, dim=1))
