@@ -29,7 +29,7 @@ class KvStore:
     have the same size. flat: uint8 [pages * page_bytes].
     kv[i]: cache of layer i, [pages, 2, kv_heads, page_tokens, head_dim], as in ops.step.KvView; a dtype that packs several
     elements has a smaller last dimension. scales[i]: [pages, 2, kv_heads, page_tokens, scales]; None for a format without scales.
-    groups[i]: the KV group of layer i. A layer with `share_from` has the values of that layer.
+    groups[i]: the KV group of layer i. A layer with `share_from` uses the cache of that layer.
     runs[group]: all memory of the group's layers as few views [pages, heads of keys and values, page_tokens, width].
     """
 
