@@ -27,7 +27,7 @@ import torch
 from common import HERE, cpu_name, provenance, write_rows
 
 from ridgeline.core.config import ModelConfig
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.models.hub import resolve_model
 from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.lookahead import Lookahead
@@ -159,7 +159,7 @@ def answer(drafter: HostDrafter, target: Target, case: Case, size: tuple[int, in
     while len(text) < end:
         began = time.thread_time_ns()
         room = min(depth, end - len(text) - 1)
-        draft = guess.propose(nodes, room) if room else NOTHING
+        draft = guess.propose(nodes, room) if room else EMPTY_DRAFT
         proposed = time.thread_time_ns()
         drawn = target.say(text, draft)
         words = gained(draft, drawn)

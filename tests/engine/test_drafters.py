@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.events import StepCounts
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
@@ -111,7 +111,7 @@ class Partly(Speculator):
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
         found = super().propose(request, nodes)
-        return NOTHING if len(found.tokens) == 2 else found
+        return EMPTY_DRAFT if len(found.tokens) == 2 else found
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import ConfigError
 from ridgeline.speculation import lookahead
 from ridgeline.speculation.first_of import FirstOf
@@ -95,9 +95,9 @@ def test_the_first_step_is_a_chain_and_each_step_adds_a_level() -> None:
 def test_a_window_that_was_not_verified_stays() -> None:
     guess = Lookahead(columns=2, ngram=3, candidates=1).start([1, 2, 3, 4])
     first = guess.propose(64, 16)
-    guess.observe([50], NOTHING, [50])
+    guess.observe([50], EMPTY_DRAFT, [50])
     assert guess.propose(64, 16) == first
-    guess.observe([51], NOTHING, [51])
+    guess.observe([51], EMPTY_DRAFT, [51])
     assert guess.propose(64, 16) == first
 
 
@@ -124,7 +124,7 @@ def test_sizes_that_make_no_draft_are_refused(shape: tuple[int, int, int]) -> No
 
 
 def test_without_columns_there_is_the_pool() -> None:
-    assert Lookahead(columns=0).start([1, 2, 3]).propose(8, 8) == NOTHING
+    assert Lookahead(columns=0).start([1, 2, 3]).propose(8, 8) == EMPTY_DRAFT
     assert Lookahead(columns=0).start([1, 2, 3, 1]).propose(8, 8) == Draft((2, 3))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeline.core.draft import NOTHING
+from ridgeline.core.draft import EMPTY_DRAFT
 from ridgeline.speculation.ngram import EDIT_BEHIND, PLACES, REACH, NGram, Text
 from tests.speculation.simulated import Run, check, hashed, paths, plain, speculate
 
@@ -92,12 +92,12 @@ def test_a_copy_goes_on_behind_one_edit(edit: list[int], goes_on: int, behind: i
 
 
 def test_an_edit_needs_a_copy_before_it() -> None:
-    assert NGram().start([*SOURCE, 0, *SOURCE[6:8], 99]).propose(32, 4) == NOTHING
-    assert NGram().start([*SOURCE, 0, *SOURCE[5:8], 99]).propose(32, 4) != NOTHING
+    assert NGram().start([*SOURCE, 0, *SOURCE[6:8], 99]).propose(32, 4) == EMPTY_DRAFT
+    assert NGram().start([*SOURCE, 0, *SOURCE[5:8], 99]).propose(32, 4) != EMPTY_DRAFT
 
 
 def test_two_edits_are_one_too_many() -> None:
-    assert NGram().start([*SOURCE, 0, *SOURCE[:8], 98, 99]).propose(32, 4) == NOTHING
+    assert NGram().start([*SOURCE, 0, *SOURCE[:8], 98, 99]).propose(32, 4) == EMPTY_DRAFT
 
 
 def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
@@ -108,16 +108,16 @@ def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
 def test_documents_are_quoted_up_to_their_end() -> None:
     drafter = NGram([SOURCE[:10], SOURCE[10:]])
     assert drafter.start([0, 1, *SOURCE[2:8]]).propose(8, 8).tokens == tuple(SOURCE[8:10])
-    assert drafter.start([0, *SOURCE[4:10]]).propose(8, 8) == NOTHING
-    assert drafter.start([0, *SOURCE[4:10], 99]).propose(8, 8) == NOTHING
+    assert drafter.start([0, *SOURCE[4:10]]).propose(8, 8) == EMPTY_DRAFT
+    assert drafter.start([0, *SOURCE[4:10], 99]).propose(8, 8) == EMPTY_DRAFT
 
 
 def test_requests_share_documents_and_not_what_they_say() -> None:
     drafter = NGram([SOURCE])
     one = drafter.start(SOURCE[:8])
-    one.observe([77, 78, 79], NOTHING, [77])
+    one.observe([77, 78, 79], EMPTY_DRAFT, [77])
     assert one.propose(1, 1).tokens == ()
-    assert drafter.start([0, 77, 78]).propose(8, 8) == NOTHING
+    assert drafter.start([0, 77, 78]).propose(8, 8) == EMPTY_DRAFT
     assert drafter.start([0, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
 
 
@@ -126,7 +126,7 @@ def test_matches_that_fail_are_no_longer_followed() -> None:
     guess = NGram().start([1, 2, 3])
     drafted = []
     for turn in range(60):
-        guess.observe([1, 2], NOTHING, [1])
+        guess.observe([1, 2], EMPTY_DRAFT, [1])
         draft = guess.propose(8, 1)
         drafted.append(len(draft.tokens))
         guess.observe([100 + turn], draft, [100 + turn] * (1 + len(draft.tokens)))
@@ -143,7 +143,7 @@ def test_a_copy_takes_few_steps() -> None:
 def test_only_the_end_of_a_long_prompt_is_searched() -> None:
     near, far = list(range(1000, 1000 + REACH // 2)), list(range(1000, 1000 + REACH))
     assert NGram().start([*SOURCE, *near, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
-    assert NGram().start([*SOURCE, *far, *SOURCE[:8]]).propose(1, 1) == NOTHING
+    assert NGram().start([*SOURCE, *far, *SOURCE[:8]]).propose(1, 1) == EMPTY_DRAFT
 
 
 @pytest.mark.parametrize("prompt", [[7] * 3000, [7, 8] * 1500, [7, 8, 9, 7, 8, 6] * 500])

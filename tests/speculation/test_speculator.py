@@ -8,7 +8,7 @@ from itertools import cycle, pairwise
 
 import pytest
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation import speculator
 from ridgeline.speculation.controller import Controller
@@ -29,7 +29,7 @@ class Listener:
     def propose(self, nodes: int, depth: int) -> Draft:
         self.asked += 1
         assert self.text == self.truth[: len(self.text)]
-        return Draft(tuple(self.truth[len(self.text) :][: min(nodes, depth, 3)])) if self.asked % 2 else NOTHING
+        return Draft(tuple(self.truth[len(self.text) :][: min(nodes, depth, 3)])) if self.asked % 2 else EMPTY_DRAFT
 
     def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
         self.text += tokens
@@ -78,7 +78,7 @@ def test_a_request_that_nothing_can_be_quoted_for_is_asked_now_and_then() -> Non
 
         def _nothing(self, nodes: int, depth: int) -> Draft:
             self.asked += 1
-            return NOTHING
+            return EMPTY_DRAFT
 
         asked = 0
 
@@ -109,7 +109,7 @@ def test_who_quotes_is_asked_where_a_glance_promises_something(
 
             def propose(nodes: int, depth: int) -> Draft:
                 asked.append(guess.text[-1])
-                return NOTHING
+                return EMPTY_DRAFT
 
             guess.propose = propose  # type: ignore[method-assign]
             return guess
@@ -158,7 +158,7 @@ def test_what_the_device_drafted_is_verified_once() -> None:
     (request,) = bench.scheduler.running
     assert request.speculation.device_nodes == 3
     assert len(speculation.propose(request, 8).tokens) == 3
-    assert speculation.propose(request, 8) == NOTHING
+    assert speculation.propose(request, 8) == EMPTY_DRAFT
 
 
 def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,4 +48,4 @@ class Draft:
         return Draft(tuple(self.tokens[node] for node in kept))
 
 
-NOTHING = Draft()
+EMPTY_DRAFT = Draft()

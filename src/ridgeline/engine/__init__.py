@@ -1,1 +1,1 @@
-"""The heart: plan, launch, commit, reply."""
+"""The inference engine: plan, launch, commit, reply."""

@@ -1,5 +1,5 @@
-"""The engine's process: `python -m ridgeline.engine FD`, where FD is one end of a socket pair. The first frame that comes in
-is the configuration; what it asks for and waits for nothing begins before torch is imported."""
+"""Entry point of the engine process: `python -m ridgeline.engine FD`, where FD is one end of a socket pair. The first frame
+received is the configuration. The GPU context is opened before torch is imported."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ridgeline.wire.config import receive_config
 
 
 def main(fd: int) -> int:
-    """Serve until the service has gone; returns the exit status."""
+    """Serve until the service stops the engine or disconnects; returns the exit status."""
     keep_bytecode("torch")
-    gc.disable()  # what a start makes stays: looking through it for garbage took a seventh of the imports
+    gc.disable()  # objects of the start-up are permanent: collections took a seventh of the import time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     config = receive_config(sock)

@@ -1,4 +1,4 @@
-"""What a step had to do, was expected to take and used: the figures behind MFU, MBU, predictions and energy."""
+"""FLOPs, bytes, predicted time and energy of each step: the input of MFU, MBU, prediction and energy metrics."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ridgeline.hardware.probe import probe
 from ridgeline.hardware.table import Accelerator
 
 GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
-"""Sizes of the product that shows what a device can multiply."""
+"""Matrix sizes for the measurement of the FLOP rate."""
 GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
-"""Bytes that are read to see what its memory gives: many times its caches."""
+"""Bytes read for the measurement of the memory bandwidth, many times the size of the caches."""
 
 
 class Accounted(NamedTuple):
-    """A tuple, because one is made in every step.
+    """Account of one step. A tuple, because every step makes one.
 
-    flops, bytes: by the model's formula. predicted_s: device seconds expected. joules: since the
-    last step that has some."""
+    flops, bytes: by the formulas of the model's spec. predicted_s: predicted device seconds. joules: energy since the last
+    step that reported energy."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -35,15 +35,15 @@ class Accounted(NamedTuple):
 
 
 class Account:
-    """By itself it counts nothing."""
+    """The interface, with a default that counts nothing."""
 
     def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
-        """A step after which rows hold `ends` tokens, `counts` of them new, with logits for `logits` tokens."""
+        """Account for a step. ends: tokens of each row after it. counts: how many of them are new. logits: rows of logits."""
         return Accounted()
 
 
 class DeviceAccount(Account):
-    """Counts by the spec's formulas and the device's own energy counter. cost: what predicts, for whoever else must."""
+    """Counts by the formulas of the spec and the energy counter of the device. cost: the cost model that predicts times."""
 
     def __init__(self, cost: CostModel, power: Meter) -> None:
         self.cost = cost
@@ -55,9 +55,15 @@ class DeviceAccount(Account):
 
 
 def open_account(spec: ModelSpec, device: torch.device, calibration: str = "") -> tuple[DeviceAccount, dict[str, Any]]:
-    """The account of a model on a device, and the device's ceilings as facts (see metrics.Ceilings): by the table, and as
-    plain kernels reach them here, which takes a tenth of a second. calibration: file that its predictions follow, "" for
-    a guess by the ceilings. Raises ConfigError for a file of another model, number format or device."""
+    """The account of a model on a device, and the ceilings of the device as facts (see metrics.Ceilings).
+
+    Ceilings are the published figures of the device and the rates measured here with simple kernels, in a tenth of a second.
+
+    Args:
+        calibration: file for the predictions; "": predict from the ceilings.
+    Raises:
+        ConfigError: for a file of another model, number format or device.
+    """
     fitted = load_calibration(Path(calibration), spec, place(device)) if calibration else None
     cuda = device.type == "cuda"
     machine = probe()
@@ -71,7 +77,7 @@ def open_account(spec: ModelSpec, device: torch.device, calibration: str = "") -
     power = Meter(power_counter(device.type, known.watts if known else 0.0, device.index or 0))
     ceilings = {
         "measured_bytes": read,
-        # Products of a quantized model have another rate, which this product does not show.
+        # Quantized matrix products have another rate, which this measurement does not show.
         "measured_flops": measured if form is None else 0.0,
         "power": power.kind,
         "calibration": str(fitted or ""),
@@ -82,7 +88,7 @@ def open_account(spec: ModelSpec, device: torch.device, calibration: str = "") -
 
 
 def place(device: torch.device) -> str:
-    """What a calibration holds for: "NVIDIA H200", or a processor with as many threads as torch has ("AMD EPYC, 2 threads")."""
+    """The device name of a calibration: "NVIDIA H200", or a processor and torch's thread count ("AMD EPYC, 2 threads")."""
     name = probe().device("auto" if device.type == "cuda" else "cpu").name
     return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 

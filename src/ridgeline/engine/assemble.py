@@ -1,4 +1,4 @@
-"""From configuration to a beating heart: device, spec, memory plan, weights, runner, scheduler, engine; in that order."""
+"""Builds an Engine from its configuration: device, spec, memory plan, weights, runner, scheduler, engine, in that order."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class _Stages:
-    """Seconds of each stage of the start-up. A stage lasts from the end of the one before; what reports its progress ends
-    with its last report. clock: seconds that only grow."""
+    """Measures the stages of the start-up in seconds. A stage begins where the stage before it ends. A stage that reports progress
+    ends with its last report. clock: monotonic seconds."""
 
     def __init__(self, imports_s: float, tell: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
@@ -57,14 +57,19 @@ class _Stages:
         self._last = now
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Pass a stage's progress on, and count it."""
+        """Forward the progress of a stage and extend the stage to now."""
         self.ends(stage)
         self._tell(stage, done, total)
 
 
 def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0) -> Engine:
-    """Everything an engine needs, ready to serve; `imports_s`: what this process had spent on its imports, to be told
-    with the other stages. Raises ConfigError, UnsupportedModel or DoesNotFit before any weight is read if it cannot."""
+    """Build an engine that is ready to serve.
+
+    Args:
+        imports_s: seconds that this process spent on imports, reported with the other stages.
+    Raises:
+        ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
+    """
     stages = _Stages(imports_s, progress)
     policy = admission(config.batching)
     device = _device(config)
@@ -73,8 +78,8 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     folder = resolve_model(model)
     spec = served_spec(read_model(folder)[0], model)
     total, taken = _memory(device)
-    wanted, beside = memory_of_drafters(config, spec, folder, device.type, taken)
-    plan = size(spec, config, total, device.type, model=model, drafters=beside)
+    wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type, taken)
+    plan = size(spec, config, total, device.type, model=model, drafters=drafter_memory)
     ops = _operations(config, spec, device)
     stages.ends("config")
     account, ceilings = open_account(spec, device, config.calibration)
@@ -118,7 +123,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
 
 
 def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLayout, wanted: Wanted) -> str:
-    """Names what KV pages hold: by the content of the models that write them, how they are served, and the pages' format."""
+    """Hash of everything that determines the content of KV pages: model weights, how they are served, page layout."""
     dummy = model.load_format == "dummy"
     digest = sha256(repr((spec, layout, dummy and model.seed)).encode() + content_hash(folder, weights=not dummy))
     if wanted.device == "draft":
@@ -139,7 +144,7 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Ops:
-    """The operations for the spec's dtype. Raises ConfigError if `deterministic` asks for some that do not exist."""
+    """The operations for the spec's dtype. Raises ConfigError if `deterministic` needs operations that do not exist."""
     dtype = DTYPES[spec.dtype]
     if not config.deterministic:
         return choose(device, dtype, eager=config.enforce_eager)
@@ -155,13 +160,13 @@ def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> 
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what was enqueued, so that the time of a stage is its own."""
+    """Wait for enqueued work, so that its time counts for the stage that enqueued it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """(bytes of the device, bytes others hold of it); of a CPU, what is free now and 0."""
+    """(total bytes of the device, bytes already in use). On a CPU: (bytes free now, 0)."""
     if device.type == "cpu":
         return host_memory()[1], 0
     free, total = torch.cuda.mem_get_info(device)
@@ -169,12 +174,12 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 
 def _encoder(folder: Path) -> Callable[[str], list[int]]:
-    """Token ids of a text without special tokens. The tokenizer is loaded by the call."""
+    """A function that encodes text without special tokens. It loads the tokenizer when it is called."""
     return lambda text: Tokenizer.load(folder).encode(text, add_special_tokens=False)
 
 
 def _grammars(folder: Path, spec: ModelSpec) -> GrammarCache | None:
-    """The grammars of its vocabulary; None for a folder without a tokenizer (benchmarks on a config.json)."""
+    """The grammar cache for the model's vocabulary; None for a folder without a tokenizer (benchmarks on a config.json)."""
     if not (folder / TOKENIZER_FILE).is_file():
         return None
     compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size=spec.vocab_size, end_ids=spec.eos_ids)
@@ -182,7 +187,7 @@ def _grammars(folder: Path, spec: ModelSpec) -> GrammarCache | None:
 
 
 def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.device) -> dict[str, Any]:
-    """What the service, `fit` and people ask of an engine."""
+    """The facts that Ready and the "stats" reply report."""
     spec = loaded.spec
     defaults = asdict(loaded.generation_defaults)
     return {

@@ -1,7 +1,7 @@
-"""One step as the device needs it: which rows, which of their tokens, and which logits.
+"""The input tensors of a step: its rows, their query tokens, and the tokens whose logits are needed.
 
-All of it follows from the plan and from who holds the rows; nothing is read back from the device. The arrays of a step are packed
-into one, so that it takes one copy to upload a step and one to bring it to where captured work reads it.
+They are computed from the plan and the row table on the host, without reading from the device. The arrays of a step are packed
+into one array, so that one copy uploads a step and one copy moves it to the static memory of captured work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How the query tokens of drafts depend on each other. shift int32 [T]: what a position is beyond its slot's. ancestors int64
-    [T], as in StepInputs."""
+    """Draft trees of a step. shift int32 [T]: position minus slot of each query token. ancestors int64 [T]: as in StepInputs."""
 
     shift: torch.Tensor
     ancestors: torch.Tensor
@@ -40,9 +39,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The query tokens whose logits are needed in a step with drafts: of each row that draws its last known token, node 0, and its
-    drafts. rows, number, depth int32 [N]: the device row of each, its number among that row's, and its level in the tree (of a
-    chain, its number)."""
+    """The query tokens whose logits are needed in a step with drafts.
+
+    Each row that draws has its last known token (node 0) and its draft nodes. All int32 [N]: rows, the device row; number, the
+    index among the nodes of the row; depth, the level in the tree, which equals number for a chain.
+    """
 
     rows: torch.Tensor
     number: torch.Tensor
@@ -52,11 +53,11 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Where the query tokens lie of a step in which rows have several, or do not draw. All int32.
+    """Layout of the query tokens of a step in which a row has several query tokens or does not draw. All int32.
 
-    q_start [B + 1]. n_query [B]. advance [B], how far the position moves before drawn tokens count. row_of, place [T], each query
-    token's row in the step and number in that row. at [N], the query tokens whose logits are needed. nodes: None without drafts.
-    tree: None for chains.
+    q_start [B + 1]: index of each row's first query token. n_query [B]: query tokens per row. advance [B]: how far the position
+    moves, drawn tokens excluded. row_of, place [T]: row in the step and index in that row of each query token. at [N]: query
+    tokens whose logits are needed. nodes: None without drafts. tree: None for chains.
     """
 
     q_start: torch.Tensor
@@ -73,9 +74,9 @@ class Ragged:
 class Batch:
     """A step's tensors.
 
-    packed: int32, all of them as they were uploaded (see `unpack`). rows int32 [B]. sampled int32 [S], device rows that draw.
+    packed: int32, all of them in one array (see `unpack`). rows int32 [B]: device rows. sampled int32 [S]: device rows that draw.
     ragged: None if every row has one query token and draws. inputs: of logits processors. scores: query tokens to score. greedy:
-    every row draws its most probable token. ahead: as in StepPlan.
+    every row takes its most probable token. ahead: as in StepPlan.
     """
 
     shape: StepShape
@@ -95,18 +96,18 @@ class Batch:
 
     @property
     def owners(self) -> torch.Tensor:
-        """The device row of each row of logits, int32 [N]."""
+        """Device row of each logits row, int32 [N]."""
         return self.sampled if self.nodes is None else self.nodes.rows
 
     @property
     def plain(self) -> bool:
-        """No row asks for more than a draw by temperature, top_k, top_p and min_p, and nothing is scored."""
+        """Rows need only temperature, top_k, top_p and min_p: no logits processor, no log-probabilities, no prompt scores."""
         return self.inputs is NO_INPUTS and self.scores is None
 
 
 @lru_cache(maxsize=256)
 def _layout(shape: StepShape) -> tuple[dict[str, slice], list[int]]:
-    """Where each part of a packed step lies, and the sizes of all parts, each with the gap behind it. int64 takes two items."""
+    """Slice of each part of a packed step, and the sizes of all parts, each followed by its padding. An int64 takes two items."""
     if shape.decode:
         return {"rows": slice(0, shape.rows)}, [shape.rows, 0]
     rows, draws, tokens, logits = shape.rows, shape.draws, shape.tokens, shape.logits
@@ -118,7 +119,7 @@ def _layout(shape: StepShape) -> tuple[dict[str, slice], list[int]]:
         sizes |= {"depth": logits, "parent": 2 * draws * shape.width}
     if shape.tree:
         sizes |= {"shift": tokens, "ancestors": 2 * tokens}
-    cuts = [size for one in sizes.values() for size in (one, -one % _ALIGN)]
+    cuts = [item_count for size in sizes.values() for item_count in (size, -size % _ALIGN)]
     begins = [0, *accumulate(cuts)][:-1:2]
     return {name: slice(at, at + sizes[name]) for name, at in zip(sizes, begins, strict=True)}, cuts
 
@@ -151,8 +152,8 @@ def unpack(packed: torch.Tensor, shape: StepShape) -> Batch:
 
 
 def pack_rows(part: Mapping[str, np.ndarray], rows: np.ndarray, n_query: np.ndarray) -> np.ndarray:
-    """Fill in what follows from the device rows int32 [B] and their numbers of query tokens int32 [B]; behind them is padding.
-    Returns where each row's query tokens end, int32 [B]."""
+    """Fill the parts that depend only on the device rows int32 [B] and their query token counts int32 [B]; pad the remainder.
+    Returns the end of each row's query tokens, int32 [B]."""
     count, tokens = len(rows), int(n_query.sum())
     ends = np.cumsum(n_query, dtype=np.int32)
     row_of = np.repeat(np.arange(count, dtype=np.int32), n_query)
@@ -164,7 +165,7 @@ def pack_rows(part: Mapping[str, np.ndarray], rows: np.ndarray, n_query: np.ndar
 
 
 class BatchBuilder:
-    """Reads a plan, adds its step to a packet, and makes the Batch once the packet was sent.
+    """Reads a plan, adds its step to a packet, and builds the Batch when the packet is sent.
 
     table: with the plan's rows assigned. Raises EngineFailed for a plan that this runner cannot run.
     """
@@ -225,7 +226,7 @@ class BatchBuilder:
         ends = pack_rows(part, self._rows, n_query)
         advance = n_query - n_draft
         advance[where] -= 1
-        advance[self._rows == 0] = 0  # the scratch row stands in for one that was lost, and never moves
+        advance[self._rows == 0] = 0  # the scratch row replaces a lost row and never advances
         part["advance"][: len(advance)] = advance
         part["sampled"][: len(where)] = self._rows[where]
         first = np.cumsum(nodes, dtype=np.int32) - nodes
@@ -240,7 +241,7 @@ class BatchBuilder:
             self._pack_tree(part, ends)
 
     def _pack_tree(self, part: Mapping[str, np.ndarray], ends: np.ndarray) -> None:
-        """Rows without drafts keep the causal order."""
+        """Pack ancestors, shifts and depths of draft trees. Rows without drafts stay causal."""
         ancestors, parent = (
             part["ancestors"].view(np.int64),
             part["parent"].view(np.int64).reshape(-1, self._padded.width),
@@ -248,24 +249,24 @@ class BatchBuilder:
         ancestors[:] = -1
         for index, (place, tree) in enumerate(zip(self._where, self._branches(), strict=True)):
             nodes, first = len(tree.depth), part["first"][index]
-            own = slice(ends[place] - nodes, ends[place])
+            tokens = slice(ends[place] - nodes, ends[place])
             if nodes > 1:
-                part["shift"][own] = tree.depth - np.arange(nodes)
-                ancestors[own] = tree.ancestors
+                part["shift"][tokens] = tree.depth - np.arange(nodes)
+                ancestors[tokens] = tree.ancestors
             parent[index, :nodes] = tree.parent
             part["depth"][first : first + nodes] = tree.depth
 
     def _branches(self) -> list[Branches]:
-        """Of each row that draws, how its drafts depend on each other."""
+        """The draft tree of each row that draws."""
         parents, ends = self._plan.tree, np.cumsum(self._n_draft)
         return [branches(tuple(parents[ends[place] - self._n_draft[place] : ends[place]])) for place in self._where]
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> Batch:
-        """The Batch over the tensors that the packet became."""
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """The Batch over the uploaded tensors `got`."""
         return replace(
-            unpack(got["step"], self._padded),
-            inputs=NO_INPUTS if self._inputs is None else self._inputs.build(got),
-            scores=None if self._scores is None else self._scores.build(got),
+            unpack(tensors["step"], self._padded),
+            inputs=NO_INPUTS if self._inputs is None else self._inputs.build(tensors),
+            scores=None if self._scores is None else self._scores.build(tensors),
             greedy=self._greedy,
             ahead=self._plan.ahead,
         )

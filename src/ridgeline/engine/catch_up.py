@@ -1,4 +1,4 @@
-"""What a draft model reads before it drafts: tokens that rows have gained while nothing was drafted."""
+"""Catch-up of a draft model: it reads tokens that rows gained while drafting was off."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ridgeline.speculation.state import UNREAD_TAIL
 
 
 def is_behind(plan: StepPlan) -> bool:
-    """Whether a draft model has to read tokens of some row before it drafts."""
+    """Whether a draft model must read skipped tokens of a row before it drafts."""
     return max(plan.unread, default=0) > UNREAD_TAIL
 
 
 def unread_steps(plan: StepPlan, padded: StepShape | None) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Packed steps of what the plan's rows have not read but for the last UNREAD_TAIL tokens, each row's in order, with shapes.
-    padded: the shape of each step, one row of which is left for padding; None: one step without padding."""
+    """Packed steps, with their shapes, that read the unread tokens of the plan's rows, without each row's last UNREAD_TAIL tokens.
+
+    padded: the shape of every step, which keeps one row for padding; None: one step without padding.
+    """
     if not is_behind(plan):
         return
     rows = np.frombuffer(plan.rows, dtype=np.int32)[np.frombuffer(plan.samples, dtype=np.int8) > 0]
@@ -32,12 +34,12 @@ def unread_steps(plan: StepPlan, padded: StepShape | None) -> Iterator[tuple[np.
 
 
 def reading(rows: int, tokens: int) -> StepShape:
-    """A step of which only a draft model reads the query tokens: nobody draws."""
+    """Shape of a step in which only a draft model reads the query tokens and no row draws."""
     return StepShape(rows, 0, tokens, tokens)
 
 
 def _reading(rows: np.ndarray, counts: np.ndarray, shape: StepShape) -> Iterator[tuple[np.ndarray, StepShape]]:
-    """Steps that read `counts` tokens of device rows, both int32 [n]: those before the last UNREAD_TAIL."""
+    """Packed steps that read `counts` tokens of device rows (both int32 [n]), those before the last UNREAD_TAIL."""
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     # Tokens that are read again have places below 0 (ops.rows.Spread).
     place = np.arange(len(row_of)) - np.cumsum(counts)[row_of] - 1

@@ -1,5 +1,5 @@
-"""One step on the device: gather, forward, draw, advance. Functions of device buffers that never wait for the device, so
-that the same code runs eagerly, on a CPU, and inside a CUDA graph.
+"""One step on the device: gather, forward, sample, advance. The functions only enqueue work on device buffers and never
+synchronize, so the same code runs eagerly, on a CPU, and under CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step leaves for the host, still on the device.
+    """Results of a step, on the device.
 
-    packed: int32 [S, 2 + wide] for the rows that drew: tokens gained, flag, the drawn tokens (those beyond the gained
-    ones mean nothing); with trees int32 [S, 2 + 3 wide]: then what was drawn behind each node, and the nodes of the path.
-    logprobs: for wished rows, one per logit row, along the path. scores: for scored query tokens. worth: of DeviceDrafter.draft.
+    packed: for the rows that drew, int32 [S, 2 + width]: tokens gained, flag, drawn tokens (undefined beyond the gained ones).
+    With trees int32 [S, 2 + 3 width]: then the token drawn after each node, and the nodes of the accepted path.
+    logprobs: of rows that requested them, one for each logits row, along the path. scores: of the query tokens to score.
+    worth: result of DeviceDrafter.draft.
     """
 
     packed: torch.Tensor | None
@@ -45,29 +46,28 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """N logit rows that draw: their logits as the head gives them, device rows, those rows' columns, and where each drawn
-    token will stand."""
+    """N logits rows to sample from: the logits of the head, their device rows, and the columns of these rows."""
 
     logits: torch.Tensor
     rows: torch.Tensor
     ints: torch.Tensor
     knobs: torch.Tensor
     place: torch.Tensor
-    """Where the token drawn from each will stand in its row."""
+    """int32 [N]: index in the row at which the drawn token is stored."""
 
     def pick(self, index: torch.Tensor) -> _Logits:
-        mine = (self.logits, self.rows, self.ints, self.knobs, self.place)
-        return _Logits(*(one.index_select(0, index) for one in mine))
+        columns = (self.logits, self.rows, self.ints, self.knobs, self.place)
+        return _Logits(*(column.index_select(0, index) for column in columns))
 
 
 _Facts = tuple[int | None, float | None, float, KvFormat]
 """Window, soft cap, scale and format of a layer's KvView."""
 _Layer = tuple[Tensor, Tensor | None, int, _Facts]
-"""Its cache, the cache's scales, its group, and what else its KvView holds."""
+"""KV cache of a layer, scales of the cache, KV group, remaining fields of its KvView."""
 
 
 class DeviceStep:
-    """The model over rows and cache. `longest`: most slots a row can ever hold."""
+    """Runs steps of the model over the row table and the KV cache. longest: most slots that a row can hold."""
 
     def __init__(
         self, model: LoadedModel, rows: RowTable, store: KvStore, step_tokens: int, drafter: DeviceDrafter = NoDrafter()
@@ -81,77 +81,95 @@ class DeviceStep:
         spec = model.spec
         kv_format = store.layout.format
         assert kv_format == spec.kv, "the cache is laid out for another format than the operations were checked for"
-        facts = ((one.window, one.softcap, spec.scale_of(one), kv_format) for one in (*spec.layers, *drafter.layers))
+        facts = (
+            (layer.window, layer.softcap, spec.scale_of(layer), kv_format) for layer in (*spec.layers, *drafter.layers)
+        )
         layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
         guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
         self._guest_views = partial(self._views, guests)
-        """Of the drafter's layers, then of those that it attends to."""
+        """Views of the drafter's own layers, then of the target's layers that it attends to."""
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
     def one_layer_of_each_kind(self) -> DeviceStep:
-        """The same step through one layer of each kind: it launches the same kernels and computes nothing of worth."""
+        """A step through one layer of each kind, for warm-up: it launches the same kernels, and its results are meaningless."""
         first: dict[Hashable, int] = {}
         for index, (kind, (kv, _, group, facts)) in enumerate(
             zip(self.decoder.layer_kinds(), self._layers, strict=True)
         ):
-            # Triton tells pointers apart by 16 bytes: four int32 of a group's tables and slots.
+            # Triton specializes kernels for pointers aligned to 16 bytes, which are four int32 of a group's tables and slots.
             form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
             first.setdefault((kind, form), index)
-        # The last one goes on with the wanted tokens alone.
+        # The last layer runs attention and MLP only for tokens whose logits are needed.
         chosen = (*first.values(), len(self._layers) - 1)
-        made = copy(self)
-        made.decoder = self.decoder.with_layers(chosen)
-        made._layers = tuple(self._layers[index] for index in chosen)
-        return made
+        reduced = copy(self)
+        reduced.decoder = self.decoder.with_layers(chosen)
+        reduced._layers = tuple(self._layers[index] for index in chosen)
+        return reduced
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, max_length: int) -> torch.Tensor:
-        """Run the step's query tokens and move positions past those that no draw follows. max_length: bound of slots any
-        row holds. -> hidden [W, d_model]: of the query tokens that want logits, then of those to score."""
-        ragged, (got, step) = batch.ragged, self._gathered(batch, max_length)
-        every = ragged is None or not (batch.shape.chunked or batch.scores is not None)
-        wanted = None if every or ragged is None else ragged.at
+        """Run the step's query tokens, and advance rows past the tokens that no sampling follows.
+
+        Args:
+            max_length: upper bound of the slots of a row.
+        Returns:
+            hidden [W, d_model]: of the query tokens whose logits are needed, then of those to score.
+        """
+        ragged, (gathered, step) = batch.ragged, self._gathered(batch, max_length)
+        all_logits_needed = ragged is None or not (batch.shape.chunked or batch.scores is not None)
+        wanted = None if all_logits_needed or ragged is None else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
-        hidden = self.decoder.forward(got.tokens, self._views(self._layers, got.slots), step, wanted)
+        hidden = self.decoder.forward(gathered.tokens, self._views(self._layers, gathered.slots), step, wanted)
         if ragged is not None and batch.shape.chunked:
-            self.drafter.read(got.tokens, self._guest_views, got.slots, step)
+            self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked):
-            # A row that has ended advances by nothing here: all it knows was computed before.
-            gone = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
-            self.rows.ints[:, : Int.KNOWN].index_add_(0, batch.rows, gone)
+            # A row that has ended advances by 0 here: all its tokens are computed.
+            advance = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
+            self.rows.ints[:, : Int.KNOWN].index_add_(0, batch.rows, advance)
         return hidden
 
     def read(self, batch: Batch) -> None:
-        """Have the drafter read a batch's query tokens."""
-        got, step = self._gathered(batch, self.longest)
-        self.drafter.read(got.tokens, self._guest_views, got.slots, step)
+        """Run the drafter over the query tokens of a batch."""
+        gathered, step = self._gathered(batch, self.longest)
+        self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
-        own, ragged = batch.rows, batch.ragged
+        rows, ragged = batch.rows, batch.ragged
         tree = None if ragged is None else ragged.tree
         if ragged is None:
-            q_start, row_of, spread = self._count[: len(own) + 1], self._count[: len(own)], None
+            q_start, row_of, spread = self._count[: len(rows) + 1], self._count[: len(rows)], None
         else:
             q_start, row_of = ragged.q_start, ragged.row_of
             spread = Spread(ragged.n_query, row_of, ragged.place, None if tree is None else tree.shift)
-        got, ancestors = self.ops.sampler.gather(self.rows.state, own, spread), None if tree is None else tree.ancestors
-        step = StepInputs(own, q_start, got.length, got.position, row_of, batch.shape.max_query, max_length, ancestors)
-        return got, step
+        gathered, ancestors = (
+            self.ops.sampler.gather(self.rows.state, rows, spread),
+            None if tree is None else tree.ancestors,
+        )
+        step = StepInputs(
+            rows, q_start, gathered.length, gathered.position, row_of, batch.shape.max_query, max_length, ancestors
+        )
+        return gathered, step
 
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
-        """Each layer's view, with the slots that this step's keys take in its group."""
-        own, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], own[group], *facts, scales) for kv, scales, group, facts in layers]
+        """The KvView of each layer. slots: where the keys and values of this step are stored, by group."""
+        group_slots, table = slots.unbind(0), self.rows.tables.unbind(0)
+        return [KvView(kv, table[group], group_slots[group], *facts, scales) for kv, scales, group, facts in layers]
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
     def finish(self, batch: Batch, hidden: Tensor, bound: int, learn: bool = False) -> tuple[Outcome, Tensor]:
-        """Draw, verify, write the new tokens, move the rows on. bound: most tokens a row knows before its draw. learn: the drafter
-        sees the logits. -> what the host is told, and, where something is drafted ahead, the hidden state
-        that drew the last token of each row that drew, [S, d_model]."""
+        """Sample, verify drafts, write the new tokens and advance the rows.
+
+        Args:
+            bound: most tokens that a row knows before sampling.
+            learn: the drafter sees the logits.
+        Returns:
+            The outcome, and the hidden states. If the step drafts ahead, these are [S, d_model]: the state from which the last
+            token of each row was drawn.
+        """
         scores, draws = None, len(batch.owners)
         if batch.scores is not None:
             scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
@@ -164,8 +182,8 @@ class DeviceStep:
         return Outcome(packed, _along(logprobs, batch, path), scores), hidden
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
-        """Draft `ahead` nodes for the next step of device rows int32 [S], behind what they know by now. hidden: from finish.
-        -> as DeviceDrafter.draft."""
+        """Draft `ahead` nodes for the next step of device rows int32 [S], after their last known tokens. hidden: from finish.
+        Returns the result of DeviceDrafter.draft."""
         behind = DraftRows(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
         return self.drafter.draft(behind, ahead, self._guest_views)
 
@@ -175,7 +193,7 @@ class DeviceStep:
         return score(self.decoder.logits, hidden, scores.ids, max(scores.tops.values()), self.spec.vocab_size)
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
-        """hidden: of the query tokens that want logits."""
+        """Logits to sample from. hidden: of the query tokens whose logits are needed."""
         rows, nodes, logits = batch.owners, batch.nodes, self.decoder.logits(hidden)
         ints = self.rows.ints.index_select(0, rows)
         place = known = ints[:, Int.KNOWN]
@@ -185,7 +203,7 @@ class DeviceStep:
         return _Logits(logits, rows, ints, self.rows.knobs.index_select(0, rows), place)
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
-        """As _draw; hidden: of the query tokens that want logits. Without logits processors it is one operation."""
+        """Head and _draw. Without logits processors this is one operation. hidden: of the query tokens whose logits are needed."""
         nodes, rows = batch.nodes, self.rows
         if batch.inputs is not NO_INPUTS or learn:
             return self._draw(batch, self._wanted(batch, hidden), bound)
@@ -193,9 +211,9 @@ class DeviceStep:
         return self.ops.sampler.draw(rows.state, rows.knobs, batch.owners, self.decoder.logits(hidden), depth), None
 
     def _draw(self, batch: Batch, wanted: _Logits, bound: int) -> tuple[torch.Tensor, Ranked | None]:
-        """Tokens int32 [N] and the log-probabilities of those who asked, of the logits as the model gave them."""
+        """Sample tokens int32 [N]. Log-probabilities are of the unprocessed logits, for the rows that requested them."""
         logits, inputs = wanted.logits, batch.inputs
-        asked = None if inputs.logprobs is None else logits.index_select(0, inputs.logprobs)
+        unprocessed = None if inputs.logprobs is None else logits.index_select(0, inputs.logprobs)
         if inputs is not NO_INPUTS:
             logits = self._process(replace(wanted, logits=logits.float()), inputs, bound + batch.shape.width)
         if batch.greedy:
@@ -204,33 +222,34 @@ class DeviceStep:
             temperature, top_p, min_p = (wanted.knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
             key, limits = wanted.ints[:, Int.KEY : Int.KEY + 2], Limits(wanted.ints[:, Int.TOP_K], top_p, min_p)
             drawn = self.ops.sampler.sample(logits, temperature, key, wanted.place, Purpose.TOKEN, limits)
-        if asked is None or inputs.logprobs is None:
+        if unprocessed is None or inputs.logprobs is None:
             return drawn, None
-        return drawn, rank(asked, drawn.index_select(0, inputs.logprobs), max(inputs.tops))
+        return drawn, rank(unprocessed, drawn.index_select(0, inputs.logprobs), max(inputs.tops))
 
     def _process(self, wanted: _Logits, inputs: LogitsInputs, longest: int) -> torch.Tensor:
-        """Penalties, biases, end tokens that come too early, masks, of float32. Who did not ask stays as it is."""
+        """Apply penalties, biases, min_tokens and masks to float32 logits, in place for the rows that requested them."""
         logits = wanted.logits
         if inputs.penalized is not None:
             part = wanted.pick(inputs.penalized)
             tokens = self.rows.tokens[:, :longest].index_select(0, part.rows)
             knobs = (part.knobs[:, knob] for knob in (Knob.PRESENCE, Knob.FREQUENCY, Knob.REPETITION))
-            said = TokenHistory(tokens, part.place, part.ints[:, Int.PROMPT], *knobs)
-            logits.index_copy_(0, inputs.penalized.long(), apply_penalties(part.logits, said))
+            history = TokenHistory(tokens, part.place, part.ints[:, Int.PROMPT], *knobs)
+            logits.index_copy_(0, inputs.penalized.long(), apply_penalties(part.logits, history))
         if inputs.bias is not None:
             add_bias(logits, *inputs.bias)
         if inputs.early is not None:
             part = wanted.pick(inputs.early)
             early = part.place - part.ints[:, Int.PROMPT] < part.ints[:, Int.MIN_TOKENS]
-            held = suppress_stop_tokens(part.logits, part.ints[:, Int.STOP :], early)
-            logits.index_copy_(0, inputs.early.long(), held)
+            suppressed = suppress_stop_tokens(part.logits, part.ints[:, Int.STOP :], early)
+            logits.index_copy_(0, inputs.early.long(), suppressed)
         if inputs.masked is not None and inputs.words is not None:
             part_logits = logits.index_select(0, inputs.masked)
             logits.index_copy_(0, inputs.masked.long(), apply_mask(part_logits, inputs.words))
         return logits
 
     def _advance(self, batch: Batch, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Verify, write the drawn tokens, flag ends, move the rows on. -> Outcome.packed; of trees the path (ops.verify)."""
+        """Verify drafts, write the drawn tokens, flag ends, advance the rows. Returns Outcome.packed, and for trees the accepted
+        path (ops.verify)."""
         state = self.rows.state
         if batch.nodes is None:
             return self.ops.sampler.advance(state, batch.sampled, drawn), None
@@ -241,12 +260,14 @@ class DeviceStep:
 
 
 def _along(ranked: Ranked | None, batch: Batch, path: torch.Tensor | None) -> Ranked | None:
-    """The log-probabilities of rows that asked, in the order of their path instead of their nodes."""
+    """Reorder log-probabilities from the order of nodes to the order of the accepted path."""
     if ranked is None or path is None:
         return ranked
     inputs = batch.inputs
-    own = [(place, node) for place, nodes in zip(inputs.places, inputs.nodes, strict=True) for node in range(nodes)]
-    first = [at - node for at, (_, node) in enumerate(own)]
-    places, nodes, begins = torch.tensor([*zip(*own, strict=True), first], device=path.device)
+    logit_rows = [
+        (place, node) for place, nodes in zip(inputs.places, inputs.nodes, strict=True) for node in range(nodes)
+    ]
+    first = [at - node for at, (_, node) in enumerate(logit_rows)]
+    places, nodes, begins = torch.tensor([*zip(*logit_rows, strict=True), first], device=path.device)
     order = path[places, nodes] + begins
     return Ranked(*(column.index_select(0, order) for column in ranked))

@@ -1,4 +1,4 @@
-"""The engine as the service sees it: messages in, messages out, around the loop. No socket, no process."""
+"""The engine behind the message protocol: takes messages of the service and returns messages. Owns no socket and no process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish
 
 _WASTE_EVERY = 32
 """Steps between two readings of the KV waste, which costs a pass over all running requests."""
-_LOOK_S = 0.001
-"""Seconds between two looks at grammars that are being compiled, while nothing else happens."""
+_POLL_S = 0.001
+"""Seconds between two checks of pending grammar compilations while there is no other work."""
 
 
 class _Waiting(NamedTuple):
-    """A request that waits for its grammar, until the monotonic second `deadline`."""
+    """A request whose grammar is being compiled. deadline: on the monotonic clock, in seconds."""
 
     message: Submit
     grammars: GrammarCache
@@ -39,10 +39,10 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the engine must know of the model it serves.
+    """Constants of the served model.
 
-    fingerprint: names the content of the weights and the KV format, so that prefixes are never shared across models and are
-    equal in all engines of one model. seed: of the requests that bring none. facts: what Ready and the "stats" order report.
+    fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
+    seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply.
     """
 
     max_len: int
@@ -57,7 +57,7 @@ class Setup:
 
 
 class Engine:
-    """handle(message) takes orders, turn() runs one turn of the heart and returns what to send."""
+    """handle(message) applies one message; turn() runs one turn of the loop and returns the frame to send."""
 
     def __init__(self, loop: Loop, setup: Setup) -> None:
         self.loop = loop
@@ -67,13 +67,13 @@ class Engine:
         self._seeds = random.Random(setup.seed)
         self._sequence = 0
         self._waste_inside, self._waste_between = 0.0, loop.scheduler.layout.padding
-        self._told = (0, 0)
-        """Running and waiting requests as the last record had them."""
+        self._reported_counts = (0, 0)
+        """Numbers of running and waiting requests in the last StepStats."""
         self.reply_s = 0.0
-        """Host seconds of telling the last news; whoever sends a frame adds what that took."""
+        """Host seconds to build the last frame. The sender adds the time to send it."""
         self._waiting: list[_Waiting] = []
         self._refused: list[Update] = []
-        """News of requests that never reached the scheduler."""
+        """Updates of requests that were refused before they reached the scheduler."""
         self._draining = False
         self.stopped = False
 
@@ -82,11 +82,11 @@ class Engine:
         return self._scheduler.idle and not (self._waiting or self._refused)
 
     def wait_seconds(self) -> float:
-        """Seconds in which turning brings nothing unless a message arrives."""
-        return 0.0 if self._refused else min(self.loop.wait_seconds(), _LOOK_S if self._waiting else math.inf)
+        """Seconds until the next turn can make progress, unless a message arrives earlier."""
+        return 0.0 if self._refused else min(self.loop.wait_seconds(), _POLL_S if self._waiting else math.inf)
 
     def close(self) -> None:
-        """Give the device's memory back and compile nothing more."""
+        """Release the device memory and stop grammar compilation."""
         self.loop.runner.close()
         if self.setup.grammars is not None:
             self.setup.grammars.close()
@@ -94,7 +94,7 @@ class Engine:
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def handle(self, message: Up) -> list[Down]:
-        """Take one message; whatever is wrong with it ends that request and nothing else."""
+        """Apply one message and return the replies. An invalid request is refused; other requests are not affected."""
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Cancel):
@@ -107,7 +107,7 @@ class Engine:
         return []
 
     def _submit(self, message: Submit) -> None:
-        """Hand the request to the scheduler, at once or when its grammar has been compiled."""
+        """Add the request to the scheduler, at once or when its grammar is compiled."""
         grammar, grammars = message.sampling.grammar, self.setup.grammars
         if grammar is None:
             self._add(message, None)
@@ -119,7 +119,7 @@ class Engine:
             self._take_compiled()
 
     def _take_compiled(self) -> None:
-        """Hand on the requests whose grammars have been compiled, in the order in which they came."""
+        """Add the requests whose grammars are compiled, in order of arrival; refuse those past their deadline."""
         now = time.monotonic()
         waiting, self._waiting = self._waiting, []
         for request in waiting:
@@ -144,7 +144,7 @@ class Engine:
         self._refused += [Update(message.id, choice, [], finish="refused", error=reason) for choice in choices]
 
     def _requests(self, message: Submit, compiled: CompiledGrammar | None) -> list[Request]:
-        """One request per choice. Raises RequestError for what can never run (the service refuses these first)."""
+        """One request per choice. Raises RequestError for a request that can never run (the service refuses these first)."""
         sampling, setup = message.sampling, self.setup
         length = len(message.tokens)
         if self._draining:
@@ -221,7 +221,7 @@ class Engine:
     # --- work -------------------------------------------------------------------------------------------------------
 
     def turn(self) -> Deltas | None:
-        """One turn of the heart; None when there is nothing to tell."""
+        """Run one turn of the loop. Returns None if there is nothing to report."""
         scheduler, before = self._scheduler, self._scheduler.last_step
         if self._waiting:
             self._take_compiled()
@@ -229,12 +229,15 @@ class Engine:
         if self._refused:
             news.updates, self._refused = self._refused + news.updates, []
         steps = int(scheduler.last_step != before)
-        # With nothing on the device no step will tell who came or went.
-        moved = not (steps or scheduler.steps_in_flight) and self._told != (len(scheduler.running), scheduler.queued)
-        if not (news or steps or moved):
+        # Without a step in flight, no step record will report arrivals and departures.
+        queue_changed = not (steps or scheduler.steps_in_flight) and self._reported_counts != (
+            len(scheduler.running),
+            scheduler.queued,
+        )
+        if not (news or steps or queue_changed):
             return None
         started = time.perf_counter()
-        frame = self._frame(news, self._stats(steps) if steps or moved else None)
+        frame = self._frame(news, self._stats(steps) if steps or queue_changed else None)
         self.reply_s = time.perf_counter() - started
         return frame
 
@@ -249,19 +252,19 @@ class Engine:
         step = scheduler.last_step
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
-        self._told = running, waiting = len(scheduler.running), scheduler.queued
+        self._reported_counts = running, waiting = len(scheduler.running), scheduler.queued
         account = self.setup.account.step(*scheduler.committed, loop.device_s) if steps else Accounted()
-        flops, moved, predicted, joules = account
-        told = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
+        flops, bytes_moved, predicted, joules = account
+        token_counts = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
         cache = counts.prefix_queries, counts.prefix_hits, pool.used, pool.cached, pool.total
         waste = self._waste_inside, self._waste_between
         host = loop.plan_s + loop.commit_s + self.reply_s
         parts = loop.plan_s, loop.commit_s, self.reply_s
         idle, drafts = loop.idle_s if steps else 0.0, (counts.drafts, counts.accepted_at, counts.saved_s)
-        # In the order of the fields: by their names, every step, it takes three times as long.
-        work = steps, counts.failed, *parts, counts.dropped, flops, moved, predicted, idle, joules
+        # Positional, in field order: keyword arguments take three times as long, and this runs in every step.
+        work = steps, counts.failed, *parts, counts.dropped, flops, bytes_moved, predicted, idle, joules
         late = self.setup.late.take()
-        record = step, running, waiting, *told, *cache, *waste, host, loop.device_s, *work, *drafts, late
+        record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
         return StepStats(*record)
 
 

@@ -1,5 +1,5 @@
-"""How steps run on the device: operation by operation, or on a CPU as what was captured of a step of the same shape. CUDA graphs
-are in `graphs`."""
+"""Executors run steps on the device: eagerly, or on a CPU by replay of a captured step of the same shape. `graphs` holds the
+executor with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from ridgeline.models.weights import Progress
 from ridgeline.ops.capture import Captured
 
 MOST_SHAPES = 64
-"""Steps that a CPU keeps in memory: a request alone has one for each number of its drafts, and comes back to each."""
+"""Captured steps that a CPU keeps: a single request has one for each number of draft nodes, and returns to each of them."""
 RECORDED = 2
-"""Runs of a step on a CPU that take longer than those to come: the first one builds it, the second one is captured."""
+"""Runs of a step on a CPU that take longer than later ones: the first run builds it, the second run is captured."""
 
 
 @dataclass(slots=True)
 class LoadedStep:
-    """A step in the memory that it runs from. plan: the one that loaded it. padded: to the shape of a graph. draws: rows that draw.
-    captured: its replay(plan) is the whole step, an Outcome; None if it runs operation by operation. runs: how often it ran."""
+    """A step whose inputs are in the memory that it runs from.
+
+    plan: the plan that loaded it. padded: it is padded to the shape of a graph. draws: rows that draw. captured:
+    captured.replay(plan) runs the whole step and returns an Outcome; None: the step runs eagerly. runs: number of runs so far.
+    """
 
     plan: StepPlan
     batch: Batch
@@ -37,51 +40,51 @@ class LoadedStep:
 
     @property
     def fresh(self) -> bool:
-        """The last run took longer than those to come."""
+        """The last run took longer than later runs will."""
         return self.captured is not None and self.runs <= RECORDED
 
 
 class Executor:
-    """Runs every step operation by operation, without padding. Other ways to run steps override what differs."""
+    """Runs every step eagerly, without padding. Subclasses override what differs."""
 
     def __init__(self, step: DeviceStep) -> None:
         self._step, self._inference = step, torch.inference_mode()
         self._last: LoadedStep | None = None
 
     def padded(self, shape: StepShape, plain: bool) -> StepShape | None:
-        """The shape to which a step must be padded to be run by graphs; None: it is not padded. plain: see Batch.plain."""
+        """The shape to which a step must be padded for a graph; None: no padding. plain: see Batch.plain."""
         return None
 
     def capture(self, progress: Progress) -> None:
-        """At start-up: capture what is captured before any step runs."""
+        """Capture graphs at start-up, before any step runs."""
 
     def launch_graphs(self) -> None:
-        """Run once what `capture` captures, to load its kernels."""
+        """Run the work of each graph once, to load its kernels."""
 
     def repeated(self, plan: StepPlan) -> LoadedStep | None:
-        """What an earlier plan has loaded, if this plan differs from it in nothing but pages and the tokens of its drafts."""
+        """The step that an earlier plan loaded, if this plan differs from that one only in pages and draft tokens; else None."""
         return self._last if self._last is not None and plan.repeats(self._last.plan) else None
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
-        """Bring a step that was uploaded to where it runs from. padded: to a shape that `padded` returned."""
+        """Copy an uploaded step to the memory that it runs from. padded: `padded` returned its shape."""
         self._last = LoadedStep(plan, batch, padded, sum(plan.samples))
         return self._last
 
     def forget(self) -> None:
-        """Drop what is loaded."""
+        """Drop the loaded step."""
         self._last = None
 
     def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
-        """Run the step for a plan that has loaded it or repeats the one that has."""
+        """Run the step. plan: the plan that loaded it, or one that repeats that plan."""
         return self._whole(loaded, plan, self._step.drafter.learns())
 
     def _whole(self, loaded: LoadedStep, plan: StepPlan, learn: bool) -> Outcome:
-        """Run it operation by operation. learn: the drafter sees the logits."""
+        """Run the whole step eagerly. learn: the drafter sees the logits."""
         with self._inference:
             return self._finish(loaded, plan, self._step.forward(loaded.batch, plan.bound), learn)
 
     def _finish(self, loaded: LoadedStep, plan: StepPlan, hidden: torch.Tensor, learn: bool) -> Outcome:
-        """Draw and draft ahead. hidden: from DeviceStep.forward."""
+        """Sample and draft ahead. hidden: from DeviceStep.forward."""
         batch = loaded.batch
         outcome, last = self._step.finish(batch, hidden, plan.bound, learn)
         if not batch.ahead or not len(last):
@@ -90,7 +93,7 @@ class Executor:
         return replace(outcome, worth=self._step.draft(batch.sampled, last, batch.ahead, batch.greedy))
 
     def _catch_up(self, plan: StepPlan) -> None:
-        """A draft model reads what rows have gained while nothing was drafted."""
+        """Run the draft model over the tokens that rows gained while drafting was off."""
         for packed, shape in unread_steps(plan, None):
             self._step.read(self._sent(packed, shape))
 
@@ -101,13 +104,13 @@ class Executor:
 
 
 class CapturedExecutor(Executor):
-    """Captures steps that come again, for a CPU: one for each shape, in memory that later steps of that shape are copied to. A step
-    that holds a part of a prompt, processes logits or scores tokens runs operation by operation."""
+    """Captures steps on a CPU, one for each shape. Later steps of the shape are copied to its memory and replay it. A step with a
+    prompt chunk, logits processors or prompt scores runs eagerly."""
 
     def __init__(self, step: DeviceStep) -> None:
         super().__init__(step)
         self._kept: dict[tuple[StepShape, int, bool], LoadedStep] = {}
-        """By shape, nodes drafted ahead and whether all draw greedily; the one used longest ago comes first."""
+        """Key: shape, nodes drafted ahead, all rows greedy. In LRU order, the least recently used first."""
 
     def repeated(self, plan: StepPlan) -> LoadedStep | None:
         loaded = super().repeated(plan)
@@ -142,7 +145,7 @@ class CapturedExecutor(Executor):
     def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         learn = self._step.drafter.learns()
         loaded.runs += 1
-        if loaded.captured is None or learn:  # a captured step teaches a drafter nothing
+        if loaded.captured is None or learn:  # a captured step does not show its logits to the drafter
             return self._whole(loaded, plan, learn)
         outcome: Outcome = loaded.captured.replay(plan)
         return outcome

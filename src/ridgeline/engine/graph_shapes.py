@@ -1,4 +1,4 @@
-"""Which padded shapes have CUDA graphs: few enough to capture in seconds, and close enough that padding costs little."""
+"""The padded shapes that have CUDA graphs: few, so that capture takes seconds, and dense, so that padding costs little."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.speculation.build import LOGIT_ROWS
 
 MIXED_ROWS = 32
-"""Rows that graphs of small mixed steps hold: every row costs their attention an idle program per layer and head."""
+"""Rows of graphs of small mixed steps. Every unused row costs attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Query tokens of those that have a graph."""
+"""Query tokens of small mixed steps that have a graph."""
 CROWDED_TOKENS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
-"""Query tokens of mixed steps of any number of rows that have one, beside the most that a step takes."""
+"""Query tokens of mixed steps with any number of rows that have a graph, besides the limit of a step."""
 CROWDED_WORK = 1 << 36
-"""Query tokens times numbers of a feed-forward matrix above which they have none, in 16 bits: the device takes longer than Python
-needs to launch such a step, which is 20 ms for 32 layers and at times 40. An 8B gets there with 1,170 tokens, in fp8 with 2,340."""
+"""Limit of (query tokens x elements of a feed-forward matrix) for graphs of mixed steps, for 16-bit weights. Above it the device
+takes longer than Python needs to launch the step (20 to 40 ms for 32 layers). An 8B model reaches it with 1,170 tokens, in fp8 with
+2,340."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
-"""Rows of steps with drafts that have a graph."""
+"""Rows of steps with device drafts that have a graph."""
 HOST_ROWS, HOST_NODES, HOST_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 8), 256
-"""Rows, nodes and query tokens of those whose drafts the host makes, beside its largest: chains and trees, so fewer of each."""
+"""Rows, nodes (besides the largest draft) and most query tokens of steps with host drafts that have a graph. Chains and trees need
+separate graphs, so there are fewer sizes."""
 
 
 def buckets(rows: int) -> list[int]:
-    """Numbers of rows that decode in one graph, up to `rows`: fine where a row more costs most, relative to the step."""
+    """Padded batch sizes of decode graphs, up to `rows`. They are denser where a padding row costs relatively more."""
     sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, rows + 32, 32))
     fitting = [size for size in sizes if size < rows]
     return [*fitting, rows]
 
 
 def mixed_shapes(sizes: Sizes, spec: ModelSpec) -> list[StepShape]:
-    """Mixed steps that have a graph, in the order in which they are looked at. Each has one row more than a step may have, so that
-    its padding tokens have a row of their own."""
+    """Shapes of mixed steps that have a graph, in order of search. Each has a spare row that holds the padding tokens."""
     rows, tokens, form = sizes.rows, sizes.step_tokens, NUMBER_FORMATS.get(spec.quantization)
     work = CROWDED_WORK * (2 if form is not None and form.inputs_8bit else 1)
     few, most = min(rows, MIXED_ROWS) + 1, work // (spec.d_model * max(layer.d_ff for layer in spec.layers))
@@ -45,8 +46,12 @@ def mixed_shapes(sizes: Sizes, spec: ModelSpec) -> list[StepShape]:
 
 
 def draft_shapes(sizes: Sizes, branches: bool) -> dict[bool, list[StepShape]]:
-    """Steps with drafts that have a graph, by whether drafts are trees, those with the fewest query tokens first. branches: what
-    the device drafts are trees. The largest has more rows than ever run, for padding."""
+    """Shapes of steps with drafts that have a graph, by whether drafts are trees, the fewest query tokens first. The largest has
+    more rows than a step, for padding.
+
+    Args:
+        branches: the device drafts trees.
+    """
     rows, host_nodes = sizes.rows, sizes.host_drafts
     most = next((row for row in DRAFT_ROWS if row > rows), rows)
 

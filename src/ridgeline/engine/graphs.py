@@ -1,7 +1,7 @@
-"""CUDA graphs: kernels of whole steps in one launch, for steps whose Python time matters.
+"""CUDA graphs: one launch runs all kernels of a step, for steps whose launch time in Python matters.
 
-Steps are padded to the next shape that has a graph, and copied to the memory that it reads. Rows, lengths and positions are
-device data, so that one graph serves every step of its shape.
+A step is padded to the next shape that has a graph and copied to the static memory of that graph. Rows, lengths and positions are
+device data, so one graph serves every step of its shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from ridgeline.ops.capture import Capture, Captured
 from ridgeline.ops.step import SHORT
 
 UNREAD_TOKENS = 128
-"""Query tokens of the graph that reads what up to MIXED_ROWS rows said while nothing was drafted."""
+"""Query tokens of the graph in which a draft model catches up on up to MIXED_ROWS rows."""
 LONE_ROWS = 2
-"""Steps that decode up to so many rows have a graph for contexts of up to SHORT slots, and one for others."""
+"""Decode steps of up to LONE_ROWS rows have one graph for contexts of up to SHORT slots and one for longer contexts."""
 
 
 class GraphKey(NamedTuple):
-    """kind: what the graph runs, see GraphExecutor. shape: of its step, or StepShape.decoding of as many rows. variant: of a "step"
-    that decodes the slots that any row holds at most; of "draft" how many nodes per row."""
+    """Key of a captured graph.
+
+    kind: see GraphExecutor. shape: of the step; for "draw" and "draft" StepShape.decoding of the rows. variant: for "step" the most
+    slots of a row, for "draft" the nodes per row.
+    """
 
     kind: str
     shape: StepShape
@@ -41,16 +44,16 @@ class GraphKey(NamedTuple):
 
 
 class GraphExecutor(Executor):
-    """Runs steps by graphs as far as they have some, all captured at start-up.
+    """Runs steps by replay of graphs that are captured at start-up, and eagerly where no graph fits.
 
-    "step": a whole step that decodes or verifies drafts, if rows draw plainly. "forward": the forward pass of a step that decodes
-    or holds parts of prompts. "draw": draw and advance of rows. "draft": drafting ahead for rows. "read": what only the drafter
-    reads. Results lie in static memory: they must be copied, on the same stream, before the next replay.
+    Kinds of graphs: "step", a whole step that decodes or verifies drafts, without logits processors; "forward", the forward pass
+    of a decode or mixed step; "draw", sampling and advance; "draft", drafting ahead; "read", catch-up of a draft model.
+    Results are in static memory: copy them, on the same stream, before the next replay.
     """
 
     def __init__(self, step: DeviceStep, sizes: Sizes, capture: Capture) -> None:
         super().__init__(step)
-        self._one_of_each, self._capture = step.one_layer_of_each_kind(), capture
+        self._reduced_step, self._capture = step.one_layer_of_each_kind(), capture
         self._captured: dict[GraphKey, Captured] = {}
         self._buckets = [StepShape.decoding(rows) for rows in buckets(sizes.rows)]
         self._mixed = mixed_shapes(sizes, step.spec)
@@ -58,12 +61,12 @@ class GraphExecutor(Executor):
         self._drafts = draft_shapes(sizes, bool(step.drafter.parents))
         self._unread = reading(min(sizes.rows, MIXED_ROWS) + 1, UNREAD_TOKENS) if step.drafter.layers else None
         several = [*self._mixed, *chain.from_iterable(self._drafts.values())]
-        # Zeros are row 0, the scratch row: what captures run before anything is loaded moves nothing.
+        # Zeros point to row 0, the scratch row, so that runs before the first load change no request.
         zeros = partial(torch.zeros, dtype=torch.int32, device=step.rows.ints.device)
         self._drawing = zeros(max([sizes.rows, *(shape.rows for shape in several)]))
-        """Device rows that draw in the loaded step, then zeros."""
+        """Device rows that draw in the loaded step, padded with zeros."""
         self._hidden = step.decoder.embedding.new_zeros(len(self._drawing), step.spec.d_model)
-        """What they draw from; after they have drawn, what is drafted from."""
+        """Hidden states that they sample from; after sampling, the states that drafts start from."""
         self._batches = {shape: unpack(self._drawing[: shape.rows], shape) for shape in self._buckets}
         for shape in [*several, *([self._unread] if self._unread else [])]:
             self._batches[shape] = unpack(zeros(packed_size(shape)), shape)
@@ -71,7 +74,7 @@ class GraphExecutor(Executor):
     # --- which graph --------------------------------------------------------------------------------------------------
 
     def padded(self, shape: StepShape, plain: bool) -> StepShape | None:
-        """The smallest shape with a graph that holds such a step."""
+        """The smallest shape with a graph that fits the step."""
         if shape.decode:
             return self._bucket(shape.rows)
         if shape.width > 1:
@@ -83,7 +86,8 @@ class GraphExecutor(Executor):
         return next((shape for shape in self._buckets if shape.rows >= rows), None)
 
     def _draft_shape(self, shape: StepShape, plain: bool) -> StepShape | None:
-        """For a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the rest."""
+        """The shape for a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the
+        remainder."""
         if shape.chunked or not plain:
             return None
         for padded in self._drafts[shape.tree]:
@@ -98,7 +102,7 @@ class GraphExecutor(Executor):
         draws = len(batch.sampled)
         self._drawing[:draws].copy_(batch.sampled)
         self._drawing[draws:].zero_()
-        if padded and not batch.shape.decode:  # where the rows that draw are all there is
+        if padded and not batch.shape.decode:  # a decode batch consists of the drawing rows alone
             self._batches[batch.shape].packed.copy_(batch.packed)
         return super().load(plan, batch, padded)
 
@@ -117,7 +121,7 @@ class GraphExecutor(Executor):
             else:
                 hidden = self._step.forward(batch, plan.bound)
             if not draws and batch.scores is None:
-                return Outcome(None)  # what is padded would draw for the scratch row
+                return Outcome(None)  # a padded step would draw for the scratch row
             rows = self._bucket(draws)
             if not batch.plain or shape.width > 1 or not draws or rows is None:
                 return self._finish(loaded, plan, hidden, self._step.drafter.learns())
@@ -130,7 +134,7 @@ class GraphExecutor(Executor):
         return Outcome(packed)
 
     def _slots(self, shape: StepShape, bound: int) -> int:
-        """Which variant of a "step" serves rows that hold at most `bound` slots."""
+        """Variant of the "step" graph for rows with at most `bound` slots."""
         short = shape.decode and shape.rows <= LONE_ROWS and bound <= SHORT < self._step.longest
         return SHORT if short else self._step.longest
 
@@ -144,7 +148,7 @@ class GraphExecutor(Executor):
                 self._step.read(batch)
 
     def _draft(self, draws: int, nodes: int) -> None:
-        """Draft for the rows that drew."""
+        """Draft ahead for the rows that drew."""
         rows = self._bucket(draws)
         if rows is None or nodes not in self._nodes or rows.rows > DRAFT_ROWS[-1]:
             self._step.draft(self._drawing[:draws], self._hidden[:draws], nodes, False)
@@ -157,7 +161,7 @@ class GraphExecutor(Executor):
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def capture(self, progress: Progress) -> None:
-        """Capture every graph, the largest first so that the others fit into its memory."""
+        """Capture every graph, the largest first, so that the others fit into its memory pool."""
         keys = list(self.all_keys())
         for number, key in enumerate(keys, 1):
             self.launch(key)
@@ -169,7 +173,7 @@ class GraphExecutor(Executor):
             self.launch(key)
 
     def all_keys(self) -> Iterator[GraphKey]:
-        """Of every graph, in the order of `capture`."""
+        """Keys of all graphs, in the order of `capture`."""
         longest = self._step.longest
         yield from (GraphKey("forward", shape) for shape in reversed(self._mixed))
         for shape in reversed(self._buckets):
@@ -184,21 +188,23 @@ class GraphExecutor(Executor):
             yield GraphKey("read", self._unread)
 
     def launch(self, key: GraphKey) -> None:
-        """Run once what a graph runs, to load kernels and make workspaces; neither may happen inside a capture. It goes through
-        one layer of each kind, but where all layers are one kernel."""
-        whole = key.kind == "step" and key.shape.decode and key.shape.rows <= LONE_ROWS
-        self.work(key)(self._step if whole else self._one_of_each)
+        """Run the work of a graph once, to load kernels and allocate workspaces, which a capture does not allow.
+
+        One layer of each kind is enough, except for lone decode steps, where one kernel may run all layers.
+        """
+        all_layers = key.kind == "step" and key.shape.decode and key.shape.rows <= LONE_ROWS
+        self.work(key)(self._step if all_layers else self._reduced_step)
 
     def work(self, key: GraphKey) -> Callable[[DeviceStep], torch.Tensor | None]:
-        """What the graph runs over static memory; what it returns is Outcome.packed."""
+        """The function that the graph captures, over static memory. It returns Outcome.packed or None."""
         kind, shape, variant = key
         batch, hidden, drawing = self._batches[shape], self._hidden[: shape.draws], self._drawing[: shape.draws]
 
         def step(device: DeviceStep) -> torch.Tensor | None:
-            # ahead: the hidden states that drew last are wanted, of any number of nodes.
-            whole = replace(batch, ahead=bool(self._nodes))
-            outcome, last = device.finish(whole, device.forward(batch, variant), 0, device.drafter.learns())
-            if whole.ahead:
+            # ahead is a flag here: any value above 0 makes finish return the last hidden states.
+            graph_batch = replace(batch, ahead=bool(self._nodes))
+            outcome, last = device.finish(graph_batch, device.forward(batch, variant), 0, device.drafter.learns())
+            if graph_batch.ahead:
                 hidden.copy_(last)
             return outcome.packed
 

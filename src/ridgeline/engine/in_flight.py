@@ -1,4 +1,4 @@
-"""A step between its plan and its commit, as the scheduler remembers it."""
+"""The scheduler's record of a step between plan and commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
 
 class Share(NamedTuple):
-    """What a request got of a step, if that is not one query token that draws; a tuple, because steps compare theirs."""
+    """A request's part of a step, unless it is one query token that draws. A tuple, because steps compare their shares."""
 
     n_query: int
     draft: Draft
@@ -24,24 +24,25 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that is being planned or in flight. requests: who holds its rows, in the plan's order. shares: of those that
-    got anything but one query token that draws, by place in the step. drafts: speculation's record of it."""
+    """A step that is being planned or in flight. requests: in the order of the plan's rows. shares: place in the step -> Share, for
+    requests with anything but one query token that draws. drafts: speculation's record of the step."""
 
     plan: StepPlan
     requests: list[Request] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     drafts: StepDrafts = NO_STEP_DRAFTS
 
-    def state_rows(self, forms: deque[StepInFlight]) -> None:
-        """Write its rows into the plan. forms: the last step of each form of late; a step like one of them has its very arrays."""
+    def state_rows(self, recent: deque[StepInFlight]) -> None:
+        """Write the rows into the plan. recent: recent steps, one of each set of requests and shares; an equal step shares its
+        arrays."""
         plan, requests, shares = self.plan, self.requests, self.shares
-        for place, form in enumerate(forms):
-            if shares == form.shares and requests == form.requests:
-                plan.share_arrays(form.plan)
-                forms[place], after = self, form.plan.step + 1 == plan.step and not shares
-                plan.bound = form.plan.bound + 1 if after else max([request.planned for request in requests])
+        for place, earlier in enumerate(recent):
+            if shares == earlier.shares and requests == earlier.requests:
+                plan.share_arrays(earlier.plan)
+                recent[place], follows = self, earlier.plan.step + 1 == plan.step and not shares
+                plan.bound = earlier.plan.bound + 1 if follows else max([request.planned for request in requests])
                 return
-        forms.append(self)
+        recent.append(self)
         count = len(requests)
         plan.rows = array("i", [request.row for request in requests])
         plan.generations = array("i", [request.generation for request in requests])

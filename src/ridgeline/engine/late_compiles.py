@@ -1,7 +1,6 @@
-"""What was compiled after Ready, while requests waited: start-up should have done it.
+"""Late compiles: kernels that are compiled after start-up, while requests wait. Warm-up should have prepared them.
 
-Triton tells of kernels through hooks, which it calls only when a launch finds no kernel in memory. Nothing here costs a step
-anything that compiles nothing.
+Triton calls hooks when a launch finds no kernel in memory. Steps that compile nothing pay nothing.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ log = logging.getLogger(__name__)
 
 
 class LateCompiles:
-    """Collects from `watch` on; `take` hands over what has come since the last call. clock: seconds that only grow."""
+    """Collects late compiles from `watch` on; `take` returns the new ones. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._found: list[LateWork] = []
+        self._compiles: list[LateWork] = []
         self._began: dict[str, float] = {}
 
     def rest(self) -> None:
-        """Start-up begins. Triton's hooks, of which a process has one each, are free of what an engine before this one set."""
+        """Start-up begins: remove hooks that an earlier engine of this process set."""
         _set_hooks(None, None)
 
     def watch(self) -> None:
-        """Start-up is over."""
+        """Start-up has ended: set the hooks."""
         _set_hooks(self._compiling, self._compiled)
 
     def take(self) -> list[LateWork]:
-        """What was late since the last call."""
-        if not self._found:
+        """Late compiles since the last call."""
+        if not self._compiles:
             return []
-        found, self._found = self._found, []
-        return found
+        compiles, self._compiles = self._compiles, []
+        return compiles
 
     def _compiling(self, *, key: str, **_: object) -> bool:
-        """Triton is about to compile a kernel, or to load it from disk. True would keep it from that."""
+        """Hook before Triton compiles a kernel or loads it from disk. Returning True would prevent that."""
         self._began[key] = self._clock()
         return False
 
     def _compiled(self, *, key: str, fn: Any, **_: object) -> None:
         now = self._clock()
         seconds = now - self._began.pop(key, now)
-        self._found.append(LateWork("compile", fn.name, seconds))
+        self._compiles.append(LateWork("compile", fn.name, seconds))
         log.warning(
             "The compile of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, "
             "the options and this line.",
@@ -58,7 +57,7 @@ class LateCompiles:
 
 
 def _set_hooks(before: Callable[..., bool] | None, after: Callable[..., None] | None) -> None:
-    """What Triton, where it is installed, calls before and after it compiles or loads a kernel."""
+    """Set the functions that Triton calls before and after it compiles or loads a kernel, if Triton is installed."""
     if find_spec("triton") is not None:
         from triton import knobs
 

@@ -1,11 +1,11 @@
-"""The scheduler's hand in the block pool: which blocks a request holds, and the page entries a plan must carry.
+"""Leases: which KV blocks each request holds. Writes the page table entries, copies and transfers of a plan.
 
-A lease is ready unless a source has some of the request's tokens. Then it is reserved (blocks are taken, and a plan that has
-not been launched states their transfer), filling (the device may write to them), and ready when the transfer has ended,
-with or without the content.
+A lease is ready unless a source has tokens of the request. Then it is reserved (blocks are taken, and a plan that is not
+launched yet holds their transfer), filling (the device may write to the blocks), and ready when the transfer ends, with or
+without the content.
 
-Ownership: a request's tables are written here and nowhere else. A block in a table has one reference for it. Blocks
-with a reference count above one are never written: `extend` gives the writer a copy first.
+Ownership: only this module writes a request's tables. Each table entry holds one reference to its block. A block with more than
+one reference is never written: `extend` first gives the writer a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ridgeline.kv.prefix import PrefixIndex, Source, extend_chain
 
 
 class Leases:
-    """Blocks of all requests. `prefix_cache`: whether committed blocks may be found again by others, here and in `source`."""
+    """Blocks of all requests. prefix_cache: other requests may reuse committed blocks, from the pool and from `source`."""
 
     def __init__(
         self, layout: KvLayout, total: int, *, prefix_cache: bool = True, source: Source | None = None
@@ -30,7 +30,7 @@ class Leases:
         self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
         self.pool = BlockPool(total, self.prefix.evict)
         self.filling: dict[int, Request] = {}
-        """Who waits for which ticket, those that are leaving among them."""
+        """Ticket -> request that waits for its transfer. Includes requests that are leaving."""
         self.source, self._prefix_cache = source, prefix_cache
         self._tickets = count(1)
         self._size = layout.page_tokens
@@ -44,27 +44,33 @@ class Leases:
     # --- entering ---------------------------------------------------------------------------------------------------
 
     def admits(self, request: Request, running: int, incomplete: Sequence[Request], chunk: int) -> bool:
-        """Whether all tokens the request knows will find blocks, after what those of `running` that are still `incomplete` lack
-        for theirs. A block for each running request's next tokens is kept back, so that entering does not preempt at once.
-        Blocks that it can share with somebody need not be found."""
+        """Whether enough blocks are free to admit the request.
+
+        Counted are the blocks for all tokens that the request knows, the blocks that `incomplete` running requests still need for
+        their known tokens, and one block for each running request, so that an admission does not preempt at once. Blocks that the
+        request can share with another one are not needed.
+        """
         if not running:
             return True
         missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.free
         for other in incomplete:
             if other.state is State.RUNNING:
-                held = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
-                missing += max(0, self.layout.pages_for(len(other.tokens), chunk) - held)
+                leased = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
+                missing += max(0, self.layout.pages_for(len(other.tokens), chunk) - leased)
         return missing <= 0 or missing <= self._shareable(request)
 
     def open(self, request: Request, plan: StepPlan | None = None) -> int:
-        """Fill the tables with whatever is computed already; returns how many tokens that covers. plan: states the transfer of
-        what the source has beyond that, and the request is ready when it has ended; without one the source is not asked."""
+        """Fill the request's tables with blocks that are computed already; returns how many tokens they cover.
+
+        plan: receives the transfer of further blocks that the source has; the request is ready when the transfer ends. None: the
+        source is not used.
+        """
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)
         request.writable = 0
         if request.leader is not None and self._forkable(request.leader):
             request.leader.writable = 0
-        covered, tables = self._found(request)
+        covered, tables = self._computed_blocks(request)
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
                 if block:
@@ -78,15 +84,15 @@ class Leases:
         return self._reserve(request, self.source, plan)
 
     def state(self, request: Request, plan: StepPlan) -> None:
-        """The request is ready: state its pages."""
+        """Mark the lease ready and write its pages into the plan."""
         request.lease = Lease.READY
         for group, table in enumerate(request.tables):
             for index, block in enumerate(table):
                 if block:
                     plan.pages.extend((request.row, group, index, block))
 
-    def _found(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
-        """How many tokens are computed already, and each group's blocks that hold them: its leader's, or a prefix hit."""
+    def _computed_blocks(self, request: Request) -> tuple[int, Sequence[Sequence[int]]]:
+        """How many tokens are computed already, and the blocks of each group that hold them: the leader's, or a prefix hit."""
         leader = request.leader
         if leader is not None and self._forkable(leader):
             covered = request.prompt_len - 1
@@ -94,16 +100,16 @@ class Leases:
         return self._hit(request)
 
     def _shareable(self, request: Request) -> int:
-        """Full blocks that others hold and that the request would share. Only in groups that keep their whole past: behind
-        a window a shared block is given up, and a block of its own must be found."""
-        covered, tables = self._found(request)
-        whole = (
+        """Number of full blocks that other requests hold and that this request would share. Groups with a window are excluded:
+        there a shared block is soon released, and the request needs a block of its own."""
+        covered, tables = self._computed_blocks(request)
+        full_blocks = (
             table[: covered // self._size] for table, window in zip(tables, self._windows, strict=True) if not window
         )
-        return sum(self.pool.refs(block) > 0 for table in whole for block in table)
+        return sum(self.pool.refs(block) > 0 for table in full_blocks for block in table)
 
     def _forkable(self, leader: Request) -> bool:
-        """The leader still holds every block that the last prompt token can see."""
+        """Whether the leader still holds every block that the last prompt token attends to."""
         if leader.state is not State.RUNNING or leader.computed < leader.prompt_len:
             return False
         last = leader.prompt_len - 1
@@ -113,11 +119,11 @@ class Leases:
         )
 
     def looks_up(self, request: Request) -> bool:
-        """Whether the prefix cache is asked for this request; prompts to be scored take no hit."""
+        """Whether this request uses the prefix cache. A prompt to be scored does not."""
         return self._prefix_cache and request.cache and not request.needs_scores
 
     def _hit(self, request: Request) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix. One token at least is left to compute."""
+        """The longest cached prefix that leaves at least one token to compute."""
         if not self.looks_up(request):
             return 0, [[] for _ in self._windows]
         extend_chain(request.chain, request.tokens, self._size, request.root)
@@ -127,8 +133,8 @@ class Leases:
     # --- filling ----------------------------------------------------------------------------------------------------
 
     def _reserve(self, request: Request, source: Source, plan: StepPlan) -> int:
-        """Take blocks for what the source has of the request, and state the transfer that fills them; returns how many tokens
-        will be covered. One token at least is left to compute."""
+        """Take blocks for the tokens that the source has, and add the transfer that fills them to the plan. Returns how many tokens
+        will be covered; at least one token is left to compute."""
         extend_chain(request.chain, request.tokens, self._size, request.root)
         first, most = request.published, (len(request.tokens) - 1) // self._size
         places = source.find(request.chain[:most], first)
@@ -154,18 +160,18 @@ class Leases:
         return request.computed
 
     def reopen(self, request: Request) -> int:
-        """As `open`, without the source, for a request whose blocks will not be filled."""
+        """Release the blocks and open the request again without the source, if its blocks will not be filled."""
         self.release(request)
         return self.open(request)
 
     def start(self, plan: StepPlan) -> None:
-        """The plan goes to the device: from now on its transfers write."""
+        """The plan is launched: from now on its transfers may write."""
         for transfer in plan.transfers:
             self.filling[transfer.ticket].lease = Lease.FILLING
 
     def stop(self, request: Request, plan: StepPlan) -> None:
-        """The request leaves. A transfer that the device does not know of is withdrawn; another one is cancelled in `plan`, and
-        its blocks return when that step has ended."""
+        """The request leaves. A transfer that was not launched is withdrawn. A launched transfer is cancelled in `plan`, and its
+        blocks return when that step ends."""
         if request.lease is Lease.FILLING:
             plan.cancels.append(request.ticket)
         elif request.lease is Lease.RESERVED:
@@ -173,7 +179,7 @@ class Leases:
             plan.transfers = [transfer for transfer in plan.transfers if transfer.ticket != request.ticket]
 
     def ended(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, bool]]:
-        """The requests whose transfers have ended with a step, and whether the content arrived."""
+        """The requests whose transfers ended with a step, each with whether the content arrived."""
         failed = [] if result.error is None else [transfer.ticket for transfer in plan.transfers]
         for ticket, arrived in (result.transfers | dict.fromkeys([*plan.cancels, *failed], False)).items():
             request = self.filling.pop(ticket, None)
@@ -183,7 +189,7 @@ class Leases:
     # --- growing ----------------------------------------------------------------------------------------------------
 
     def extend(self, request: Request, length: int, plan: StepPlan) -> bool:
-        """Lease blocks for `length` slots and make those about to be written the request's own. False: too few free."""
+        """Lease blocks for `length` slots, and copy shared blocks that will be written. False: too few blocks are free."""
         if length <= request.writable:
             return True
         first = request.planned // self._size
@@ -193,7 +199,7 @@ class Leases:
             shared = [group for group, table in enumerate(request.tables) if self.pool.refs(table[first]) > 1]
         need = max(0, missing) * len(self._windows) + len(shared)
         if need > self.pool.free and self._windowed:
-            # Windows are looked at when a block fills; by now they may have left another one.
+            # _publish frees blocks behind a window only when a block fills. Meanwhile the window may have passed another block.
             self._free_behind(request)
         if need > self.pool.free:
             return False
@@ -218,8 +224,8 @@ class Leases:
     # --- after a commit ---------------------------------------------------------------------------------------------
 
     def committed(self, request: Request) -> int:
-        """Publish blocks that became full, and free those that no later token can see. Returns how many tokens must be
-        computed before there is more to do."""
+        """Publish blocks that became full, and free blocks that no later token attends to. Returns the number of computed tokens
+        from which this must be called again."""
         if not (self._windowed or (self._prefix_cache and request.cache)):
             return request.limit
         full = request.computed // self._size
@@ -239,7 +245,7 @@ class Leases:
         request.published = full
 
     def _free_behind(self, request: Request) -> None:
-        """Other choices that will fork here still need what the last prompt token sees."""
+        """Free blocks behind windows. Followers that will fork still need the blocks that the last prompt token attends to."""
         upto = min(request.computed, request.prompt_len - 1) if request.followers else request.computed
         for group, window in enumerate(self._windows):
             if window is None:
@@ -253,7 +259,7 @@ class Leases:
                 request.freed[group] = index + 1
 
     def release(self, request: Request) -> None:
-        """Return every block. The end of the sequence first, so that its beginning stays cached longest."""
+        """Release every block, the last ones first, so that the beginning of the sequence stays cached longest."""
         for table in request.tables:
             for block in reversed(table):
                 if block:
@@ -266,7 +272,7 @@ class Leases:
         self.pool.release(block, keep=self.prefix.holds(block))
 
     def reset_prefix_cache(self) -> int:
-        """Forget all prefixes; running requests keep their blocks. Returns how many blocks were remembered."""
+        """Drop all cached prefixes; running requests keep their blocks. Returns how many blocks were in the cache."""
         blocks = self.prefix.clear()
         for block in blocks:
             self.pool.forget(block)

@@ -1,4 +1,4 @@
-"""The engine in this process: the same messages as over the wire, for offline work, evaluation and benchmarks."""
+"""LocalEngine: an engine in the caller's process, with the messages of the wire, for offline work, evaluation and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepSta
 
 
 class LocalEngine:
-    """Runs requests in the caller's thread: `submit` any time, iterate `news` until all have ended.
+    """Runs requests in the caller's thread: call `submit` at any time, iterate `news` until all requests have ended.
 
-    `on_step`: called with every step's record (bench and metrics read it). `sleep`: waits for seconds.
+    on_step: called with the record of every step. sleep: waits for the given seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LocalEngine:
     ) -> LocalEngine:
         engine = assemble(model, config, progress or (lambda stage, done, total: None))
         gc.collect()
-        gc.freeze()  # so that no collection walks over what torch and the engine are made of in the middle of a step
+        gc.freeze()  # collections during a step skip the objects of torch and the engine
         return cls(engine, on_step)
 
     @property
@@ -52,18 +52,18 @@ class LocalEngine:
         return self._engine
 
     def submit(self, request: Submit) -> None:
-        """Queue a request; nothing runs before `news` is iterated."""
+        """Queue a request. It runs when `news` is iterated."""
         self.engine.handle(request)
         self._open[request.id] = request.sampling.n
 
     def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
-        """End a choice that the caller saw enough of (a stop string); it sends no more news."""
+        """End a choice early (a stop string was seen). It sends no more news."""
         self.engine.handle(Finish(request_id, choice, reason, kept))
         self._ended(request_id)
 
     def news(self) -> Iterator[Delta]:
-        """News of all open requests until the last has ended. Closing the iterator cancels what is left, as does Ctrl-C, which
-        comes between two steps: the engine can go on with other requests."""
+        """News of all open requests until the last one ends. Closing the iterator cancels the open requests. So does Ctrl-C, which
+        takes effect between two steps: the engine stays usable."""
         with UninterruptedCalls() as uninterrupted:
             try:
                 while self._open:
@@ -83,13 +83,13 @@ class LocalEngine:
                     uninterrupted(self._engine.turn)
 
     def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
-        """Submit all and yield their news."""
+        """Submit all requests and yield their news."""
         for request in requests:
             self.submit(request)
         yield from self.news()
 
     def close(self) -> None:
-        """Give the device's memory back, for whoever comes next in this process. Nothing runs any more, and open requests end."""
+        """Release the device memory. Open requests end, and the engine cannot be used any more."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -99,7 +99,7 @@ class LocalEngine:
         finally:
             del engine
             gc.unfreeze()
-            gc.collect()  # graphs and their step hold each other
+            gc.collect()  # graphs and their step are a reference cycle
             torch.cuda.empty_cache()
 
     def _ended(self, request_id: str) -> None:

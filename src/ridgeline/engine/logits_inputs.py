@@ -1,5 +1,5 @@
-"""What rows ask of their logits beyond a draw by temperature, top_k, top_p and min_p: penalties, biases, masks,
-log-probabilities, and scores of given tokens."""
+"""Inputs of logits processors: penalties, biases, masks, log-probabilities, and scores of prompt tokens. Temperature, top_k, top_p
+and min_p are not among them: the sampler applies these."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ridgeline.engine.row_table import RowTable
 
 @dataclass(frozen=True, slots=True)
 class LogitsInputs:
-    """Which rows of logits are processed how, as int32 indices into the step's N rows of logits (None: none).
+    """Which logits rows of a step are processed, as int32 indices into its N logits rows (None: no row).
 
-    penalized: by presence, frequency and repetition. early: may not end yet (min_tokens). bias: (row of logits, token, bias)
-    triples as three tensors. masked, words: rows with a mask of allowed tokens, and the masks. logprobs: rows whose
-    log-probabilities are wanted; tops: how many alternatives each request wants; places: those requests' places among the rows
-    that draw; nodes: their numbers of rows of logits.
+    penalized: by presence, frequency and repetition. early: may need suppressed end tokens (min_tokens). bias: (logits row, token,
+    bias) triples as three tensors. masked, words: rows with a mask of allowed tokens, and the packed masks. logprobs: rows whose
+    log-probabilities are requested. tops, places, nodes: for each request with log-probabilities its number of alternatives, its
+    index among the rows that draw, and its number of logits rows.
     """
 
     penalized: torch.Tensor | None = None
@@ -42,7 +42,8 @@ NO_INPUTS = LogitsInputs()
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Query tokens to score: at int32 [M] of the step's T, ids int32 [M]; counts, tops: per scored row (place -> n)."""
+    """Query tokens to score. at: int32 [M], indices of query tokens. ids: int32 [M], the tokens to score after them. counts, tops:
+    by place in the step, the number of scored tokens and of alternatives."""
 
     at: torch.Tensor
     ids: torch.Tensor
@@ -51,8 +52,8 @@ class Scores:
 
 
 class LogitsInputsBuilder:
-    """Packs and builds LogitsInputs. masks: as in StepPlan. drawing int32 [S]: device rows that draw. nodes int32 [S]: rows of
-    logits that each has."""
+    """Packs and builds LogitsInputs. masks: as in StepPlan. drawing int32 [S]: device rows that draw. nodes int32 [S]: number of
+    logits rows of each."""
 
     def __init__(self, masks: Mapping[int, bytes], table: RowTable, drawing: np.ndarray, nodes: np.ndarray) -> None:
         self._masks, self._vocab, self._nodes = masks, table.vocab, nodes
@@ -68,7 +69,7 @@ class LogitsInputsBuilder:
         self._pack_masks(packet)
 
     def _pack_index(self, packet: Packet, name: str, wanted: Sequence[bool]) -> None:
-        """The rows of logits that belong to the drawing rows that want something."""
+        """Add the indices of the logits rows of the drawing rows in `wanted`."""
         if any(wanted):
             packet.add(name, np.flatnonzero(np.repeat(wanted, self._nodes)))
 
@@ -92,28 +93,30 @@ class LogitsInputsBuilder:
         size = 4 * mask_words(self._vocab)
         wanted, words = [], []
         for nodes, request in zip(self._nodes.tolist(), self._requests, strict=True):
-            given, allowed = self._masks.get(request.join.row), request.allowed
-            given_masks = (
-                [] if given is None else [given[at * size :][:size] for at in range(max(1, len(given) // size))]
+            row_mask, allowed = self._masks.get(request.join.row), request.allowed
+            node_masks = (
+                []
+                if row_mask is None
+                else [row_mask[at * size :][:size] for at in range(max(1, len(row_mask) // size))]
             )
-            masks = [read_mask(mask, self._vocab) for mask in given_masks]
+            masks = [read_mask(mask, self._vocab) for mask in node_masks]
             if allowed is not None:
-                masks = [allowed] if given is None else [mask & allowed for mask in masks]
+                masks = [allowed] if row_mask is None else [mask & allowed for mask in masks]
             wanted.append(bool(masks))
             words += masks * (nodes // max(1, len(masks)))
         self._pack_index(packet, "masked", wanted)
         if words:
             packet.add("words", np.stack(words))
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> LogitsInputs:
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> LogitsInputs:
         """got: the tensors that the packet became."""
         return LogitsInputs(
-            penalized=got.get("penalized"),
-            early=got.get("early"),
-            bias=(got["bias_rows"], got["bias_tokens"], got["bias"]) if "bias" in got else None,
-            masked=got.get("masked"),
-            words=got.get("words"),
-            logprobs=got.get("logprobs"),
+            penalized=tensors.get("penalized"),
+            early=tensors.get("early"),
+            bias=(tensors["bias_rows"], tensors["bias_tokens"], tensors["bias"]) if "bias" in tensors else None,
+            masked=tensors.get("masked"),
+            words=tensors.get("words"),
+            logprobs=tensors.get("logprobs"),
             tops=tuple(self._sampling[place].logprobs or 0 for place in self._places),
             places=tuple(self._places),
             nodes=tuple(self._nodes[self._places].tolist()),
@@ -121,7 +124,7 @@ class LogitsInputsBuilder:
 
 
 class ScoreBuilder:
-    """Packs and builds Scores for the rows of a plan that want logits of all query tokens."""
+    """Packs and builds Scores for the rows of a plan that need the logits of all query tokens."""
 
     def __init__(self, plan: StepPlan, table: RowTable) -> None:
         self._plan = plan
@@ -136,14 +139,14 @@ class ScoreBuilder:
         starts = [0, *accumulate(self._plan.n_query)]
         for place, request in self._scored.items():
             wanted = np.array(self._plan.score_ids[request.join.row], dtype=np.int32)
-            asked = np.flatnonzero(wanted >= 0)
-            at += (starts[place] + asked).tolist()
-            ids += wanted[asked].tolist()
-            self._counts[place] = len(asked)
+            scored = np.flatnonzero(wanted >= 0)
+            at += (starts[place] + scored).tolist()
+            ids += wanted[scored].tolist()
+            self._counts[place] = len(scored)
         packet.add("score_at", at)
         packet.add("score_ids", ids)
 
-    def build(self, got: Mapping[str, torch.Tensor]) -> Scores:
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Scores:
         """got: the tensors that the packet became."""
         tops = {place: request.join.sampling.prompt_logprobs or 0 for place, request in self._scored.items()}
-        return Scores(got["score_at"], got["score_ids"], self._counts, tops)
+        return Scores(tensors["score_at"], tensors["score_ids"], self._counts, tops)

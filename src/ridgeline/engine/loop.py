@@ -1,6 +1,7 @@
-"""The heart: plan -> launch -> commit -> reply, with up to `steps_in_flight` steps on the device while the host plans.
+"""The main loop of the engine: plan -> launch -> commit -> reply. While the host plans, up to `steps_in_flight` steps are on the
+device.
 
-Nothing here knows a feature. Requests come in through `submit`, `cancel` and `end_choice`; news goes out as updates.
+The loop is independent of features: they belong to the scheduler and the runner.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Runner(Protocol):
 
 
 class Loop:
-    """One scheduler and one runner. `clock` gives seconds; `steps_in_flight` 0 plans only after each commit."""
+    """Drives one scheduler and one runner. clock: seconds. steps_in_flight: 0 plans a step only after the commit of the last
+    one."""
 
     def __init__(
         self,
@@ -40,19 +42,21 @@ class Loop:
         self.scheduler = scheduler
         self.runner = runner
         self.plan_s = self.commit_s = 0.0
-        """Host time of the last turn, in seconds."""
+        """Host seconds of plan and commit in the last turn."""
         self.turns = 0
-        """Turns that moved something, or rightly waited: what /health takes for progress."""
+        """Turns that made progress, or had a reason to wait. /health reads it."""
         self.device_s = self.idle_s = 0.0
-        """Of the last step committed: seconds on the device, and seconds that it waited for the step with work to do."""
+        """Of the last committed step: seconds on the device, and seconds that the device idled before it although there was
+        work."""
         self._fresh = 0
-        """The step that found the device idle for want of work."""
+        """Number of the first step after a time without work."""
         self._drained = True
         self._depth = steps_in_flight
         self._clock = clock
 
     def turn(self) -> News:
-        """One turn of the heart. Launches a step if one can be planned, commits the oldest when the device has enough."""
+        """Launch a step if one can be planned. Commit the oldest step if more than steps_in_flight are launched or none was
+        planned."""
         scheduler = self.scheduler
         started = time.perf_counter()
         plan = scheduler.plan(self._clock())
@@ -75,7 +79,7 @@ class Loop:
         return News(scheduler.take_updates())
 
     def wait_seconds(self) -> float:
-        """Seconds in which turning brings nothing unless something arrives; 0 while there is work, infinite when idle."""
+        """Seconds until the next turn can make progress, unless a request arrives; 0 while there is work, infinite when idle."""
         return self.scheduler.wait_seconds(self._clock())
 
     def take_counts(self) -> StepCounts:

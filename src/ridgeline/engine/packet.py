@@ -1,4 +1,4 @@
-"""What a step uploads: many small arrays in one buffer, one copy."""
+"""Uploads the many small arrays of a step as one buffer with one copy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 _ALIGN = 16
-"""Items that every array starts at a multiple of. Kernels are compiled apart for pointers that are not aligned to 16
-bytes; without this each new mix of offsets would cost a compilation in the middle of serving."""
+"""Alignment of every array, in items. Triton compiles separate kernels for pointers that are not aligned to 16 bytes; without
+alignment a new mix of offsets would compile a kernel while requests wait."""
 _KINDS: dict[type, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
 
 
@@ -26,19 +26,19 @@ class Packet:
         self._parts[name] = np.ascontiguousarray(values, dtype=kind), kind
 
     def send(self, device: torch.device) -> Mapping[str, torch.Tensor]:
-        """Tensors on `device` by name; never waits. torch keeps the pinned buffer until the copy is done."""
+        """Tensors on `device` by name. Does not synchronize: torch keeps the pinned buffer until the copy has ended."""
         if not self._parts:
             return {}
         items = [part.reshape(-1).view(np.int32) for part, _ in self._parts.values()]
-        sizes = [size for one in items for size in (one.size, -one.size % _ALIGN)]
+        sizes = [count for item in items for count in (item.size, -item.size % _ALIGN)]
         buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat, place = buffer.numpy(), 0
-        for one in items:
-            flat[place : place + one.size] = one
-            place += one.size + -one.size % _ALIGN
+        for item in items:
+            flat[place : place + item.size] = item
+            place += item.size + -item.size % _ALIGN
         sent = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
-        found: dict[str, torch.Tensor] = {}
-        for (name, (part, kind)), got in zip(self._parts.items(), sent, strict=True):
-            typed = got if kind is np.int32 else got.view(_KINDS[kind])
-            found[name] = typed if part.ndim == 1 else typed.view(part.shape)
-        return found
+        tensors: dict[str, torch.Tensor] = {}
+        for (name, (part, kind)), uploaded in zip(self._parts.items(), sent, strict=True):
+            typed = uploaded if kind is np.int32 else uploaded.view(_KINDS[kind])
+            tensors[name] = typed if part.ndim == 1 else typed.view(part.shape)
+        return tensors

@@ -1,8 +1,8 @@
-"""Who may enter the running set, and when. Everything after admission is shared by all policies.
+"""Batching policies: which waiting requests may be admitted, and when. After admission all policies are alike.
 
-continuous   whoever fits enters at every step (Orca, Yu et al. 2022, section 3.1).
-static:N     a batch of N enters together and nobody else until all have left.
-dynamic:N,W  as static, but a batch also opens when its oldest request has waited W milliseconds.
+continuous   every request that fits is admitted at every step (Orca, Yu et al. 2022, section 3.1).
+static:N     N requests are admitted together, and no other until all of them have ended.
+dynamic:N,W  as static, but a batch also starts when its oldest request has waited W milliseconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 from ridgeline.core.errors import ConfigError
 
 STATIC_PATIENCE_S = 10.0
-"""A static batch that never fills opens after this long all the same, so that no request hangs."""
+"""A static batch starts after this time even if it is not full, so that no request waits forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes the scheduler plans within. rows: device rows (row 0 is scratch and not counted)."""
+    """Limits of the scheduler. rows: device rows, without the scratch row 0."""
 
     rows: int
     step_tokens: int
@@ -27,7 +27,7 @@ class Limits:
 
 
 class Waiting(Protocol):
-    """What a policy sees of a request that waits. followers: choices of the same prompt that will wait after it."""
+    """A waiting request as a policy sees it. followers: choices of the same prompt that are admitted after it."""
 
     id: str
     arrival: float
@@ -38,10 +38,10 @@ class Waiting(Protocol):
 
 class Admission(Protocol):
     def allowed(self, running: int, waiting: Sequence[Waiting], now: float) -> int:
-        """How many may enter now, counted from the head of `waiting` (which is in the order of entering)."""
+        """How many requests at the head of `waiting` may be admitted now. `waiting` is in order of admission."""
 
     def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
-        """Seconds until somebody may enter an engine in which nobody runs and nobody arrives."""
+        """Seconds until a request may be admitted, if none runs and none arrives."""
 
 
 class Continuous:
@@ -53,8 +53,8 @@ class Continuous:
 
 
 class Batched:
-    """Static and dynamic batches. A batch names its members when it opens: a newcomer never takes the place of one that
-    was cancelled, and one that was preempted comes back into its own batch. All choices of a request enter together."""
+    """Static and dynamic batches. The members of a batch are fixed when it starts: a later request never replaces a cancelled one,
+    and a preempted request returns to its own batch. All choices of a request belong to one batch."""
 
     def __init__(self, size: int, window_s: float) -> None:
         self.size = size
@@ -68,7 +68,7 @@ class Batched:
         return next(outsider, len(waiting))
 
     def _open(self, waiting: Sequence[Waiting], now: float) -> set[str]:
-        """Members of the next batch; nobody while it is neither full nor overdue."""
+        """Ids of the next batch's members; empty while the batch is neither full nor overdue."""
         choices = sum(1 + len(request.followers) for request in waiting)
         if choices < self.size and (not waiting or self.opens_in(waiting, now) > 0):
             return set()
@@ -82,13 +82,13 @@ class Batched:
         return members
 
     def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
-        return max(0.0, min(one.arrival for one in waiting) + self.window_s - now)
+        return max(0.0, min(request.arrival for request in waiting) + self.window_s - now)
 
 
 def admission(batching: str) -> Admission:
     """Read `continuous`, `static:N` or `dynamic:N,WINDOW_MS`. Raises ConfigError."""
-    kind, _, rest = batching.partition(":")
-    numbers = rest.split(",") if rest else []
+    kind, _, arguments = batching.partition(":")
+    numbers = arguments.split(",") if arguments else []
     try:
         if kind == "continuous" and not numbers:
             return Continuous()

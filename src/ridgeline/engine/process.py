@@ -1,5 +1,5 @@
-"""What the engine's process does once it has its configuration: Loading, then Ready or Failed go out; then the heart beats
-until the service says stop or has gone."""
+"""Main function of the engine process. It sends Loading, then Ready or Failed, and runs the loop until the service stops it or
+disconnects."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ridgeline.wire.inbox import Inbox
 from ridgeline.wire.messages import Beat, Failed, Loading, Ready
 
 BEAT_S = 0.5
-"""Longest silence: /health reads the beats."""
+"""Seconds between two Beat messages, which /health reads."""
 
 log = logging.getLogger(__name__)
 
 
 def run(sock: socket.socket, config: EngineOrder) -> int:
-    """Serve until the service has gone; returns the exit status."""
+    """Serve until the service stops the engine or disconnects; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     inbox = Inbox(sock)
     try:
         engine = assemble(config.model, config.engine, lambda *at: inbox.send(Loading(*at)), process_age_s())
-        # What an engine is made of lives as long as it does: a full collection over torch's objects, in the middle of a step or
-        # before the first, takes a tenth of a second. Of what a start makes 3 % is garbage, and stays.
+        # The objects of the start-up live as long as the engine. A full collection over torch's objects takes a tenth of a second.
+        # 3 % of the objects are garbage that is never freed.
         gc.freeze()
         gc.enable()
         inbox.send(Ready(engine.setup.facts))
@@ -49,7 +49,7 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
 
 
 def serve(engine: Engine, inbox: Inbox, beat_s: float = BEAT_S) -> None:
-    """Turn the heart while there is work, sleep while there is none, and beat every beat_s."""
+    """Run the loop while there is work, sleep while there is none, and send a Beat every beat_s seconds."""
     ended = threading.Event()
     pulse = threading.Thread(target=_beat, args=(engine, inbox, ended, beat_s), daemon=True)
     pulse.start()
@@ -72,6 +72,6 @@ def serve(engine: Engine, inbox: Inbox, beat_s: float = BEAT_S) -> None:
 
 
 def _beat(engine: Engine, inbox: Inbox, ended: threading.Event, beat_s: float) -> None:
-    """Say every beat_s that the process lives and how far the loop is, also while a long step holds it up."""
+    """Send a Beat with the number of turns every beat_s seconds, also during a long step."""
     while not ended.wait(beat_s):
         inbox.send(Beat(engine.loop.turns, not engine.idle))

@@ -1,4 +1,4 @@
-"""One choice of a request, as the scheduler sees it."""
+"""The scheduler's record of one choice of a request."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ridgeline.speculation.state import SpeculationState
 
 
 class Constraint(Protocol):
-    """A grammar's state. A request that has one is planned only when its last token is known to the host."""
+    """State of a grammar. A request with a grammar is planned only when the host knows its last token."""
 
     def mask(self) -> bytes:
         """Packed bitmask of the tokens allowed next (see StepPlan.masks)."""
 
     def masks(self, draft: Draft) -> tuple[Draft, bytes]:
-        """What of the draft the grammar allows before its end, and the masks behind the last token and each of its nodes."""
+        """The part of the draft that the grammar allows, and the masks after the last token and after each of its nodes."""
 
     def accept(self, tokens: Sequence[int]) -> None: ...
 
     @property
     def ready(self) -> bool:
-        """The next mask is there, or takes no time worth mentioning; else it is being made, and the request is not planned."""
+        """The next mask is available or quick to compute. If not, it is being computed, and the request is not planned."""
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end token may follow."""
+        """Only an end token may follow."""
 
 
 class State(Enum):
@@ -43,22 +43,22 @@ class State(Enum):
 
 
 class Lease(Enum):
-    """What a request's blocks hold of the tokens that need not be computed."""
+    """Whether a request's blocks already hold the tokens that need not be computed."""
 
     READY = "ready"
-    """All of it."""
+    """They hold them."""
     RESERVED = "reserved"
-    """A transfer is planned that will bring it; the device does not know of it yet."""
+    """A transfer is planned but not launched."""
     FILLING = "filling"
-    """The device may write to them at any time, until the transfer has ended."""
+    """A launched transfer may write to the blocks until it ends."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One choice. Three numbers say how far it is; a step gives it query tokens until `planned` meets `expected`:
+    """One choice of a request. Three counters describe its progress; steps give it query tokens while `planned` < `expected`.
 
-    computed: tokens whose keys and values are committed. planned: the same with all steps in flight (an upper bound:
-    drafts may be refused). expected: tokens known, with all that the steps in flight will add (an upper bound too).
+    computed: tokens whose keys and values are committed. planned: computed plus the query tokens of steps in flight (an upper
+    bound, because drafts may be rejected). expected: known tokens plus those that steps in flight will add (an upper bound too).
     """
 
     id: str
@@ -70,10 +70,10 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     order: tuple[int, int]
-    """(priority, arrival number): who goes first, and who is preempted last."""
+    """(priority, arrival number). Lower values run first and are preempted last."""
     arrival: float
     root: bytes
-    """Start of the prefix chain (salt and fingerprint)."""
+    """Root of the prefix hash chain (salt and fingerprint)."""
     cache: bool
     constraint: Constraint | None = None
     followers: list[Request] = field(default_factory=list)
@@ -89,17 +89,17 @@ class Request:
     in_flight: int = 0
     lease: Lease = Lease.READY
     ticket: int = 0
-    """Of the transfer that fills its blocks, while they are not ready."""
+    """Ticket of the transfer that fills its blocks, while the lease is not ready."""
     tables: list[list[int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
-    """Per group: leading blocks already returned because they lie behind the window."""
+    """By group: number of leading blocks that are released because they are behind the window."""
     writable: int = 0
-    """Slots that may be written without asking the leases again (they are leased and nobody shares them)."""
+    """Number of leading slots that may be written without a call of Leases.extend: their blocks are leased and not shared."""
     watch: int = 0
-    """Tokens computed from which a commit must look closer; below, a drawn token is appended and that is all."""
+    """Number of computed tokens from which a commit takes the slow path; below it, a commit only appends the drawn token."""
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
-    """Blocks already offered to the prefix index."""
+    """Number of leading blocks in the prefix index."""
     scores: list[TokenLogprobs] = field(default_factory=list)
     finish: str = ""
     error: str = ""
@@ -109,14 +109,17 @@ class Request:
     first_planned: float = -1.0
     first_token: float = -1.0
     device_s: float = 0.0
-    """Its part of the device's time, by query tokens, up to the moment when a query token's price stood at `paid`."""
+    """Share of the device time, by query tokens, up to the accumulated price `paid` of a query token. paid: -1 while it does not
+    run."""
     paid: float = -1.0
     speculation: SpeculationState = field(default_factory=SpeculationState)
 
     def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
-        """Whether its next query tokens can be planned: the keys and values before them are there or will be by then. If a
-        token is drawn behind them (`samples`), a grammar and a host drafter must know the last one first, and a mask that
-        takes long must have been made."""
+        """Whether the next query tokens can be planned.
+
+        The lease must be ready. If the step draws a token (`samples`), a grammar or a waiting host drafter needs the last token, so
+        no step may be in flight, and a grammar's mask must be available.
+        """
         if self.lease is not Lease.READY:
             return False
         if not samples:
@@ -125,22 +128,22 @@ class Request:
             return self.constraint is None and not drafter_waits(self)
         return self.constraint is None or self.constraint.ready
 
-    def pay(self, before: float, after: float, n_query: int) -> None:
-        """A step took it along with `n_query` tokens. before, after: what one token in every step so far would have cost, in
-        seconds, without this step and with it; since the last payment it had one token in each."""
+    def pay(self, price_before: float, price_after: float, n_query: int) -> None:
+        """Account for a step with `n_query` tokens of this request. price_before, price_after: accumulated device seconds of one
+        token per step, before and after this step. Since the last call the request had one token in each step."""
         if self.paid >= 0:
-            self.device_s += before - self.paid
-        self.device_s += n_query * (after - before)
-        self.paid = after
+            self.device_s += price_before - self.paid
+        self.device_s += n_query * (price_after - price_before)
+        self.paid = price_after
 
-    def settle(self, price: float) -> None:
-        """It leaves the device: pay for the tokens since the last payment."""
+    def pay_remaining(self, price: float) -> None:
+        """The request leaves its row: account for the steps since the last call of `pay`."""
         if self.paid >= 0:
             self.device_s += price - self.paid
         self.paid = -1.0
 
     def times(self, now: float) -> tuple[float, ...]:
-        """In the order of metrics.records.Spent, once the first token is there."""
+        """Times in the order of metrics.records.Spent. Valid once the first token exists."""
         prefill = self.first_token - self.first_planned
         waits = self.first_planned - self.arrival, prefill, now - self.first_token
         return *waits, self.preempted, self.device_s, self.speculation.drafted, self.speculation.accepted

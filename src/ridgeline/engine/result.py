@@ -1,4 +1,4 @@
-"""From what a step left on the device to the StepResult: copies that nobody waits for until they are collected."""
+"""Builds the StepResult of a launched step: starts copies to the host at launch and waits for them only when it is collected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ridgeline.ops.rows import ToHost
 
 
 class Clock:
-    """Seconds a step takes on the device: events on a GPU, the wall clock where steps run at once."""
+    """Measures the device seconds of a step: with events on a GPU, with the wall clock on a CPU, where steps run at launch."""
 
     __slots__ = ("_begin", "_end", "_started", "_stopped", "cuda")
 
@@ -31,35 +31,35 @@ class Clock:
         self._started = self._stopped = time.perf_counter()
 
     def stop(self) -> None:
-        """The step's last work has been enqueued."""
+        """Record the end: all work of the step is enqueued."""
         if self.cuda:
             self._end.record()
         else:
             self._stopped = time.perf_counter()
 
     def wait(self) -> float:
-        """Wait for the end; returns the seconds."""
+        """Wait for the end of the step. Returns its seconds."""
         if not self.cuda:
             return self._stopped - self._started
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) * 1e-3
 
     def since(self, before: Clock) -> float:
-        """Seconds from the end of an earlier step to the begin of this one; both have ended."""
+        """Seconds from the end of an earlier step to the beginning of this one. Both must have ended."""
         if not self.cuda:
             return self._started - before._stopped
         return max(0.0, before._end.elapsed_time(self._begin) * 1e-3)
 
 
 def without(plan: StepPlan, error: str | None) -> StepResult:
-    """The result of a step that gave nobody anything; its rows end with `error` if there is one."""
+    """A result without tokens for any row. error: ends the requests of its rows."""
     rows = len(plan.rows)
     return StepResult(plan.step, plan.rows, plan.generations, [0] * rows, [], [0] * rows, error=error)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. Its host tensors are complete once the clock's end has passed; `outcome` holds them alive. lost:
+    """A launched step. Its host tensors are complete when the clock's end event has passed; `outcome` keeps them alive. lost:
     places in the step whose rows the device does not hold. fresh, transfers: see StepResult."""
 
     plan: StepPlan
@@ -77,15 +77,17 @@ class Pending:
         """Start the copies to the host (SamplerOps.to_host) and mark the end of the step."""
         if clock.cuda:
             packed = None if outcome.packed is None else to_host(outcome.packed)
-            logprobs, scores = (_ranked_to_host(one, to_host) for one in (outcome.logprobs, outcome.scores))
+            logprobs, scores = (_ranked_to_host(ranked, to_host) for ranked in (outcome.logprobs, outcome.scores))
             outcome = Outcome(packed, logprobs, scores, outcome.worth)
         clock.stop()
         return cls(plan, batch, outcome, clock, lost)
 
     def keep(self) -> None:
-        """On a CPU the next step may write to what this one's outcome lies in (ops.capture): hold a copy."""
+        """Copy the outcome on a CPU, where the next step may overwrite its memory (ops.capture)."""
         if not self.clock.cuda:
-            packed, worth = (None if one is None else one.clone() for one in (self.outcome.packed, self.outcome.worth))
+            packed, worth = (
+                None if tensor is None else tensor.clone() for tensor in (self.outcome.packed, self.outcome.worth)
+            )
             self.outcome = replace(self.outcome, packed=packed, worth=worth)
 
     def result(self) -> StepResult:
@@ -98,14 +100,16 @@ class Pending:
         places: Sequence[int] = range(len(plan.rows))
         if not all(plan.samples):
             places = list(compress(places, plan.samples))
-        # A graph's batch is padded at the end.
-        found = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
-        for place, own in zip(places, found, strict=False):
-            result.counts[place], result.flags[place] = own[0], own[1]
+        # The batch of a graph has padding rows at the end.
+        packed_rows = [] if self.outcome.packed is None else self.outcome.packed.tolist()[: len(places)]
+        for place, packed_row in zip(places, packed_rows, strict=False):
+            result.counts[place], result.flags[place] = packed_row[0], packed_row[1]
         if shape.width > 1:
-            self._read_drafts(result, places, found)
+            self._read_drafts(result, places, packed_rows)
         else:
-            result.tokens = list(compress([own[2] for own in found], [own[0] for own in found]))
+            result.tokens = list(
+                compress([packed_row[2] for packed_row in packed_rows], [packed_row[0] for packed_row in packed_rows])
+            )
         if self.outcome.worth is not None:
             result.worth.update(zip(places, self.outcome.worth.tolist(), strict=True))
         if self.outcome.logprobs is not None:
@@ -114,15 +118,16 @@ class Pending:
             self._read_scores(result, self.batch.scores)
         return result
 
-    def _read_drafts(self, result: StepResult, places: Sequence[int], found: Sequence[list[int]]) -> None:
-        """What rows gained, what was drawn behind each node, and the nodes kept (in `packed` the last known token is node 0)."""
+    def _read_drafts(self, result: StepResult, places: Sequence[int], packed_rows: Sequence[list[int]]) -> None:
+        """Read the gained tokens, the tokens drawn after each node, and the accepted nodes. In packed rows the last known token is
+        node 0."""
         width, tree = self.batch.shape.width, self.batch.shape.tree
-        for place, own in zip(places, found, strict=True):
-            gained, n_draft = own[0], self.plan.n_draft[place]
-            result.tokens += own[2 : 2 + gained]
+        for place, packed_row in zip(places, packed_rows, strict=True):
+            gained, n_draft = packed_row[0], self.plan.n_draft[place]
+            result.tokens += packed_row[2 : 2 + gained]
             if n_draft:
-                result.drawn[place] = own[2 + width * tree :][: 1 + n_draft]
-                path = own[2 + 2 * width :] if tree else range(gained)
+                result.drawn[place] = packed_row[2 + width * tree :][: 1 + n_draft]
+                path = packed_row[2 + 2 * width :] if tree else range(gained)
                 result.kept[place] = [node - 1 for node in path[1:gained]]
 
     def _read_logprobs(self, result: StepResult, places: Sequence[int], ranked: Ranked) -> None:

@@ -1,11 +1,11 @@
-"""The row table: one row per running request, on the device and as the host remembers it.
+"""The row table: the state of each running request in a row, with a device part and a host part.
 
-The device half is read and moved on by steps alone, never by the host. tokens: int32 [R, max_len + MARGIN], all a row knows; the
-sampler appends, the next step gathers. ints: int32 [R, INTS], knobs: float32 [R, KNOBS], columns as in ops.rows.Int and Knob.
-tables: int32 [groups, R, P], each row's pages in slot order. All lie in one array, so that what a plan changes, wherever it lies,
-is one scatter. Row 0 is scratch: it is always done, so that padding may point at it and nothing moves.
+Only steps read and advance the device part. tokens: int32 [R, max_len + MARGIN], the known tokens of each row; the sampler appends
+to them and the next step gathers them. ints: int32 [R, INTS] and knobs: float32 [R, KNOBS], columns as in ops.rows.Int and Knob.
+tables: int32 [groups, R, P], the pages of each row in slot order. All are parts of one array, so that one scatter applies all
+changes of a plan. Row 0 is the scratch row. It has always ended, so padding can point to it without effect.
 
-The host half knows which request holds a row, and answers what is asked of a whole step at once in columns.
+The host part records which request holds a row, and has columns for questions about all rows of a step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ridgeline.ops.noise import row_key
 from ridgeline.ops.rows import Int, Knob, RowState
 
 MARGIN = 2 * MAX_DRAFT + 8
-"""Places beyond max_len: a draft may reach over the end, and a row that has ended may still be written by the step in
-flight, which drafts again behind what it draws."""
+"""Places beyond max_len. A draft may extend beyond the end, and a step in flight may still write a token and a draft to a row that
+has ended."""
 
 
 INTS = Int.STOP + MAX_STOP_IDS
 KNOBS = len(Knob)
 _ALIGN = 64
-"""Items to whose multiples tokens, ints, knobs and tables are aligned, for kernels that read 16 bytes at a time."""
+"""Alignment of tokens, ints, knobs and tables, in items, for kernels that read 16 bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,19 @@ class RowRequest:
 class RowTable:
     """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens over `vocab` tokens.
 
-    Columns of the host, by row: generation [rows + 2] (0: nobody; -1 in the first and in one behind the last, which stand for
-    whatever is below and above), greedy and plain [rows + 1] (a draw by temperature, top_k, top_p and min_p is all that the
-    request asks for).
+    Host columns, by row: generation [rows + 2], 0 for a free row, -1 in the first and the last element, to which numbers out of
+    range are clipped; greedy [rows + 1]; plain [rows + 1], the request needs only temperature, top_k, top_p and min_p.
     """
 
     def __init__(self, layout: KvLayout, rows: int, max_len: int, vocab: int, device: torch.device) -> None:
-        """Raises ConfigError if tokens could not be addressed with 31 bits."""
+        """Raises ConfigError if 31 bits cannot address the tokens."""
         self.width = max_len + MARGIN
         self.page_tokens = layout.page_tokens
         pages = -(-self.width // layout.page_tokens)
         shapes = ((rows + 1, self.width), (rows + 1, INTS), (rows + 1, KNOBS), (len(layout.groups), rows + 1, pages))
         sizes = [-(-math.prod(shape) // _ALIGN) * _ALIGN for shape in shapes]
         self._starts = (0, *accumulate(sizes[:-1]))
-        """Where tokens, ints, knobs and tables begin in memory."""
+        """Offsets of tokens, ints, knobs and tables in memory."""
         if max(sizes) >= 1 << 31:
             raise ConfigError(
                 f"{rows} requests of {max_len} tokens exceed 2^31 tokens: lower --max-num-seqs or --max-model-len.",
@@ -72,7 +71,7 @@ class RowTable:
             )
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._host = self._memory.numpy() if device.type == "cpu" else None
-        """The same memory, where it is the host's: written to directly, without a packet."""
+        """The memory as an array on a CPU, which is written directly, without a packet; None on a GPU."""
         tokens, ints, knobs, tables = (
             part[: math.prod(shape)].view(shape) for part, shape in zip(self._memory.split(sizes), shapes, strict=True)
         )
@@ -95,7 +94,7 @@ class RowTable:
         return self._requests[row]
 
     def assign(self, plan: StepPlan) -> None:
-        """Rows leave and join. A row out of range is left to `pack_changes`, which refuses it."""
+        """Apply leaves and joins to the host part. `pack_changes` refuses a row out of range."""
         for row in plan.leaves:
             self._free(row)
         for join in plan.joins:
@@ -103,19 +102,19 @@ class RowTable:
                 self._take(join)
 
     def forget(self, plan: StepPlan) -> None:
-        """The plan's changes never reached the device: nobody holds the rows that they were for."""
+        """Free the rows that the plan changes: the changes did not reach the device."""
         for row in (*(join.row for join in plan.joins), *plan.pages[::4]):
             self._free(row)
 
     def drop_lost(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
-        """The plan with the scratch row, which draws nothing, in place of rows that do not hold whom it means because an upload
-        was lost; and the places of these in the step."""
-        held = self.generation.take(np.frombuffer(plan.rows, dtype=np.int32), mode="clip")
-        lost = np.flatnonzero(held != np.frombuffer(plan.generations, dtype=np.int32)).tolist()
+        """Replace rows whose upload was lost, so that they do not hold the planned request, by the scratch row without sampling.
+        Returns the plan and the places of these rows in the step."""
+        generations = self.generation.take(np.frombuffer(plan.rows, dtype=np.int32), mode="clip")
+        lost = np.flatnonzero(generations != np.frombuffer(plan.generations, dtype=np.int32)).tolist()
         if not lost:
             return plan, lost
         rows, samples, logits, unread = plan.rows[:], plan.samples[:], plan.logits[:], plan.unread
-        if unread:  # of rows that draw
+        if unread:  # has an item for each row that draws
             drawing = compress(range(len(rows)), plan.samples)
             unread = array("i", [count for place, count in zip(drawing, unread, strict=True) if place not in lost])
         for place in lost:
@@ -137,7 +136,7 @@ class RowTable:
         if self._requests.pop(row, None) is not None:
             self.generation[row] = 0
 
-    # --- what the device knows ----------------------------------------------------------------------------------------
+    # --- device state -------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RowState:
@@ -153,7 +152,7 @@ class RowTable:
         return self.knobs[:, Knob.TEMPERATURE]
 
     def pack_changes(self, plan: StepPlan, packet: Packet) -> None:
-        """Add what `plan` changes to `packet`: items, and where in memory they go. On a CPU it is written."""
+        """Add the changes of `plan` to `packet`: items and their offsets in memory. On a CPU, write them at once."""
         runs, entries = dict(self._runs(plan.joins)), self._entries(plan.pages)
         if self._host is not None:
             for place, run in runs.items():
@@ -165,18 +164,18 @@ class RowTable:
             packet.add("where", np.concatenate([*where, np.array(list(entries), np.int64)]), np.int64)
             packet.add("items", np.concatenate([*runs.values(), np.array(list(entries.values()), np.int32)]))
 
-    def write_changes(self, got: Mapping[str, torch.Tensor]) -> None:
-        """Write what `pack_changes` sent."""
-        if "where" in got:
-            self._memory.index_copy_(0, got["where"], got["items"])
+    def write_changes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the changes that `pack_changes` packed."""
+        if "where" in tensors:
+            self._memory.index_copy_(0, tensors["where"], tensors["items"])
 
     def pack_drafts(self, plan: StepPlan, packet: Packet) -> None:
-        """As `pack_changes`, the drafts that the host brings, int32 [3, N]: rows, places behind what these know, tokens."""
+        """Add host drafts to `packet`, int32 [3, N]: rows, places after the known tokens, tokens. On a CPU, write them at once."""
         if max(plan.drafts) < 0:
             return
         if self._host is None:
             rows, n_draft, tokens = (
-                np.frombuffer(one, dtype=np.int32) for one in (plan.rows, plan.n_draft, plan.drafts)
+                np.frombuffer(column, dtype=np.int32) for column in (plan.rows, plan.n_draft, plan.drafts)
             )
             place = np.arange(len(tokens)) - np.repeat(np.cumsum(n_draft) - n_draft, n_draft)
             packet.add("drafts", np.stack((np.repeat(rows, n_draft), place, tokens))[:, tokens >= 0])
@@ -188,15 +187,16 @@ class RowTable:
                 at = row * self.width + int(self._host[self._starts[1] + row * INTS + Int.KNOWN])
                 self._host[at : at + count] = plan.drafts[end - count : end]
 
-    def write_drafts(self, plan: StepPlan, got: Mapping[str, torch.Tensor]) -> None:
-        """Drafts stand after what a row knows, where the gather and the penalties find them, and the device's own already do."""
-        if "drafts" in got:
-            row, place, token = got["drafts"].unbind(0)
+    def write_drafts(self, plan: StepPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write host drafts after the known tokens of each row, where gather and penalties read them. Device drafts are there
+        already."""
+        if "drafts" in tensors:
+            row, place, token = tensors["drafts"].unbind(0)
             at = row * self.width + self.ints[:, Int.KNOWN].index_select(0, row) + place
             self.flat_tokens.index_copy_(0, at.long(), token)
 
     def _runs(self, joins: Sequence[Join]) -> Iterator[tuple[int, np.ndarray]]:
-        """Where in memory the parts of each row begin, and what they are; of several joins for one row the last counts."""
+        """(offset in memory, content) of each part of a joining row. Of several joins for a row the last one counts."""
         tokens, ints, knobs, _ = self._starts
         for row, join in {join.row: join for join in joins}.items():
             yield tokens + row * self.width, self._checked(join)
@@ -211,7 +211,7 @@ class RowTable:
         return np.array(join.tokens, dtype=np.int32)
 
     def _entries(self, quads: Sequence[int]) -> dict[int, int]:
-        """Where in memory entries of `tables` lie, and their pages; of several entries for one place the last counts."""
+        """Offset in memory -> page, for entries of `tables`. Of several entries for a place the last one counts."""
         (_, rows, pages), start, each = self.tables.shape, self._starts[3], [iter(quads)] * 4
         return {start + (group * rows + row) * pages + at: page for row, group, at, page in zip(*each, strict=True)}
 

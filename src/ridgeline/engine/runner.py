@@ -1,7 +1,7 @@
-"""The runner owns device memory and holds no policy: it does what a StepPlan says and tells what came of it.
+"""The runner owns the device memory. It executes each StepPlan and returns a StepResult; it has no scheduling policy.
 
-launch enqueues a step and never waits for the device; collect waits for the oldest one. A step that fails comes back as
-a StepResult with `error`; nothing a plan contains ends the process, only the loss of the device does.
+launch enqueues a step without waiting for the device; collect waits for the oldest step. A failed step returns a StepResult with
+`error`. A bad plan never ends the process; only the loss of the device does.
 """
 
 from __future__ import annotations
@@ -40,9 +40,14 @@ def build_runner(
     progress: Progress | None = None,
     drafter: DeviceDrafter = NoDrafter(),
 ) -> Runner:
-    """A runner on the device that holds the model's weights; `layout` has room for the drafter's layers. Allocates the cache
-    and, on a GPU, compiles kernels and captures graphs (`progress`: stage, done, total). Raises ConfigError if rows could
-    not be addressed."""
+    """A runner on the device of the model's weights. Allocates the KV cache and, on a GPU, compiles kernels and captures graphs.
+
+    Args:
+        layout: includes the layers of the drafter.
+        progress: called with (stage, done, total).
+    Raises:
+        ConfigError: if the row table is too large.
+    """
     with torch.inference_mode():
         runner = Runner(model, layout, sizes, drafter)
         runner.prepare(progress or _silent)
@@ -50,11 +55,11 @@ def build_runner(
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody is told."""
+    """Ignores progress."""
 
 
 class Runner:
-    """launch / collect / close over a model, its cache and its rows. Results come in the order of launches."""
+    """Runs steps of a model over its KV cache and its row table. Results are in the order of launches."""
 
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
@@ -63,11 +68,11 @@ class Runner:
         self.store = KvStore(layout, (*model.rank_spec.layers, *drafter.layers), sizes.blocks, self.device)
         self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = LateCompiles()
-        """What is compiled from now on, once prepared."""
+        """Kernels compiled after `prepare`."""
         self._sizes = sizes
         self.executor = self._make_executor()
         self._before: Clock | None = None
-        """Of the step collected last."""
+        """Clock of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
 
     def _make_executor(self) -> Executor:
@@ -76,7 +81,7 @@ class Runner:
         return GraphExecutor(self._step, self._sizes, CudaCapture()) if self._sizes.graphs else Executor(self._step)
 
     def prepare(self, progress: Progress) -> None:
-        """On a GPU, run and capture now what would otherwise compile and allocate while requests wait."""
+        """On a GPU, warm up: compile kernels, allocate buffers and capture graphs before requests arrive."""
         if not self._cuda:
             return
         self.late.rest()
@@ -98,14 +103,14 @@ class Runner:
             reason = error.message if isinstance(error, RidgelineError) else f"{type(error).__name__}: {error}"
             log.exception("step %d failed", plan.step)
         if reason:
-            # Outside of the handler, so that the failed step's tensors are free already.
+            # Outside of the handler, so that the tensors of the failed step are already released.
             self.executor.forget()
             self._pending.append(without(plan, reason))
             self._recover(reason)
 
     def _recover(self, reason: str) -> None:
-        """A step has failed: give its memory back. Raises EngineFailed if the device itself is lost, because then every
-        later step would fail too (a CUDA fault stays until the process ends)."""
+        """Release the memory of a failed step. Raises EngineFailed if the device is lost: a CUDA fault is permanent, so every later
+        step would fail too."""
         if not self._cuda:
             return
         try:
@@ -115,7 +120,7 @@ class Runner:
             raise EngineFailed(f"The device is lost ({reason}): restart the engine.") from error
 
     def collect(self) -> StepResult:
-        """The result of the oldest launched step; waits for it. IndexError if there is none."""
+        """Wait for the oldest launched step and return its result. Raises IndexError if there is none."""
         oldest = self._pending.popleft()
         if isinstance(oldest, StepResult):
             return oldest
@@ -131,7 +136,7 @@ class Runner:
         return without(oldest.plan, reason)
 
     def close(self) -> None:
-        """Wait for the device and forget what is in flight."""
+        """Wait for the device and drop the steps in flight."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
         self._pending.clear()
@@ -156,8 +161,13 @@ class Runner:
         return pending
 
     def _apply(self, plan: StepPlan, loaded: LoadedStep | None) -> LoadedStep | None:
-        """One upload for all that the plan changes and states; rows and pages change even if the step is refused. loaded: the
-        step, if it need not be uploaded. Returns the step to run, None for a plan without rows."""
+        """Upload the changes and the step of a plan in one copy. Rows and pages change even if the step is refused.
+
+        Args:
+            loaded: the step, if its inputs need no upload.
+        Returns:
+            The step to run; None for a plan without rows.
+        """
         packet = Packet()
         builder, refusal, padded = None, None, None
         try:
@@ -171,15 +181,15 @@ class Runner:
                     refusal = error
             if plan.drafts and refusal is None:
                 self.rows.pack_drafts(plan, packet)
-            got = packet.send(self.device)
-            self.rows.write_changes(got)
+            tensors = packet.send(self.device)
+            self.rows.write_changes(tensors)
             self.store.copy_pages(plan.copies)
             if plan.drafts and refusal is None:
-                self.rows.write_drafts(plan, got)
+                self.rows.write_drafts(plan, tensors)
         except Exception:
-            # The rows that the changes were for are unknown now; a step that plans one of them goes without it.
+            # The changed rows are in an unknown state now. A later step that plans one of them runs without it.
             self.rows.forget(plan)
             raise
         if refusal is not None:
             raise refusal
-        return loaded if builder is None else self.executor.load(plan, builder.build(got), padded is not None)
+        return loaded if builder is None else self.executor.load(plan, builder.build(tensors), padded is not None)

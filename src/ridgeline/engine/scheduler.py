@@ -1,13 +1,13 @@
-"""The scheduler owns requests. `plan` gives each the query tokens it lacks, `commit` learns what became of them.
+"""The scheduler owns requests. `plan` distributes the query tokens of a step, `commit` applies its result.
 
-One rule, no phases: a request has tokens it knows and tokens it has computed, and a step gives it query tokens until
-they meet. Prompts, chunks of prompts, decoding, prefix hits and drafts are this one rule. Requests run in the order of
-(priority, arrival); when blocks run out, the last in that order gives way and comes back later.
+There are no phases. A request has known tokens and computed tokens, and steps give it query tokens until all known tokens are
+computed. This one rule covers prompts, prompt chunks, decoding, prefix hits and drafts. Requests run in the order of (priority,
+arrival). When blocks run out, the last running request in this order is preempted.
 
-Every end of a request goes through `finish`; its row and blocks return when no step in flight holds them.
+Every end of a request goes through `finish`. Its row and blocks are released when no step in flight holds them.
 
-Most rows of most steps only go on decoding. Planning such a row adds one to three numbers, committing it appends a token;
-whatever needs more (a block to lease, a limit, a first token, a flag) takes the slower way, `_give` and `_commit_share`.
+Most rows of a step only continue to decode. For them `plan` increments three numbers and `commit` appends a token. A row that
+needs more (a block, a limit, a first token, a flag) takes the slow path: `_give` and `_commit_share`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import News, StepCounts, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
@@ -29,13 +29,13 @@ from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
 from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 
-_LOOK_S = 0.0005
-"""Seconds between two looks where all that run wait: for their masks, or for their blocks to be filled."""
+_POLL_S = 0.0005
+"""Seconds between two checks while all running requests wait for grammar masks or transfers."""
 
 
 class Scheduler:
-    """Plans steps within `limits`, leasing blocks from `leases`, admitting by `admission`. Knows no device and no clock:
-    `now` comes as an argument (seconds), so that it runs on a virtual clock as well."""
+    """Plans steps within `limits`, with blocks from `leases` and the policy `admission`. It has no device and no clock: `now`
+    (seconds) is an argument, so it also runs on a virtual clock."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class Scheduler:
         self.last_step = 0
         """Number of the last step committed."""
         self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
-        """Of the last step committed: tokens that its rows hold, how many of them are new, how many had a draw behind them."""
+        """Of the last committed step: computed tokens of each row, query tokens of each row, number of logits rows that drew."""
         self._price = 0.0
-        """Device seconds that one query token in every step so far would have cost."""
+        """Accumulated device seconds of one query token in every step so far."""
         self._flight: deque[StepInFlight] = deque()
-        self._forms: deque[StepInFlight] = deque(maxlen=8)
-        """Of each form of late the last step, since somebody entered or left."""
+        self._recent_steps: deque[StepInFlight] = deque(maxlen=8)
+        """Recent steps with different requests or shares; cleared when a request enters or leaves."""
         self._updates: list[Update] = []
         self._leaving = 0
         self._open = 0
-        self._look_at = -math.inf
-        """When a step without rows may ask for transfers again."""
+        self._poll_at = -math.inf
+        """Time from which a step without rows may check for transfers again."""
 
-    # --- requests come and go ---------------------------------------------------------------------------------------
+    # --- requests arrive and end ------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -84,24 +84,24 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Choices that have not ended and do not run, those among them that wait for their leader's prompt."""
+        """Number of choices that wait, including those that wait for the prompt of their leader."""
         return self._open - len(self.running)
 
     def wait_seconds(self, now: float) -> float:
-        """Seconds in which there is nothing to do unless something arrives. To be asked after a turn that did nothing."""
+        """Seconds until there is work, unless a request arrives. Valid after a turn that did nothing."""
         if self._flight or self._updates:
             return 0.0
         if self.running or self.leases.filling:
-            return _LOOK_S
+            return _POLL_S
         return self._admission.opens_in(self.waiting, now) if self.waiting else math.inf
 
     def fits(self, request: Request) -> bool:
-        """Whether the request could run if it were alone."""
+        """Whether the request could run without other requests."""
         most = request.limit + self._speculation.max_nodes + self._speculation.slots_ahead
         return self.layout.pages_for(most, self.limits.step_tokens) <= self.leases.total
 
     def add(self, request: Request) -> None:
-        """Take over a request. Choices after the first wait for the first one's prompt and share its blocks."""
+        """Add a request. The first choice is the leader; other choices wait for its prompt and share its blocks."""
         choices = self._by_id.setdefault(request.id, {})
         choices[request.choice] = request
         self._open += 1
@@ -114,19 +114,19 @@ class Scheduler:
             leader.followers.append(request)
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> None:
-        """End all choices of a request; unknown ids are fine."""
+        """End all choices of a request. Unknown ids are ignored."""
         for request in list(self._by_id.get(request_id, {}).values()):
             self.finish(request, reason)
 
     def end_choice(self, request_id: str, choice: int, reason: str, kept: int) -> None:
-        """The service ended this choice itself (a stop string): of its output, `kept` tokens count."""
+        """End a choice for the service (a stop string). kept: output tokens that count; the others are counted as dropped."""
         request = self._by_id.get(request_id, {}).get(choice)
         if request is not None:
             self.counts.dropped += max(0, len(request.tokens) - request.prompt_len - kept)
             self.finish(request, reason)
 
     def finish(self, request: Request, reason: str, error: str = "") -> None:
-        """The one end of every request, whatever the reason. Idempotent."""
+        """End a request. Every end of a request goes through here. Idempotent."""
         if request.finish:
             return
         request.finish = reason
@@ -146,7 +146,7 @@ class Scheduler:
             self._updates.append(Update(request.id, request.choice, [], finish=reason, error=error))
 
     def take_updates(self) -> list[Update]:
-        """News since the last call (ends of requests outside a commit)."""
+        """Updates since the last call (ends of requests outside a commit)."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -162,19 +162,19 @@ class Scheduler:
         leader.followers = []
 
     def _leave(self, request: Request) -> None:
-        """Out of the running set; row and blocks return now, or when the last step or transfer that holds them has ended."""
+        """Remove from the running set. Row and blocks are released now, or when the last step or transfer that holds them ends."""
         self.running.remove(request)
-        self._forms.clear()
+        self._recent_steps.clear()
         request.state = State.LEAVING
-        request.settle(self._price)
+        request.pay_remaining(self._price)
         request.writable = request.watch = 0
         self._leaving += 1
         self.leases.stop(request, self._next.plan)
         if request.in_flight == 0 and request.lease is not Lease.FILLING:
-            self._settle(request)
+            self._release_row(request)
 
-    def _settle(self, request: Request) -> None:
-        """No step holds it any more: give back what it held; a preempted request waits again."""
+    def _release_row(self, request: Request) -> None:
+        """Release the row and blocks of a request that no step or transfer holds. A preempted request waits again."""
         self._leaving -= 1
         plan, joined = self._next.plan, request.lease is Lease.READY
         self.leases.release(request)
@@ -195,17 +195,17 @@ class Scheduler:
     # --- plan -------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can run (nothing to do, or all wait for steps in flight). A step without rows
-        starts, ends and asks for transfers while nobody can be planned.
+        """Plan the next step. Returns None if no request can run (no work, or all wait for steps in flight).
 
-        A plan that gave nobody a query token yet is kept: it may hold joins and pages already.
+        If no request can run, a step without rows may start, cancel or check transfers. A plan without query tokens is kept for the
+        next call, because it may already hold joins and pages.
         """
         step = self._next
         budget = self._continue_running(step, self.limits.step_tokens)
         if self.waiting:
             self._admit(step, budget, now)
         if step.requests:
-            step.state_rows(self._forms)
+            step.state_rows(self._recent_steps)
             step.drafts = self._speculation.begin_step(step.plan, step.requests)
         elif not (step.plan.transfers or step.plan.cancels or self._asks(now)):
             return None
@@ -215,14 +215,14 @@ class Scheduler:
         return step.plan
 
     def _asks(self, now: float) -> bool:
-        """Whether a step is needed only to learn which transfers have ended."""
-        asks = bool(self.leases.filling) and not self._flight and now >= self._look_at
+        """Whether a step without rows is due, to learn which transfers have ended."""
+        asks = bool(self.leases.filling) and not self._flight and now >= self._poll_at
         if asks:
-            self._look_at = now + _LOOK_S
+            self._poll_at = now + _POLL_S
         return asks
 
     def _continue_running(self, step: StepInFlight, budget: int) -> int:
-        """Every running request gets what it needs; one token is kept back for each request behind it."""
+        """Give each running request the tokens it needs. One token of the budget is reserved for each request after it."""
         idle, last = self._speculation.idle, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
@@ -236,30 +236,30 @@ class Scheduler:
                 step.requests.append(request)
                 budget -= 1
             elif request.state is State.RUNNING:
-                own = max(1, budget - last + place)
-                budget -= self._give(step, request, min(expected - planned, own), own)
+                most = max(1, budget - last + place)
+                budget -= self._give(step, request, min(expected - planned, most), most)
         return budget
 
     def _give(self, step: StepInFlight, request: Request, n_query: int, most: int) -> int:
-        """Plan `n_query` tokens of a running request, with its draft at most `most`; returns how many it got (0: not ready, or
-        no blocks)."""
+        """Plan `n_query` tokens of a running request, and a draft up to `most` tokens in all. Returns how many it got; 0: not
+        ready, or no blocks."""
         plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
-        draft = NOTHING
+        draft = EMPTY_DRAFT
         if (samples and request.limit <= request.expected) or not request.ready(samples, speculation.waits):
             return 0
         if samples:
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
             if request.constraint is not None:
-                found = self._masked(plan, request, request.constraint, draft)
-                if found is None:
+                allowed_draft = self._masked(plan, request, request.constraint, draft)
+                if allowed_draft is None:
                     return 0
-                draft = found
+                draft = allowed_draft
         after = request.planned + n_query + speculation.slots_ahead
         while not self.leases.extend(request, after + len(draft.tokens), plan):
             if draft.tokens:
-                draft = NOTHING
+                draft = EMPTY_DRAFT
                 plan.masks.pop(request.row, None)
                 if request.constraint is not None:
                     self._masked(plan, request, request.constraint, draft)
@@ -278,7 +278,7 @@ class Scheduler:
         return total
 
     def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
-        """Which logits its next `total` tokens need, of a prompt at least; states the tokens to score."""
+        """Which logits the next `total` tokens need. Writes the prompt tokens to score into the plan."""
         if request.planned < request.prompt_len - 1 and request.needs_scores:
             after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
             plan.score_ids[request.row] = after + [-1] * (total - len(after))
@@ -286,8 +286,8 @@ class Scheduler:
         return Logits.LAST if samples else Logits.NONE
 
     def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
-        """State the tokens a grammar allows next and behind each node; returns what it allows of the draft. A grammar that
-        cannot go on ends its own request: None."""
+        """Write the grammar masks after the last token and after each node into the plan. Returns the part of the draft that the
+        grammar allows. A grammar that fails ends its request: None."""
         try:
             draft, plan.masks[request.row] = constraint.masks(draft) if draft.tokens else (draft, constraint.mask())
         except RidgelineError as error:
@@ -296,15 +296,15 @@ class Scheduler:
         return draft
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt the last running request if it comes after `request`. True: its blocks are free already; False:
-        wait, because nobody comes after, or because somebody is leaving with a step in flight."""
+        """Preempt the last running request if it is after `request` in order. True: its blocks are free now. False: wait, because
+        no request is after this one, or because a step in flight still holds the blocks of a leaving request."""
         victim = self.running[-1]
         if self._leaving or victim.order <= request.order:
             return False
         return self._preempt(victim)
 
     def _preempt(self, victim: Request) -> bool:
-        """Out of the running set, to come back later. True if its row and blocks returned at once."""
+        """Remove a request from the running set; it waits again. True if its row and blocks are released at once."""
         victim.preempted += 1
         self.counts.preempted += 1
         self._release_followers(victim)
@@ -314,7 +314,7 @@ class Scheduler:
     def _admit(self, step: StepInFlight, budget: int, now: float) -> None:
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         incomplete = (
-            [one for one in self.running if one.planned < len(one.tokens) - 1] if allowed and budget > 0 else []
+            [other for other in self.running if other.planned < len(other.tokens) - 1] if allowed and budget > 0 else []
         )
         chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
@@ -330,17 +330,17 @@ class Scheduler:
             incomplete.append(request)
 
     def _gives_way(self, request: Request) -> bool:
-        """Preempt a running request of a less urgent priority for one that waits."""
+        """Preempt the last running request if its priority is less urgent than that of a waiting request."""
         last = self.running[-1] if self.running else None
         if last is None or self._leaving or last.order[0] <= request.order[0]:
             return False
         return self._preempt(last)
 
     def _enter(self, plan: StepPlan, request: Request, now: float) -> None:
-        """Give a waiting request its row and whatever is computed already: a leader's blocks, a prefix hit, or what a source has,
-        for which it waits without holding up those behind it."""
+        """Give a waiting request a row and the blocks that are computed already: a leader's, a prefix hit, or those of a source. It
+        waits for the transfer from a source without delaying the requests after it."""
         self._generation += 1
-        self._forms.clear()
+        self._recent_steps.clear()
         request.row = self._free_rows.pop()
         request.generation = self._generation
         request.state = State.RUNNING
@@ -351,7 +351,7 @@ class Scheduler:
             self._join(plan, request, now)
 
     def _join(self, plan: StepPlan, request: Request, now: float) -> None:
-        """Tell the device of a request that has its row and is ready."""
+        """Add the join of a request that has a row and a ready lease to the plan."""
         self.leases.state(request, plan)
         hit = request.computed
         if request.cached < 0:
@@ -378,7 +378,7 @@ class Scheduler:
     # --- commit -----------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float) -> News:
-        """Learn what the oldest step in flight did; returns the news for the service."""
+        """Apply the result of the oldest step in flight. Returns the news for the service."""
         step = self._flight.popleft()
         self.last_step = result.step
         self.counts.failed += result.error is not None
@@ -400,7 +400,7 @@ class Scheduler:
             elif request.state is State.LEAVING:
                 self.counts.dropped += count
                 if request.in_flight == 0:
-                    self._settle(request)
+                    self._release_row(request)
             elif result.error is not None:
                 self.finish(request, "error", f"The step failed: {result.error}")
             elif place in result.lost:
@@ -412,17 +412,17 @@ class Scheduler:
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
         draws = sum(step.plan.samples) + len(step.plan.drafts)
-        self.committed = [one.computed for one in step.requests], step.plan.n_query, draws
+        self.committed = [request.computed for request in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
         if gained:
-            news.ids, news.choices = [one.id for one in gained], [one.choice for one in gained]
+            news.ids, news.choices = [request.id for request in gained], [request.choice for request in gained]
         news.updates += self.take_updates()
         return news
 
     def _end_transfer(self, request: Request, arrived: bool, now: float) -> None:
-        """Nothing writes to the request's blocks any more. It computes what did not arrive."""
+        """The transfer of a request has ended. Content that did not arrive is computed."""
         if request.state is State.LEAVING:
-            self._settle(request)
+            self._release_row(request)
             return
         if not arrived:
             request.computed = request.planned = self.leases.reopen(request)
@@ -431,7 +431,7 @@ class Scheduler:
     def _commit_share(
         self, step: StepInFlight, place: int, tokens: list[int], result: StepResult, now: float, news: News
     ) -> None:
-        """Commit one row, whatever it got and whatever came of it."""
+        """Commit one row (slow path: any number of query tokens, drafts and flags)."""
         request, plan = step.requests[place], step.plan
         n_draft = plan.n_draft[place]
         refused = n_draft and n_draft - max(0, len(tokens) - 1)

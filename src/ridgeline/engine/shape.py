@@ -1,4 +1,4 @@
-"""The sizes of a step's arrays: what the host knows of a step before it runs, and what captured work is looked up by."""
+"""Sizes of the arrays of a step. The host knows them before the step runs; they are the key of captured work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ridgeline.core.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the runner makes room for.
+    """Sizes for which the runner allocates memory.
 
     rows: requests at once. step_tokens: query tokens of a step. max_len: tokens of a request. blocks: pages of KV cache.
-    graphs: CUDA graphs, on a GPU. drafts: numbers of nodes per row that the device drafts. host_drafts: most nodes of what the
-    host drafts, 0 if it does not.
+    graphs: use CUDA graphs, on a GPU. drafts: numbers of nodes per row that the device may draft. host_drafts: most nodes of a
+    host draft, 0 without a host drafter.
     """
 
     rows: int
@@ -61,17 +61,17 @@ class StepShape:
 
     @classmethod
     def mixed(cls, rows: int, tokens: int) -> StepShape:
-        """Query tokens spread in any way over rows, of which any may draw."""
+        """Query tokens in any distribution over the rows, of which any may draw."""
         return cls(rows, rows, tokens, tokens)
 
     @classmethod
     def verifying(cls, rows: int, nodes: int, tree: bool) -> StepShape:
-        """Rows that verify so many drafted nodes each."""
+        """Rows that verify `nodes` draft nodes each."""
         return cls(rows, rows, rows * (1 + nodes), 1 + nodes, 1 + nodes, rows * nodes, tree)
 
     @property
     def logits(self) -> int:
-        """N, query tokens whose logits are needed: each row's that draws, and its drafts."""
+        """N, query tokens whose logits are needed: one of each row that draws, and its draft nodes."""
         return self.draws + self.drafts
 
     @property
@@ -81,5 +81,5 @@ class StepShape:
 
     @property
     def chunked(self) -> bool:
-        """A row has query tokens whose logits nobody needs: a part of a prompt."""
+        """A row has query tokens whose logits are not needed: a prompt chunk."""
         return self.max_query > self.width or self.tokens > self.logits

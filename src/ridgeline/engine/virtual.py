@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ridgeline.core.cost import CostModel, WorkMeter
-from ridgeline.core.draft import DEVICE, NOTHING, Draft
+from ridgeline.core.draft import DEVICE, EMPTY_DRAFT, Draft
 from ridgeline.core.plan import Flag, Join, StepPlan, StepResult
 
 
@@ -30,7 +30,7 @@ class VirtualRunner:
     Steps run one after the other. A step begins at the time of its launch or at the end of the step before, whichever is
     later. `collect` moves the clock to the end of the step that it returns.
 
-    A drawn token depends on the request's seed, its choice and the position alone. An accepted node of a host drafter keeps
+    A drawn token depends only on the request's seed, its choice and the position. An accepted node of a host drafter keeps
     its token; a node with an end token is never accepted. Not simulated: the host's time, the time to draft, grammar masks,
     log-probabilities and prompt scores.
 
@@ -72,7 +72,9 @@ class VirtualRunner:
             gained: list[int] = []
             row.computed += plan.n_query[place] - plan.n_draft[place]
             if plan.samples[place] and not row.ended:
-                draft = Draft(tuple(plan.drafts[first:last]), tuple(plan.tree[first:last])) if last > first else NOTHING
+                draft = (
+                    Draft(tuple(plan.drafts[first:last]), tuple(plan.tree[first:last])) if last > first else EMPTY_DRAFT
+                )
                 gained = self._verify(row, draft, result, place) if draft.tokens else [self._take(row, DEVICE)]
             first = last
             result.counts.append(len(gained))

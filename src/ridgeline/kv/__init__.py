@@ -1,1 +1,1 @@
-"""The KV cache: who holds which block (pure Python), where the bytes lie, what prefixes can be reused."""
+"""The KV cache: block accounting (pure Python), memory of the pages, prefix index."""

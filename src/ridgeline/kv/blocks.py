@@ -1,8 +1,8 @@
-"""BlockPool: who holds which block. Pure Python, every operation O(1).
+"""BlockPool: reference counts of KV blocks. Pure Python; every operation is O(1), except `check`.
 
-Ownership: the pool owns block numbers, the store owns their bytes. A block is *used* while its reference count is above
-zero; at zero it is *free*. A free block that still carries a cached prefix is evicted last, least recently used first.
-Block 0 is scratch and is never handed out.
+Ownership: the pool owns block numbers, the store owns their memory. A block is *used* while its reference count is above zero, and
+*free* otherwise. Free blocks with a cached prefix are taken only when no blank block is left, the least recently used first.
+Block 0 is the scratch block and is never taken.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 
 class BlockPool:
-    """Reference-counted blocks 1 .. total. `free + used == total` always.
+    """Reference-counted blocks 1 .. total. Invariant: free + used == total.
 
-    on_evict: called with a block whose cached content is about to be overwritten.
+    on_evict: called with a cached block that is about to be reused.
     """
 
     def __init__(self, total: int, on_evict: Callable[[int], None]) -> None:
@@ -34,14 +34,14 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Free blocks that still carry a prefix."""
+        """Number of free blocks with a cached prefix."""
         return len(self._cached)
 
     def refs(self, block: int) -> int:
         return self._refs[block]
 
     def take(self) -> int:
-        """A blank block with one reference; the caller must have seen `free > 0`."""
+        """Take a block with one reference; a cached block is evicted if none is blank. The caller must check `free > 0`."""
         if self._blank:
             block = self._blank.pop()
         else:
@@ -51,13 +51,13 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more holder of a used block, or the first holder of a cached one."""
+        """Add a reference to a used block or to a free cached block."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
-        """One holder less. The last one leaves the block cached (`keep`) or blank."""
+        """Remove a reference. With the last one the block becomes free: cached if `keep`, else blank."""
         refs = self._refs[block] - 1
         if refs < 0:
             raise AssertionError(f"block {block} was released more often than taken")
@@ -69,13 +69,13 @@ class BlockPool:
                 self._blank.append(block)
 
     def forget(self, block: int) -> None:
-        """A free cached block becomes blank (its prefix was dropped); used blocks are left to their holders."""
+        """The prefix of a block was dropped: a free cached block becomes blank. A used block is not changed."""
         if self._refs[block] == 0 and block in self._cached:
             del self._cached[block]
             self._blank.append(block)
 
     def check(self) -> None:
-        """Raise AssertionError if the books do not balance. Called when idle and by tests."""
+        """Raise AssertionError if free lists and reference counts are inconsistent."""
         free = set(self._blank) | set(self._cached)
         if len(free) != self.free:
             raise AssertionError("a block is free twice")

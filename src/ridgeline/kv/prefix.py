@@ -1,7 +1,7 @@
-"""Which blocks hold which prefix: a chain of SHA-256 hashes over full blocks, one entry per block of tokens.
+"""Prefix index: maps the hash of a prefix to the blocks that hold its last full block of tokens. Hashes are a SHA-256 chain.
 
-A key covers (salt, model and KV-format fingerprint, all tokens up to the block's end), so equal keys mean equal KV. An
-entry names one block per KV group; a group behind its window may have lost its block while others still hold theirs.
+A key covers the salt, the fingerprint of model and KV format, and all tokens up to the end of the block, so equal keys mean equal
+KV. An entry has one block for each KV group. A group with a window may have lost its block while other groups still have theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ridgeline.core.spec import KvGroup
 
 
 def extend_chain(chain: list[bytes], tokens: array[int], block_tokens: int, root: bytes) -> None:
-    """Append to `chain` the keys of all full blocks of `tokens` that it does not hold yet."""
+    """Append the missing keys of the full blocks of `tokens` to `chain`."""
     for index in range(len(chain), len(tokens) // block_tokens):
         parent = chain[-1] if chain else root
         part = tokens[index * block_tokens : (index + 1) * block_tokens]
@@ -27,18 +27,18 @@ def chain_root(salt: str, fingerprint: str) -> bytes:
 
 
 class Source(Protocol):
-    """Memory beside the pool that keeps blocks of prefixes: the host's, another engine's."""
+    """External memory with blocks of prefixes: host memory or another engine."""
 
     origin: str
-    """What the device knows it by (Transfer.origin)."""
+    """Its name in transfers (Transfer.origin)."""
 
     def find(self, chain: Sequence[bytes], first: int) -> Sequence[Sequence[int]]:
-        """Pages of the prefix's blocks from number `first` on, as far as it has them: of each block one for each group. They
-        must hold their content until the transfer that reads them has ended."""
+        """Pages of the blocks of the prefix from index `first` on, as far as the source has them: for each block one page per
+        group. The pages must keep their content until the transfer that reads them ends."""
 
 
 class PrefixIndex:
-    """key -> one block per group (0: this group's block is gone)."""
+    """Key -> one block per group (0: the group has lost its block)."""
 
     def __init__(self, groups: Sequence[KvGroup], block_tokens: int) -> None:
         self._windows = [group.window for group in groups]
@@ -53,7 +53,7 @@ class PrefixIndex:
         return block in self._key_of
 
     def insert(self, key: bytes, group: int, block: int) -> bool:
-        """Remember `block` as `group`'s part of `key`; False if another block already serves it."""
+        """Store `block` as the part of `group` of `key`. False if the entry already has a block for the group."""
         entry = self._entries.setdefault(key, [0] * len(self._windows))
         if entry[group]:
             return False
@@ -69,7 +69,7 @@ class PrefixIndex:
             del self._entries[key]
 
     def clear(self) -> list[int]:
-        """Forget everything; returns the blocks that carried a prefix."""
+        """Remove all entries. Returns the blocks that had a prefix."""
         blocks = list(self._key_of)
         self._entries.clear()
         self._key_of.clear()
@@ -78,8 +78,8 @@ class PrefixIndex:
     def match(self, chain: Sequence[bytes], most: int) -> tuple[int, list[list[int]]]:
         """The longest hit of at most `most` blocks that is valid in all groups: (blocks, table of each group).
 
-        A group without a window needs every block; a windowed group only those that the next token can still see, the
-        others stand as 0 in its table.
+        A group without a window needs every block. A group with a window needs only the blocks that the next token attends to; the
+        others are 0 in its table.
         """
         entries = []
         for key in chain[:most]:
@@ -95,7 +95,7 @@ class PrefixIndex:
         return length, tables
 
     def _first_seen(self, blocks: int, window: int | None) -> int:
-        """Index of the first block that a token right behind `blocks` blocks can see."""
+        """Index of the first block that the token after `blocks` blocks attends to."""
         if window is None:
             return 0
         return min(blocks, max(0, blocks * self._block_tokens - window + 1) // self._block_tokens)

@@ -1,4 +1,4 @@
-"""From a model folder to a decoder with weights: read the spec, make room by format and share, stream them in."""
+"""Builds a decoder from a model folder: reads the spec, allocates weights by format and rank, and loads them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ridgeline.quant.plain import PlainFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OLDEST_FP8 = (8, 9)
-"""Compute capability from which tensor cores multiply e4m3 (Ada)."""
+"""Lowest compute capability with e4m3 tensor cores (Ada)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run. `spec` is that of the whole model, with dtype and max_len as served; `mesh` says which share of it
-    this decoder holds."""
+    """A decoder that is ready to run. spec: of the whole model, with the served dtype and max_len. mesh: which rank's share this
+    decoder holds."""
 
     spec: ModelSpec
     decoder: Decoder
@@ -42,12 +42,12 @@ class LoadedModel:
 
     @property
     def rank_spec(self) -> ModelSpec:
-        """The share of this rank: the heads whose keys and values its cache holds."""
+        """The spec of this rank's share: the heads whose keys and values its KV cache stores."""
         return self.spec.on_rank(self.mesh.size)
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The spec with the dtype and context length that `model` asks for. Raises ConfigError naming the option."""
+    """The spec with the dtype, context length and quantization of `model`. Raises ConfigError that names the option."""
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} cannot be served: use one of {', '.join(DTYPES)}.", param="dtype")
@@ -63,7 +63,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
 
 
 def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
-    """The format of the layers' linears. Raises ConfigError where the device cannot multiply in it."""
+    """Weight format of the layers' linears. Raises ConfigError if the device does not support it."""
     dtype, matmul = DTYPES[spec.dtype], ops.matmul
     if not spec.quantization:
         return PlainFormat(matmul.plain, dtype, device)
@@ -92,19 +92,19 @@ def build(
     mesh: Mesh = ONE_DEVICE,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """A decoder on `device` with its weights, in model.dtype (auto: the checkpoint's) and up to model.max_model_len.
+    """Build a decoder on `device` with its weights, in model.dtype (auto: the checkpoint's) and up to model.max_model_len.
 
-    mesh: of a rank only its share of the layers is made and loaded. model.load_format dummy needs config.json alone. On the
-    meta device nothing is allocated or read. Raises ConfigError or UnsupportedModel.
+    A rank of a mesh builds and loads only its share of the layers. load_format dummy needs only config.json. On the meta device
+    nothing is allocated or read. Raises ConfigError or UnsupportedModel.
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
     if mesh.size > 1:
-        ops = replace(ops, capture=Uncaptured)  # a CPU captures calls of its kernels, not the collectives between them
+        ops = replace(ops, capture=Uncaptured)  # a CPU captures only kernel calls, not collectives
     dummy = model.load_format == "dummy" or device.type == "meta"
-    form = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
-    decoder = Decoder(Build(spec, ops, form, mesh, dtype, device), spec.max_len)
+    weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
+    decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)
     elif model.load_format == "auto":

@@ -1,7 +1,7 @@
-"""Reading of Hugging Face's config.json and generation_config.json into our own records. Fail closed.
+"""Reads Hugging Face's config.json and generation_config.json into ModelSpec and GenerationDefaults. Fail closed.
 
-A key that shapes the function is read, or must have the one value we honour; a key that we do not know stops the start
-and is named: a decoder that is nearly right is worse than none.
+A key that affects the computation is either read or must have a supported value. An unknown key is an error that names the key,
+because a nearly correct decoder is worse than none.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What generation_config.json says about sampling; None where it says nothing."""
+    """Sampling defaults of generation_config.json; None: not stated."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -78,7 +78,7 @@ class GenerationDefaults:
 
 
 def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
-    """The spec of the model in `folder` (end tokens of config.json and generation_config.json merged), its defaults."""
+    """(spec of the model in `folder`, sampling defaults). End tokens of config.json and generation_config.json are merged."""
     config = _json(folder / "config.json")
     generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     spec = read_spec(config, generation)
@@ -86,7 +86,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
     for name, value in defaults.items():
         if not isinstance(value, int | float):
             raise ConfigError(f"generation_config.json: {name} is {value!r}: it must be a number.")
-    try:  # else every request that says nothing would be refused for it; 0 as top_p is the service's to read
+    try:  # an invalid default would refuse every request; the service handles top_p 0
         SamplingParams(**{**defaults, "top_k": int(defaults.get("top_k", 0)), "top_p": defaults.get("top_p") or 1.0})
     except (RequestError, ValueError, OverflowError) as error:
         raise ConfigError(f"generation_config.json: {error}") from None
@@ -94,12 +94,12 @@ def read_model(folder: Path) -> tuple[ModelSpec, GenerationDefaults]:
 
 
 def stored_as(folder: Path) -> StoredAs:
-    """In which numbers the checkpoint in `folder` holds its linears."""
+    """The number format in which the checkpoint in `folder` stores its linears."""
     return read_stored(_json(folder / "config.json"))
 
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """ModelSpec of a parsed config.json. Raises UnsupportedModel or ConfigError naming the key."""
+    """ModelSpec of a parsed config.json. Raises UnsupportedModel or ConfigError that names the key."""
     try:
         return _read_spec(config, generation or {})
     except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -120,9 +120,12 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         )
     global_rope, local_rope, max_len = read_rope(values, head_dim)
     softcap = values.get("attn_logit_softcapping")
-    whole = LayerSpec(heads, kv_heads, head_dim, d_ff, global_rope, None, softcap)
-    windowed = replace(whole, rope=local_rope)
-    layers = [whole if one is None else replace(windowed, window=one) for one in _windows(family, values)]
+    global_layer = LayerSpec(heads, kv_heads, head_dim, d_ff, global_rope, None, softcap)
+    windowed_layer = replace(global_layer, rope=local_rope)
+    layers = [
+        global_layer if window is None else replace(windowed_layer, window=window)
+        for window in _windows(family, values)
+    ]
     scalar = values.get("query_pre_attn_scalar")
     bias = bool(values.get("attention_bias"))
     traits = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias")), **family.traits}
@@ -147,12 +150,12 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
 
 
 def drop_idle_windows(layers: Sequence[LayerSpec], max_len: int) -> tuple[LayerSpec, ...]:
-    """A window as wide as the context hides nothing; without it the layer joins the group of global ones."""
-    return tuple(replace(one, window=None) if (one.window or 0) >= max_len else one for one in layers)
+    """Remove windows that cover the whole context, so that their layers join the KV group of global layers."""
+    return tuple(replace(layer, window=None) if (layer.window or 0) >= max_len else layer for layer in layers)
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Mapping[str, Any]]:
-    """(family, keys of the text decoder, keys of the whole model); the last two are one for a text-only model."""
+    """(family, keys of the text decoder, keys of the whole model). The last two are equal for a text-only model."""
     kind = str(config.get("model_type"))
     named = config.get("architectures") or []
     text, outer = config, config
@@ -162,14 +165,14 @@ def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Ma
         _refuse_unknown({key: value for key, value in config.items() if key not in others | {inner}}, {}, {})
         kind = str(text.get("model_type", f"{kind}_text"))
     family = FAMILIES.get(kind)
-    if family is None or any(name not in family.architectures for name in named):
-        what = ", ".join(named) or f"model_type {kind}"
-        raise UnsupportedModel(f"config.json: {what} is not supported. Supported: {supported()}.")
+    if family is None or any(architecture not in family.architectures for architecture in named):
+        stated = ", ".join(named) or f"model_type {kind}"
+        raise UnsupportedModel(f"config.json: {stated} is not supported. Supported: {supported()}.")
     return family, text, outer
 
 
 def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
-    """The family's keys with the values of config.json, or what the family assumes."""
+    """The keys of the family with the values of config.json or the family's defaults, checked by type and range."""
     _refuse_unknown(text, family.fields, family.fixed)
     values = {key: text.get(key, default) for key, default in family.fields.items()}
     missing = [key for key, value in values.items() if value is REQUIRED]
@@ -186,15 +189,15 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
-        least = 0 if key == "max_window_layers" else sys.float_info.min
-        if kind is not _SWITCH and isinstance(value, int | float) and not least <= value < math.inf:
+        lowest = 0 if key == "max_window_layers" else sys.float_info.min
+        if kind is not _SWITCH and isinstance(value, int | float) and not lowest <= value < math.inf:
             raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
     return values
 
 
-def _refuse_unknown(given: Mapping[str, Any], fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse_unknown(config: Mapping[str, Any], fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     unknown = []
-    for key, value in given.items():
+    for key, value in config.items():
         if key in fields or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
             continue
         allowed = fixed.get(key, FIXED.get(key))
@@ -243,28 +246,28 @@ def _activation(values: Mapping[str, Any]) -> Any:
 
 
 def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
-    """The weights' type as stated; bfloat16, what nearly every checkpoint has, where nothing is stated."""
+    """The stated dtype of the weights; bfloat16, the dtype of most checkpoints, if none is stated."""
     stated = [text.get("dtype"), text.get("torch_dtype"), outer.get("dtype"), outer.get("torch_dtype"), "bfloat16"]
-    name = str(next(one for one in stated if one is not None)).removeprefix("torch.")
+    name = str(next(name for name in stated if name is not None)).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UnsupportedModel(f"config.json: dtype {name!r} is not supported. Supported: {', '.join(DTYPE_BYTES)}.")
     return name
 
 
 def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    found: dict[int, None] = {}
+    end_ids: dict[int, None] = {}
     for source in sources:
         ids = source.get("eos_token_id")
-        for one in ids if isinstance(ids, list) else [ids]:
-            if one is not None:
-                found[_id("eos_token_id", one)] = None
-    return tuple(found)
+        for end_id in ids if isinstance(ids, list) else [ids]:
+            if end_id is not None:
+                end_ids[_id("eos_token_id", end_id)] = None
+    return tuple(end_ids)
 
 
 def _first(*ids: Any) -> int | None:
-    for one in ids:
-        if one is not None:
-            return _id("bos_token_id", one[0] if isinstance(one, list) else one)
+    for value in ids:
+        if value is not None:
+            return _id("bos_token_id", value[0] if isinstance(value, list) else value)
     return None
 
 
@@ -283,9 +286,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.parent} has no {path.name}: give a model folder in the layout of Hugging Face.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object.")
-    return found
+    return content

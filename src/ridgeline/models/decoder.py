@@ -18,17 +18,17 @@ from ridgeline.quant.plain import PlainFormat
 
 
 class Decoder:
-    """Embedding, layers, final norm, head. Inference only, without host synchronisation: CUDA graphs may capture it.
+    """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    The head and the embedding stay in the plain format; a tied head multiplies by the embedding's own matrix.
+    Head and embedding are not quantized. A tied head uses the embedding matrix.
     """
 
     __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_plain", "_run")
 
     def __init__(self, build: Build, max_len: int) -> None:
-        """Unfilled weights on build.device; rotary tables for positions below `max_len` (and a few spare ones).
+        """Allocates weights on build.device, and rotary tables for max_len + SPARE_POSITIONS positions.
 
-        Raises ConfigError for a KV format that the operations do not know, and for layers that the mesh cannot divide.
+        Raises ConfigError for a KV format that the operations do not support, and for layers that the mesh cannot split.
         """
         spec, known = build.spec, (build.spec.dtype, *sorted(build.ops.attention.kv_formats))
         if spec.kv.name not in known:
@@ -46,29 +46,29 @@ class Decoder:
         self._plain = PlainFormat(build.ops.matmul.plain, build.dtype, build.device)
         vocabulary = Part(spec.vocab_size, spec.vocab_size)
         self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
-        # Gemma rounds its scale to the weights' type.
+        # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run: RunLayers = self._run_layers
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
-        """Take the embedding [vocab, d_model]; a tied head multiplies by the same memory where the ops allow it."""
+        """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
         self.embedding.copy_(tensor)
         if self.spec.tied:
             self.head = self._plain.adopt(self.embedding)
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
-        """From now on logits are those of tokens ids int32 [N] alone, in this order. Of a tied head."""
+        """Restrict logits to the tokens ids int32 [N], in this order. The head must be tied."""
         assert self.spec.tied
         self.head = self._plain.adopt(self.embedding.index_select(0, ids))
 
     def finish_loading(self) -> None:
-        """Every weight is loaded and stays where it is: the operations may run the layers in a way of their own."""
+        """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""
         if (parts := self.parts()) is not None:
             self._run = self._build.ops.programs.layers(parts, self._run_layers)
 
     def parts(self) -> list[LayerParts] | None:
-        """What operations that run whole layers need; None if a layer is of a kind that they do not know."""
-        parts = [one for layer in self.layers if (one := layer.parts()) is not None]
+        """Weights for programs that run whole layers; None if a layer is not supported."""
+        parts = [layer_parts for layer in self.layers if (layer_parts := layer.parts()) is not None]
         return parts if len(parts) == len(self.layers) else None
 
     def _run_layers(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
@@ -79,8 +79,16 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens int32 [T], one view per layer -> final hidden states [T, d_model], normed, in the model's dtype. wanted int32
-        [W]: those of these query tokens alone, [W, d_model]. Of the others the last layer makes keys and values and no more."""
+        """Run the layers and the final norm.
+
+        Args:
+            tokens: int32 [T].
+            views: one for each layer.
+            wanted: int32 [W], query tokens whose hidden states are needed; None: all. For the other tokens the last layer only
+                writes keys and values.
+        Returns:
+            hidden states after the final norm, [T, d_model] or [W, d_model], in the model's dtype.
+        """
         stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
         if wanted is None or len(wanted) >= len(tokens):
             stream = self._run(stream, views, step)
@@ -92,14 +100,13 @@ class Decoder:
         return self._build.ops.tokenwise.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [L, d_model] -> [L, vocab] as the head gives them, or float32 and soft-capped where the model says so
-        (Gemma 2); see also narrow."""
+        """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
         assert self.head is not None
         out, cap = self.head.apply(hidden), self.spec.final_softcap
         return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every weight it holds, a tied head once; rotary tables are not weights."""
+        """All weights; a tied head is included once, rotary tables are not included."""
         yield self.embedding
         yield self.final_norm
         if self.head is not None and not self.spec.tied:
@@ -108,26 +115,26 @@ class Decoder:
             yield from _tensors_of(layer)
 
     def layer_kinds(self) -> list[Hashable]:
-        """Of each layer, all that decides which kernels it launches: equal ones launch the same."""
+        """For each layer a key of the kernels that it launches: layers with equal keys launch the same kernels."""
         forms = (
-            [(one.shape, one.stride(), one.dtype, one.data_ptr() % 16) for one in _tensors_of(layer)]
+            [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in _tensors_of(layer)]
             for layer in self.layers
         )
         return [(spec, *form) for spec, form in zip(self.spec.layers, forms, strict=True)]
 
     def with_layers(self, layers: Sequence[int]) -> Decoder:
-        """A decoder of these layers, with the same weights; what it computes is worth nothing."""
-        made = copy(self)
-        made.layers = tuple(self.layers[index] for index in layers)
-        made._run = made._run_layers
-        made.finish_loading()
-        return made
+        """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""
+        decoder = copy(self)
+        decoder.layers = tuple(self.layers[index] for index in layers)
+        decoder._run = decoder._run_layers
+        decoder.finish_loading()
+        return decoder
 
 
 def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     before = layer.attention_norm, layer.feed_forward_norm
     within = layer.attention.q_norm, layer.attention.k_norm
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
-    yield from (one for one in (*before, *within, *behind) if one is not None)
+    yield from (norm for norm in (*before, *within, *behind) if norm is not None)
     for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
         yield from linear.weight.tensors()

@@ -1,8 +1,7 @@
-"""The supported model families as data: what their config.json may say, and what the family itself fixes.
+"""The supported model families as data: the keys of their config.json and the properties of each family.
 
-`fields` lists every key that shapes the function, with the value that the family's definition assumes when the key is
-absent (REQUIRED: it must be there). `fixed` lists keys that may appear but only with these values. `traits` are
-ModelSpec fields that hold for the whole family.
+`fields` lists every key that affects the computation, with its default in the family (REQUIRED: the key must be present). `fixed`
+lists keys that may be present, with their supported values. `traits` are ModelSpec fields of the whole family.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ REQUIRED = "required"
 class Family:
     """One `model_type` of Hugging Face's config.json.
 
-    windows: which layers see a window. "all": every layer if `sliding_window` is set (Mistral). "listed": those that
-    `layer_types` names; without it `pattern` layers repeat (the last of them global), or, for pattern 0, those from
-    `max_window_layers` on if `use_sliding_window` is set (Qwen). None: the family knows no window.
+    windows: which layers have a sliding window. "all": every layer if `sliding_window` is set (Mistral). "listed": those in
+    `layer_types`. Without that key every `pattern`-th layer is global and the others have a window; for pattern 0 the layers from
+    `max_window_layers` on have one if `use_sliding_window` is set (Qwen). None: the family has no windows.
     """
 
     label: str
@@ -139,7 +138,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# Keys of config.json that leave the function of a text decoder alone: bookkeeping, training, other tools' notes.
+# Keys of config.json that do not affect a text decoder: bookkeeping, training, other tools.
 HARMLESS = frozenset(
     (
         "architectures",
@@ -176,7 +175,7 @@ HARMLESS = frozenset(
 )
 HARMLESS_PREFIXES = ("_", "unsloth", "transformers")
 
-# Models of several inputs whose text decoder we serve: model_type -> (key of the text part, keys of the other parts).
+# Multimodal models whose text decoder is supported: model_type -> (key of the text part, keys of the other parts).
 WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(
     {
         "gemma3": (
@@ -198,7 +197,7 @@ WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(
     }
 )
 
-# Keys that any family may carry, with the only values we can honour.
+# Keys that may be present in any family, with their supported values.
 FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "quantization_config": (None,),
@@ -219,5 +218,5 @@ FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def supported() -> str:
-    """One sentence naming every family we serve."""
-    return "; ".join(f"{one.label} ({', '.join(one.architectures)})" for one in FAMILIES.values())
+    """The labels and architectures of all families, for messages."""
+    return "; ".join(f"{family.label} ({', '.join(family.architectures)})" for family in FAMILIES.values())

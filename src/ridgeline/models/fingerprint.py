@@ -1,4 +1,4 @@
-"""What a model holds, in one hash: equal for copies of a model in different folders, another one for other content."""
+"""Content hash of a model: equal for copies in different folders, different for different content."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from ridgeline.models.weights import checkpoint_files
 
 SAMPLE = 2048
-"""Bytes that are read in the middle and at the end of each tensor."""
+"""Bytes read in the middle and at the end of each tensor."""
 
 
 def content_hash(folder: Path, *, weights: bool = True) -> bytes:
     """SHA-256 of config.json and, of each tensor file, the header (names, shapes, dtypes, offsets) and samples of each tensor.
 
-    Reads a few MiB of a model of any size. A change of values escapes if it leaves the last and the middle SAMPLE bytes of
-    every tensor as they were, as an edit of single rows of one matrix can. Training, merging and quantizing change them: a
-    weight that changes at all changes almost everywhere, and tokens that are added stand at the end of an embedding.
+    Reads a few MiB of a model of any size. A change is not detected if the sampled bytes of every tensor stay equal, for example an
+    edit of single rows of a matrix. Training, merging and quantization change almost all weights, and added tokens change the end
+    of an embedding.
 
-    weights: False for weights that are made up from config.json.
+    weights: False for dummy weights, which depend only on config.json.
     """
     digest = sha256((folder / "config.json").read_bytes())
     for path in checkpoint_files(folder) if weights else ():

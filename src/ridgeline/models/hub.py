@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, a name on the Hugging Face hub, or the model shipped with Ridgeline."""
+"""Resolves a model to a local folder: a folder, a name on the Hugging Face hub, or the model shipped with Ridgeline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ridgeline.core.errors import ConfigError
 
 NEEDED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
-# Folders hold other exports of the same weights; "consolidated" is Mistral's second copy.
+# Subfolders contain other exports of the same weights; "consolidated" is a second copy in Mistral's repositories.
 UNNEEDED = ("*/*", "consolidated*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def shipped_model() -> Path:
-    """Folder of the model that comes with the package."""
+    """Folder of the model that is shipped with the package."""
     return Path(str(files("ridgeline").joinpath("assets", "model")))
 
 
@@ -27,8 +27,11 @@ def resolve_model(
 ) -> Path:
     """The local folder of model.model, downloaded first if it is a hub name. Raises ConfigError with the remedy.
 
-    An existing folder wins over a hub name. With load_format dummy weights are not downloaded. shipped: the folder that
-    serves where no model is named (None: shipped_model). snapshot: downloads (None: huggingface_hub.snapshot_download).
+    An existing folder takes precedence over a hub name. With load_format dummy, weights are not downloaded.
+
+    Args:
+        shipped: the folder to use if no model is named; None: shipped_model().
+        snapshot: the download function; None: huggingface_hub.snapshot_download.
     """
     name = model.model
     folder = Path(name).expanduser() if name else shipped or shipped_model()
@@ -50,7 +53,7 @@ def resolve_model(
 
 
 def _download(model: ModelConfig, snapshot: Callable[..., str] | None) -> Path:
-    # Only here: a folder is served without it, and it takes a tenth of a second to import, in the service and in the engine.
+    # Imported here: a local folder does not need it, and the import takes a tenth of a second in the service and in the engine.
     from huggingface_hub import errors, snapshot_download
 
     name = model.model

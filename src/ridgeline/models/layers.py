@@ -1,6 +1,6 @@
-"""The layers of the one decoder: a linear that knows its format and split, attention, feed-forward, their norms.
+"""Layers of the decoder: linears with a weight format and a tensor-parallel split, attention, feed-forward, norms.
 
-Layers are plain callables without state of their own beyond weights; step data arrives as arguments.
+Layers are callables whose only state is their weights. The data of a step are arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ridgeline.quant.format import LinearShape, Part, Share, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What building a layer takes: the model's facts, the operations, the format of its linears, the place."""
+    """Arguments for building a layer: spec, operations, format of the linears, mesh, dtype, device."""
 
     spec: ModelSpec
     ops: Ops
@@ -29,17 +29,17 @@ class Build:
     device: torch.device
 
     def vector(self, size: int) -> torch.Tensor:
-        """Room for a norm's weight."""
+        """Uninitialized weight of a norm."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
 
 class Linear:
     """y = x W^T + b through a weight format; see quant.format.Weight.
 
-    apply(x, step) -> y. activate(x, kind, step) -> act(gate) * up of y = (gate, up). add(x, stream, step) -> stream + y, the end
-    of a block; the stream's memory may hold the result. step: the step whose tokens x holds, StepInputs.row_of_inputs.
-    With split "in" every rank holds a term of y; the mesh adds them.
-    matrix() -> the whole linear for operations that run layers, None where it is cut, quantized or not loaded.
+    apply(x, step) -> y. activate(x, kind, step) -> act(gate) * up, where y = (gate, up). add(x, stream, step) -> stream + y, the
+    residual sum at the end of a block; the result may overwrite the stream. step: the step of the tokens of x, see
+    StepInputs.row_of_inputs. With split "in" every rank computes a term of y, and the mesh sums the terms.
+    matrix() -> the weights for programs that run whole layers; None if it is split, quantized or not loaded.
     """
 
     __slots__ = ("weight", "apply", "activate", "add", "matrix")
@@ -53,7 +53,7 @@ class Linear:
         self.matrix: Callable[[], Matrix | None] = weight.matrix if mesh.size == 1 else lambda: None
         if shape.split == "in" and mesh.size > 1:
             self.apply = lambda x, step: mesh.all_reduce(weight.apply(x, step))
-            # The stream is the same on every rank and joins the sum once.
+            # The stream is equal on all ranks, so only the first rank adds it to the sum.
             first = mesh.rank == 0
             self.add = lambda x, stream, step: mesh.all_reduce(
                 weight.add(x, stream, step) if first else weight.apply(x, step)
@@ -63,19 +63,19 @@ class Linear:
 def join(
     build: Build, last: Linear, post_norm: torch.Tensor | None
 ) -> Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]:
-    """(x, stream, step) -> stream + last(x): how a block ends. With a post norm (Gemma 2 and 3) last(x) is normed before."""
+    """The end of a block: (x, stream, step) -> stream + last(x). A post norm (Gemma 2 and 3) is applied to last(x)."""
     if post_norm is None:
         return last.add
-    norm_add, rest = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
+    norm_add, norm_arguments = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
     def joined(x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        return norm_add(last.apply(x, step), *rest, stream)
+        return norm_add(last.apply(x, step), *norm_arguments, stream)
 
     return joined
 
 
 class Attention:
-    """Merged q, k, v projection, attention over the paged cache, output projection into the stream."""
+    """Merged q, k, v projection, attention over the paged KV cache, output projection added to the residual stream."""
 
     __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attend", "_join")
 
@@ -84,14 +84,14 @@ class Attention:
         heads, kv_heads = Part(layer.n_heads * width, layer.n_heads), Part(layer.n_kv_heads * width, layer.n_kv_heads)
         parts = (heads, kv_heads, kv_heads)
         self.qkv = Linear(build, LinearShape(spec.d_model, parts, spec.qkv_bias, "out"))
-        whole = (Part(spec.d_model, 1),)
-        self.out = Linear(build, LinearShape(heads.rows, whole, spec.out_bias, "in", in_units=layer.n_heads))
+        out_parts = (Part(spec.d_model, 1),)
+        self.out = Linear(build, LinearShape(heads.rows, out_parts, spec.out_bias, "in", in_units=layer.n_heads))
         self.q_norm = build.vector(width) if spec.qk_norm else None
         self.k_norm = build.vector(width) if spec.qk_norm else None
-        own = layer.on_rank(build.mesh.size)
+        rank_layer = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
-            n_heads=own.n_heads,
-            n_kv_heads=own.n_kv_heads,
+            n_heads=rank_layer.n_heads,
+            n_kv_heads=rank_layer.n_kv_heads,
             head_dim=width,
             cos_sin=cos_sin,
             q_norm=self.q_norm,
@@ -110,7 +110,7 @@ class Attention:
             return stream[:0]
         if wanted is not None and (one_row_per_token := step.one_row_per_token(wanted)) is not None:
             q, stream = q.index_select(0, wanted), stream.index_select(0, wanted)
-            k, v = (one if one is None else one.index_select(0, wanted) for one in (k, v))
+            k, v = (tensor if tensor is None else tensor.index_select(0, wanted) for tensor in (k, v))
             step, wanted = one_row_per_token, None
         out, _ = self._attend(q, k, v, view, step)
         if wanted is not None:
@@ -119,15 +119,15 @@ class Attention:
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x)) into the stream, with gate and up merged (Shazeer 2020)."""
+    """stream + down(act(gate(x)) * up(x)), with merged gate and up (Shazeer 2020)."""
 
     __slots__ = ("gate_up", "down", "kind", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, post_norm: torch.Tensor | None) -> None:
         spec, half = build.spec, Part(layer.d_ff, layer.d_ff)
         self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
-        whole = (Part(spec.d_model, 1),)
-        self.down = Linear(build, LinearShape(layer.d_ff, whole, spec.mlp_bias, "in", in_units=layer.d_ff))
+        out_parts = (Part(spec.d_model, 1),)
+        self.down = Linear(build, LinearShape(layer.d_ff, out_parts, spec.mlp_bias, "in", in_units=layer.d_ff))
         self.kind = spec.activation
         self._join = join(build, self.down, post_norm)
 
@@ -136,7 +136,7 @@ class FeedForward:
 
 
 class DecoderLayer:
-    """Pre-norm layer: each block takes the normed stream and adds its output to the stream, [T, d_model]."""
+    """Pre-norm layer: each block reads the normalized residual stream [T, d_model] and adds its output to it."""
 
     __slots__ = (
         "attention",
@@ -162,7 +162,7 @@ class DecoderLayer:
     def __call__(
         self, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """wanted int32 [W]: the query tokens that go on behind this layer, [W, d_model]; all write keys and values."""
+        """wanted: int32 [W], the only query tokens whose output is needed, [W, d_model]. All tokens write keys and values."""
         eps, offset = self._eps, self._offset
         stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step, wanted)
         if wanted is not None:
@@ -172,7 +172,7 @@ class DecoderLayer:
         return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream, step)
 
     def parts(self) -> LayerParts | None:
-        """What operations that run whole layers need; None for a layer that they do not know."""
+        """Weights for programs that run whole layers; None if the layer is not supported."""
         attention, feed_forward = self.attention, self.feed_forward
         qkv, out = attention.qkv.matrix(), attention.out.matrix()
         gate_up, down = feed_forward.gate_up.matrix(), feed_forward.down.matrix()

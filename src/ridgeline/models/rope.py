@@ -1,4 +1,4 @@
-"""Rotary embeddings: what config.json says of them, and the table of cosines and sines that the ops read."""
+"""Rotary embeddings: reads their keys of config.json, and computes the table of cosines and sines for the operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import Rope
 
 SPARE_POSITIONS = 128
-"""Rows of a table beyond the served length: a draft or a wasted step may stand there; nothing it computes is kept."""
+"""Rows of a table beyond the served length. Drafts and steps of ended rows may use them; their results are discarded."""
 
 _BASE = {"rope_theta", "rope_type", "type"}
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "finetuned"}
@@ -27,28 +27,31 @@ _KEYS = {
 def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int]:
     """(rope of global layers, rope of windowed layers, longest context) from the keys of config.json.
 
-    transformers 5 writes `rope_parameters`, flat or by kind of layer; before it there were `rope_theta`, `rope_scaling`
-    and, for Gemma 3, `rope_local_base_freq`.
+    transformers 5 writes `rope_parameters`, flat or by layer type. Older versions write `rope_theta`, `rope_scaling` and, for
+    Gemma 3, `rope_local_base_freq`.
     """
     longest = values["max_position_embeddings"]
     theta, local = values["rope_theta"], values.get("rope_local_base_freq")
-    given = values["rope_parameters"]
-    if given is None:
-        whole = {"rope_theta": theta, **(values["rope_scaling"] or {})}
-        windowed = whole if local is None else {"rope_theta": local}
-    elif "full_attention" in given or "sliding_attention" in given:
-        whole = {"rope_theta": theta, **(given.get("full_attention") or {})}
-        windowed = {"rope_theta": local, **(given.get("sliding_attention") or {})}
+    parameters = values["rope_parameters"]
+    if parameters is None:
+        global_keys = {"rope_theta": theta, **(values["rope_scaling"] or {})}
+        windowed_keys = global_keys if local is None else {"rope_theta": local}
+    elif "full_attention" in parameters or "sliding_attention" in parameters:
+        global_keys = {"rope_theta": theta, **(parameters.get("full_attention") or {})}
+        windowed_keys = {"rope_theta": local, **(parameters.get("sliding_attention") or {})}
         if local is None:
             raise UnsupportedModel("config.json: rope_parameters per layer type are supported only for Gemma 3.")
     elif local is not None:
         raise UnsupportedModel("config.json: Gemma 3 needs full_attention and sliding_attention in rope_parameters.")
     else:
-        whole = windowed = {"rope_theta": theta, **given}
+        global_keys = windowed_keys = {"rope_theta": theta, **parameters}
     original = values["original_max_position_embeddings"] or longest
-    rope, local_rope = _one(whole, head_dim, original, longest), _one(windowed, head_dim, original, longest)
-    for one in (rope, local_rope):
-        turns = inverse_frequencies(one) * one.attention_factor
+    rope, local_rope = (
+        _parse_rope(global_keys, head_dim, original, longest),
+        _parse_rope(windowed_keys, head_dim, original, longest),
+    )
+    for rope_part in (rope, local_rope):
+        turns = inverse_frequencies(rope_part) * rope_part.attention_factor
         if not bool(((turns > 0) & (turns < math.inf)).all()):
             raise ConfigError(
                 "config.json: rope_theta and rope_scaling give rotary frequencies that are not positive finite numbers."
@@ -58,26 +61,26 @@ def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int
     return rope, local_rope, longest
 
 
-def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rope:
-    given = {key: value for key, value in given.items() if value is not None}
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) -> Rope:
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if keys.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported.")
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = keys.get("rope_type", keys.get("type", "default"))
     if kind not in _KEYS:
         raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(_KEYS)}.")
-    unknown = sorted(set(given) - _KEYS[kind] - {"original_max_position_embeddings"})
-    if unknown or given.get("truncate", True) is not True:
+    unknown = sorted(set(keys) - _KEYS[kind] - {"original_max_position_embeddings"})
+    if unknown or keys.get("truncate", True) is not True:
         raise UnsupportedModel(f"config.json: rope type {kind!r} with {', '.join(unknown) or 'truncate'} is unknown.")
-    theta = float(given["rope_theta"])
+    theta = float(keys["rope_theta"])
     if kind == "default":
         return Rope(theta, dim)
-    original = int(given.get("original_max_position_embeddings", original))
+    original = int(keys.get("original_max_position_embeddings", original))
     try:
-        factor = float(given["factor"] if kind != "yarn" else given.get("factor", longest / original))
+        factor = float(keys["factor"] if kind != "yarn" else keys.get("factor", longest / original))
         if kind == "linear":
             return Rope(theta, dim, "linear", factor)
         if kind == "llama3":
-            low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+            low, high = float(keys["low_freq_factor"]), float(keys["high_freq_factor"])
             return Rope(theta, dim, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
     except KeyError as error:
         raise ConfigError(f"config.json: rope type {kind!r} needs the key {error.args[0]!r}.") from None
@@ -87,22 +90,22 @@ def _one(given: Mapping[str, Any], dim: int, original: int, longest: int) -> Rop
         "yarn",
         factor,
         original,
-        beta_fast=float(given.get("beta_fast", 32.0)),
-        beta_slow=float(given.get("beta_slow", 1.0)),
-        attention_factor=_yarn_attention(given, factor),
+        beta_fast=float(keys.get("beta_fast", 32.0)),
+        beta_slow=float(keys.get("beta_slow", 1.0)),
+        attention_factor=_yarn_attention(keys, factor),
     )
 
 
-def _yarn_attention(given: Mapping[str, Any], factor: float) -> float:
-    """Peng et al. 2023, section 3.4: 0.1 ln(factor) + 1, unless the checkpoint states its own."""
+def _yarn_attention(keys: Mapping[str, Any], factor: float) -> float:
+    """Attention factor: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4), unless the checkpoint states it."""
 
     def grown(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
-    if "attention_factor" in given:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return grown(float(given["mscale"])) / grown(float(given["mscale_all_dim"]))
+    if "attention_factor" in keys:
+        return float(keys["attention_factor"])
+    if keys.get("mscale") and keys.get("mscale_all_dim"):
+        return grown(float(keys["mscale"])) / grown(float(keys["mscale_all_dim"]))
     return grown(1.0)
 
 
@@ -127,12 +130,12 @@ def inverse_frequencies(rope: Rope) -> torch.Tensor:
 
 
 def _yarn_dim(rope: Rope, turns: float) -> float:
-    """The pair (a real number) that makes `turns` full turns over the original context (Peng et al. 2023, eq. 17)."""
+    """Index (a real number) of the pair that rotates `turns` times over the original context (Peng et al. 2023, eq. 17)."""
     ratio = rope.original_max_len / (turns * 2 * math.pi)
     return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [positions, 2, dim / 2]: cosines and sines, the attention factor multiplied in."""
+    """float32 [positions, 2, dim / 2]: cosines and sines, multiplied by the attention factor."""
     angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(rope)
     return (torch.stack((angle.cos(), angle.sin()), dim=1) * rope.attention_factor).to(device)

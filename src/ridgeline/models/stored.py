@@ -1,8 +1,8 @@
-"""In which numbers a checkpoint holds its linears: the quantization_config of config.json. Fail closed.
+"""Reads quantization_config of config.json: the number format in which a checkpoint stores its linears. Fail closed.
 
-In e4m3, compressed-tensors' float-quantized and plain "fp8" are read: a `weight_scale` per output channel or per tensor
-and activations quantized as they come. In integers, compressed-tensors' pack-quantized and int-quantized, GPTQ and AWQ:
-see quant.layouts.
+Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel or per tensor and
+dynamic quantization of activations; for integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see
+quant.layouts).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.quant.layouts import BITS, Layout, Published
 
 KEY = "quantization_config"
 HEAD = "lm_head"
-# What says nothing about the numbers, or is read below.
+# Keys that do not affect the numbers, or that are read below.
 _KNOWN = {
     "compressed-tensors": "format config_groups ignore quantization_status global_compression_ratio version",
     "fp8": "activation_scheme weight_block_size ignored_layers modules_to_not_convert fmt weight_per_tensor",
@@ -35,8 +35,8 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """quantization: the number format by its option's name, "" for plain floats. scales: what a scale of fp8 covers.
-    integers: the layout of integers; None for anything else."""
+    """Number format of stored linears. quantization: name of the format as in --quantization, "" if not quantized. scales:
+    what an fp8 scale covers. integers: layout of integers; None for other formats."""
 
     quantization: str = ""
     scales: Stored = "float"
@@ -44,32 +44,32 @@ class StoredAs:
 
 
 def read_stored(config: Mapping[str, Any]) -> StoredAs:
-    """What config.json says of its checkpoint. Raises UnsupportedModel naming the key."""
-    said = config.get(KEY)
-    if said is None:
+    """Number format of the checkpoint of a parsed config.json. Raises UnsupportedModel that names the key."""
+    section = config.get(KEY)
+    if section is None:
         return StoredAs()
-    if not isinstance(said, dict):
-        raise UnsupportedModel(f"config.json: {KEY} is {said!r}: it must be an object.")
-    method = said.get("quant_method")
+    if not isinstance(section, dict):
+        raise UnsupportedModel(f"config.json: {KEY} is {section!r}: it must be an object.")
+    method = section.get("quant_method")
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if method not in readers:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
-    for key, value in said.items():
-        # kv_cache_scheme, sparsity_config, transform_config and what comes after them change what is computed.
-        plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(said)))
+    for key, value in section.items():
+        # kv_cache_scheme, sparsity_config, transform_config and unknown keys may change the computation.
+        plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(section)))
         if key not in (*_ALWAYS, *_KNOWN[method].split()) and not plain:
             raise _refused(key, value)
-    return readers[method](said)
+    return readers[method](section)
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> StoredAs:
-    if _sparse(said):
-        return StoredAs()  # quant.bitmask makes them whole
-    form = said.get("format")
+def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
+    if _sparse(section):
+        return StoredAs()  # quant.bitmask restores the dense tensors
+    form = section.get("format")
     readers = {"float-quantized": _floats, "pack-quantized": _packed, "int-quantized": _w8a8}
     if form not in readers:
         raise _refused("format", form, f". Supported: {', '.join(readers)}")
-    groups = said.get("config_groups") or {}
+    groups = section.get("config_groups") or {}
     if len(groups) != 1:
         raise _refused("config_groups", sorted(groups), "; one group for all linears is")
     group = next(iter(groups.values()))
@@ -77,13 +77,13 @@ def _compressed_tensors(said: Mapping[str, Any]) -> StoredAs:
         raise _refused("targets", group.get("targets"), '. Supported: ["Linear"]')
     if group.get("output_activations") not in _EMPTY:
         raise _refused("output_activations", group["output_activations"])
-    _layers(said.get("ignore"), "ignore", head_is_plain=False)
+    _layers(section.get("ignore"), "ignore", head_is_plain=False)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     return readers[form](weights, inputs)
 
 
 def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str) -> None:
-    """Both sides in 8 bits of one kind, inputs quantized per token as they come; None: as they are."""
+    """Require 8 bits of type `kind` for weights, and for inputs dynamic quantization per token. inputs None: not quantized."""
     for side, values in (("weights", weights), ("input_activations", inputs)):
         for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
             if values is not None and values.get(key) != wanted:
@@ -121,48 +121,50 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
     if strategy == "group" and not group:
         raise _refused("weights.group_size", weights.get("group_size"))
     zeros, order = not weights.get("symmetric", True), weights.get("actorder")
-    # "weight" and "static" order while quantizing only: the groups come out as they lie.
+    # "weight" and "static" reorder only during quantization: groups are stored in order.
     ordered = order in (True, "group", "dynamic")
     if not ordered and order not in (None, False, "weight", "static"):
         raise _refused("weights.actorder", order)
     return _integers(Published("pack-quantized", weights.get("num_bits", 0), group, zeros, ordered), "weights.num_bits")
 
 
-def _fp8(said: Mapping[str, Any]) -> StoredAs:
-    if said.get("weight_block_size") is not None:
-        raise _refused("weight_block_size", said["weight_block_size"], ". Supported: null (one scale per tensor)")
-    if said.get("activation_scheme") != "dynamic":
-        raise _refused("activation_scheme", said.get("activation_scheme"), ". Supported: dynamic")
-    if said.get("fmt", "e4m3") != "e4m3":
-        raise _refused("fmt", said["fmt"], ". Supported: e4m3")
+def _fp8(section: Mapping[str, Any]) -> StoredAs:
+    if section.get("weight_block_size") is not None:
+        raise _refused("weight_block_size", section["weight_block_size"], ". Supported: null (one scale per tensor)")
+    if section.get("activation_scheme") != "dynamic":
+        raise _refused("activation_scheme", section.get("activation_scheme"), ". Supported: dynamic")
+    if section.get("fmt", "e4m3") != "e4m3":
+        raise _refused("fmt", section["fmt"], ". Supported: e4m3")
     for key in ("ignored_layers", "modules_to_not_convert"):
-        _layers(said.get(key), key, head_is_plain=True)
+        _layers(section.get(key), key, head_is_plain=True)
     return StoredAs("fp8", "tensor")
 
 
-def _gptq(said: Mapping[str, Any]) -> StoredAs:
-    """Zero points are read unless `sym` says that there are none; groups may be ordered where `desc_act` says so."""
-    form = said.get("checkpoint_format") or said.get("format") or "gptq"
+def _gptq(section: Mapping[str, Any]) -> StoredAs:
+    """Read GPTQ. Zero points are read unless `sym` is set; groups are reordered if `desc_act` is set."""
+    form = section.get("checkpoint_format") or section.get("format") or "gptq"
     layouts: dict[str, Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
     if form not in layouts:
         raise _refused("checkpoint_format", form, f". Supported: {', '.join(layouts)}")
-    if said.get("lm_head"):
-        raise _refused("lm_head", said["lm_head"], f": {HEAD} must not be quantized")
-    zeros, ordered = not said.get("sym", False), bool(said.get("desc_act"))
-    return _integers(Published(layouts[form], said.get("bits", 0), _group(said), zeros, ordered), "bits")
+    if section.get("lm_head"):
+        raise _refused("lm_head", section["lm_head"], f": {HEAD} must not be quantized")
+    zeros, ordered = not section.get("sym", False), bool(section.get("desc_act"))
+    return _integers(Published(layouts[form], section.get("bits", 0), _group(section), zeros, ordered), "bits")
 
 
-def _awq(said: Mapping[str, Any]) -> StoredAs:
-    if str(said.get("version", "gemm")).lower() != "gemm":
-        raise _refused("version", said["version"], ". Supported: gemm")
-    if said.get("lm_head"):
-        raise _refused("lm_head", said["lm_head"], f": {HEAD} must not be quantized")
-    _layers(said.get("modules_to_not_convert"), "modules_to_not_convert", head_is_plain=True)
-    return _integers(Published("awq", said.get("bits", 0), _group(said), bool(said.get("zero_point", True))), "bits")
+def _awq(section: Mapping[str, Any]) -> StoredAs:
+    if str(section.get("version", "gemm")).lower() != "gemm":
+        raise _refused("version", section["version"], ". Supported: gemm")
+    if section.get("lm_head"):
+        raise _refused("lm_head", section["lm_head"], f": {HEAD} must not be quantized")
+    _layers(section.get("modules_to_not_convert"), "modules_to_not_convert", head_is_plain=True)
+    return _integers(
+        Published("awq", section.get("bits", 0), _group(section), bool(section.get("zero_point", True))), "bits"
+    )
 
 
-def _group(said: Mapping[str, Any]) -> int:
-    group = said.get("group_size", -1)
+def _group(section: Mapping[str, Any]) -> int:
+    group = section.get("group_size", -1)
     if not isinstance(group, int):
         raise _refused("group_size", group)
     return max(group, 0)
@@ -179,19 +181,19 @@ def _integers(form: Published, key: str) -> StoredAs:
 
 
 def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
-    """Linears left in floats: the head must be, and nothing else may be."""
-    left = [name for name in names or () if name != HEAD]
-    if left:
-        raise _refused(key, left, f". Supported: only {HEAD}, all other linears must be quantized")
+    """Check the list of unquantized linears: the head must be unquantized, and all others quantized."""
+    unquantized = [name for name in names or () if name != HEAD]
+    if unquantized:
+        raise _refused(key, unquantized, f". Supported: only {HEAD}, all other linears must be quantized")
     if not head_is_plain and HEAD not in (names or ()):
         raise _refused(key, names, f": {HEAD} must be in the list, because a quantized {HEAD} is not supported")
 
 
-def _sparse(said: Mapping[str, Any]) -> bool:
-    """Floats, of which those that are not zero are stored."""
-    value = said.get("sparsity_config")
+def _sparse(section: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint stores sparse floats: only the nonzero ones."""
+    value = section.get("sparsity_config")
     packed = isinstance(value, dict) and value.get("format") == "sparse-bitmask"
-    return packed and said.get("format") == "dense" and not said.get("config_groups")
+    return packed and section.get("format") == "dense" and not section.get("config_groups")
 
 
 def _dense(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""From files mapped into memory to a GPU: through a few pinned buffers, never through a second whole copy on the host."""
+"""Uploads tensors of memory-mapped files to a GPU through a few pinned buffers, without a second copy on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BUFFERS = 3
 
 
 class _Buffer:
-    """Pinned memory that the copy engine reads; `wait` returns when it has."""
+    """A pinned buffer. `wait` waits until the copy engine has read it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -21,17 +21,17 @@ class _Buffer:
             self._read.synchronize()
 
     def send(self, to: torch.Tensor) -> None:
-        """Enqueue the copy of the first bytes to `to`, uint8 on the device."""
+        """Enqueue the copy of the first len(to) bytes to `to`, uint8 on the device."""
         to.copy_(self.memory[: len(to)], non_blocking=True)
         if self._read is not None:
             self._read.record()
 
 
 class Upload:
-    """`upload(tensor)`: the same tensor on `device`, usable on the current stream at once.
+    """`upload(tensor)` returns a copy of the tensor on `device`, ready for work on the current stream.
 
-    Copying out of ordinary memory would make the driver stage it while the host waits. Here the host fills one pinned
-    buffer, with all its threads, while the copy engine reads another.
+    A copy from pageable memory would be staged by the driver while the host waits. Here the host fills one pinned buffer, with all
+    its threads, while the copy engine reads another one.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS) -> None:
@@ -41,7 +41,7 @@ class Upload:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source, target = (one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, out))
+        source, target = (data.contiguous().reshape(-1).view(torch.uint8) for data in (tensor, out))
         for first in range(0, len(source), self._size):
             piece = source[first : first + self._size]
             buffer = self._buffers[self._turn]

@@ -1,8 +1,8 @@
-"""Weights into a decoder: streamed from safetensors, or made up from config.json alone.
+"""Loads the weights of a decoder from safetensors files, or creates dummy weights from config.json.
 
-A checkpoint is read tensor by tensor in file order, each straight to its place on the device: files are mapped, not
-read, a GPU gets them through a few pinned buffers, and merged projections are filled where they lie. Beside the weights
-themselves the device holds one tensor of the checkpoint at a time. What a checkpoint calls its tensors is data below.
+A checkpoint is read tensor by tensor in file order, directly into the weights on the device. Files are memory-mapped, a GPU
+receives them through a few pinned buffers, and merged projections are filled in place. Besides the weights the device holds one
+tensor of the checkpoint at a time. The names of tensors in checkpoints are data below.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ POST_NORMS = {
     "feed_forward_norm": "pre_feedforward_layernorm",
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }
-# Where the decoder hangs in a checkpoint: bare, as a causal model, inside a model of several inputs (old, new).
+# Prefixes of the decoder's tensors in checkpoints: multimodal models (old and new layout), causal language models.
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
-# Tensors that no text decoder needs: rotary tables of old exports, and the parts of Gemma 3 that see images.
+# Tensors that a text decoder does not need: rotary tables of old exports, and the vision parts of Gemma 3.
 UNUSED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
-# Published fp8 checkpoints name the factor of a matrix in two ways; both are multiplied by.
+# Published fp8 checkpoints use two names for the scale of a matrix. Both scales are multipliers.
 SCALE_ALIASES = {".weight_scale_inv": ".weight_scale"}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one checkpoint tensor goes: what it must be, its kind, and the call that takes it."""
+    """Destination of a checkpoint tensor: expected shape and dtypes, kind, and the function that loads it."""
 
     expected: Expected
     kind: Literal["weight", "bias", "norm"]
@@ -68,20 +68,20 @@ class Target:
 
 
 def targets(decoder: Decoder) -> dict[str, Target]:
-    """Every tensor the decoder needs, by the name that checkpoints give it (prefix removed)."""
+    """Every tensor that the decoder needs, by its name in checkpoints without prefix."""
     spec = decoder.spec
-    found = {
+    tensor_targets = {
         EMBEDDING: Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding),
         FINAL_NORM: _norm(decoder.final_norm),
     }
     if decoder.head is not None and not spec.tied:
-        found[HEAD] = Target(
+        tensor_targets[HEAD] = Target(
             Expected((spec.vocab_size, spec.d_model)), "weight", partial(decoder.head.load, 0, "weight")
         )
     for index, layer in enumerate(decoder.layers):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
-            found[f"layers.{index}.{name}"] = target
-    return found
+            tensor_targets[f"layers.{index}.{name}"] = target
+    return tensor_targets
 
 
 def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
@@ -105,7 +105,7 @@ def _norm(vector: torch.Tensor) -> Target:
 
 
 def short_name(name: str) -> str:
-    """A checkpoint's name for a tensor without the prefix of the model it was saved from, scales under one name."""
+    """The name of a checkpoint tensor without the prefix of the model, with one name for scales."""
     for prefix in PREFIXES:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
@@ -120,7 +120,7 @@ def short_name(name: str) -> str:
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder: those of the index, or the only one."""
+    """The safetensors files of a model folder: model.safetensors.index.json, model.safetensors, or all *.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -144,22 +144,25 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[safe_open]:
-    """A safetensors file, read where it lies. Raises ConfigError with the remedy for one that cannot be read."""
+    """Open a safetensors file, memory-mapped. Raises ConfigError with the remedy if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as shard:
             yield shard
     except SafetensorError as error:
         raise ConfigError(f"{path} is not a complete safetensors file ({error}): download it again.") from None
-    except (FileNotFoundError, PermissionError) as error:  # safetensors says the former of missing rights, too
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ) as error:  # safetensors raises FileNotFoundError for missing permission, too
         remedy = "give this user the right to read it" if path.is_file() else "download it again"
         raise ConfigError(f"{path} cannot be opened ({error}): {remedy}.") from None
 
 
 def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = None) -> None:
-    """Fill the decoder from `folder`. Missing, unknown or misshapen tensors raise UnsupportedModel by name."""
+    """Load the decoder from `folder`. Raises UnsupportedModel that names missing, unknown or misshapen tensors."""
     files = checkpoint_files(folder)
     device = decoder.embedding.device
-    bring = Upload(device) if device.type == "cuda" else _as_it_is
+    upload = Upload(device) if device.type == "cuda" else _unchanged
     wanted, unknown = targets(decoder), []
     sizes: dict[str, torch.Tensor] = {}
     total, done = sum(path.stat().st_size for path in files), 0
@@ -175,38 +178,38 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                     continue
                 tensor = get()
                 _check(name, tensor, target.expected)
-                arrived = bring(tensor)
-                if arrived.is_floating_point():
-                    sizes[name] = max_abs(arrived)
-                _take(name, arrived, target)
+                uploaded = upload(tensor)
+                if uploaded.is_floating_point():
+                    sizes[name] = max_abs(uploaded)
+                _take(name, uploaded, target)
                 done += tensor.nbytes
                 if progress is not None:
                     progress("weights", min(done, total), total)
     if wanted or unknown:
         parts = [("lacks the tensors", sorted(wanted)), ("has the unknown tensors", sorted(unknown))]
-        said = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
-        raise UnsupportedModel(f"The checkpoint {folder} {said}. Check that config.json belongs to these weights.")
+        problems = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
+        raise UnsupportedModel(f"The checkpoint {folder} {problems}. Check that config.json belongs to these weights.")
     _refuse_odd(sizes, decoder.embedding.dtype)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the tensors that came and went leave memory to the KV cache
+        torch.cuda.empty_cache()  # return the memory of temporary tensors, for the KV cache
     if progress is not None:
         progress("weights", total, total)
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:
-    """Zeros that some GPTQ checkpoints hold for layers without biases."""
+    """Whether the tensor is a bias of zeros, which some GPTQ checkpoints have for layers without biases."""
     return name.endswith("_proj.bias") and not bool(tensor.any())
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
-    """Refuse a tensor of another shape or type, by its name."""
+    """Raise UnsupportedModel for a tensor of another shape or dtype."""
     shape, dtypes = expected.shape, expected.dtypes
-    alone = tensor.numel() == math.prod(shape) == 1
-    if tuple(tensor.shape) != shape and not alone:
+    is_scalar = tensor.numel() == math.prod(shape) == 1
+    if tuple(tensor.shape) != shape and not is_scalar:
         raise UnsupportedModel(
             f"The tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}."
         )
@@ -217,9 +220,9 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
 
 
 def _refuse_odd(sizes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Refuse values that are no numbers, or none in `dtype`: read back once, when all tensors have come."""
-    found = torch.stack(list(sizes.values())).tolist()
-    odd = [name for name, size in zip(sizes, found, strict=True) if not size <= torch.finfo(dtype).max]
+    """Raise UnsupportedModel for tensors with NaN, infinity or values beyond `dtype`. sizes: largest magnitude of each tensor."""
+    largest = torch.stack(list(sizes.values())).tolist()
+    odd = [name for name, size in zip(sizes, largest, strict=True) if not size <= torch.finfo(dtype).max]
     if odd:
         raise UnsupportedModel(
             f"The checkpoint has values that are NaN, infinite or beyond {str(dtype).removeprefix('torch.')} in {_listed(odd)}: "
@@ -228,7 +231,7 @@ def _refuse_odd(sizes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def _take(name: str, tensor: torch.Tensor, target: Target) -> None:
-    """Load one tensor, or say by its name why not."""
+    """Load one tensor. Errors name it."""
     try:
         target.load(tensor)
     except UnsupportedModel as error:
@@ -240,24 +243,24 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:6]) + more
 
 
-# --- making up --------------------------------------------------------------------------------------------------------
+# --- dummy weights ----------------------------------------------------------------------------------------------------
 
 
 def load_dummy(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
-    """Random weights that keep activations of order one, the same for the same seed, device type and spec.
+    """Load random weights that keep activations of order one. They are determined by seed, device type and spec.
 
-    Matrices are uniform with standard deviation 0.02, as most checkpoints start; norms act as 1; biases are small.
+    Matrices and biases are uniform with standard deviation 0.02, as at the start of most trainings; norms multiply by 1.
     """
     wanted = targets(decoder)
-    total, done = sum(math.prod(one.expected.shape) for one in wanted.values()), 0
+    total, done = sum(math.prod(target.expected.shape) for target in wanted.values()), 0
     for name, target in wanted.items():
-        target.load(_made_up(name, target, seed, decoder))
+        target.load(_dummy_tensor(name, target, seed, decoder))
         done += math.prod(target.expected.shape)
         if progress is not None:
             progress("weights", done, total)
 
 
-def _made_up(name: str, target: Target, seed: int, decoder: Decoder) -> torch.Tensor:
+def _dummy_tensor(name: str, target: Target, seed: int, decoder: Decoder) -> torch.Tensor:
     like = decoder.embedding
     tensor = torch.empty(target.expected.shape, dtype=like.dtype, device=like.device)
     if target.kind == "norm":

@@ -1,4 +1,4 @@
-"""The mesh: which share of the model this process holds, and the collectives between the shares, as one value."""
+"""Mesh: the rank of this process in a tensor-parallel replica, and its collectives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ridgeline.core.errors import ConfigError, EngineFailed
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This process's place among `size` ranks that hold one replica together. With one rank every collective is x.
+    """Rank of this process among the `size` ranks of a replica. With one rank, collectives return their input.
 
-    group: connects the ranks; see connect. Without one a rank can be built and loaded, but not run.
+    group: process group of the ranks, see connect. None: the rank can be built and loaded, but not run.
     """
 
     rank: int = 0
@@ -28,9 +28,9 @@ class Mesh:
             raise ConfigError(f"Rank {self.rank} does not exist in a mesh of {self.size} ranks.")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of every rank's x, same shape and bits on each. The caller gives x up: the result may lie in its memory.
+        """Sum of x over all ranks, bitwise equal on each. The result may overwrite x.
 
-        Raises EngineFailed when another rank has ended, or does not answer within the group's timeout.
+        Raises EngineFailed if another rank has ended or does not answer within the timeout of the group.
         """
         if self.size == 1:
             return x
@@ -48,10 +48,10 @@ ONE_DEVICE = Mesh()
 
 
 def connect(rank: int, size: int, store: torch.distributed.Store, timeout_s: float) -> Mesh:
-    """The mesh of `size` CPU processes that meet at `store` (a FileStore on one host, a TCPStore between hosts), by gloo.
+    """Connect `size` CPU processes through `store` (a FileStore on one host, a TCPStore between hosts), with gloo.
 
-    Every rank calls it; it returns when all have. timeout_s: longest wait for the others here and in each collective.
-    The group belongs to the mesh alone: torch.distributed's default group stays unset. Raises EngineFailed.
+    Every rank must call it; it returns when all have called. timeout_s: of this call and of each collective. The default group of
+    torch.distributed stays unset. Raises EngineFailed.
     """
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
@@ -59,4 +59,4 @@ def connect(rank: int, size: int, store: torch.distributed.Store, timeout_s: flo
         group = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
     except RuntimeError as error:
         raise EngineFailed(f"Rank {rank} of {size} could not reach the other ranks: {error}") from error
-    return Mesh(rank, size, cast(torch.distributed.ProcessGroup, group))  # which it is, but not by torch's stubs
+    return Mesh(rank, size, cast(torch.distributed.ProcessGroup, group))  # torch's stubs do not declare the base class

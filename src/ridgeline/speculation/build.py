@@ -1,4 +1,4 @@
-"""Builds the drafters that an option names, and states the memory they need beside the model."""
+"""Builds the drafters of the option `speculate` and computes their memory."""
 
 from __future__ import annotations
 
@@ -30,19 +30,26 @@ NGRAM_MIN_CHANCE = {"cpu": 0.35, "cuda": 0.07}
 """Device -> lowest estimated acceptance of a node that the n-gram drafter proposes. On a CPU a step with drafts costs a fifth more
 before its first node; on a GPU a further query token costs next to nothing (benchmarks/speculation.py, controlled.py)."""
 LOGIT_ROWS = 1024
-"""Most rows of logits of a step with drafts; with more rows fewer nodes are verified."""
+"""Most logits rows of a step with drafts. The more rows a step has, the fewer nodes each verifies."""
 
 
 def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -> Wanted:
-    """What `config` wants for the model in `folder`, served as `spec`: on a CPU, with auto, also the recurrent draft that is
-    shipped for that model, unless weights in few bits make steps too short for it to pay. place: cpu or cuda. Raises ConfigError
-    as read_wanted does."""
+    """The drafters that `config` selects for the model in `folder`, served as `spec`.
+
+    auto includes the shipped recurrent draft for the shipped model on a CPU, unless the model is quantized: then steps are too
+    short for the draft to pay.
+
+    Args:
+        place: cpu or cuda.
+    Raises:
+        ConfigError: as read_wanted.
+    """
     shipped = place == "cpu" and folder == shipped_model() and not spec.quantization
     return read_wanted(config, folder.parent / "recurrent" if shipped else None)
 
 
 def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path, ModelConfig]:
-    """A draft model's folder, and how it is read: in the target's number type and context."""
+    """Folder of the draft model, and the ModelConfig to load it in the dtype of the target."""
     config = ModelConfig(model=str(wanted.folder), dtype=spec.dtype, load_format=load_format)
     return resolve_model(config), config
 
@@ -50,10 +57,10 @@ def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path
 def memory_of_drafters(
     config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken: int = 0
 ) -> tuple[Wanted, DrafterMemory]:
-    """The drafters that an option asks for, and the memory that they take beside the model `spec` as served.
+    """The drafters that `config` selects, and their memory in addition to the served model `spec`.
 
     Args:
-        taken: bytes that others hold.
+        taken: bytes that are already in use.
     Raises:
         ConfigError: before any weight is read, for drafters that cannot be opened and for a draft that does not fit the model.
     """
@@ -63,8 +70,8 @@ def memory_of_drafters(
     check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
     if wanted.device == "draft":
-        small, how = draft_model(wanted, spec, "dummy")  # of a hub's model the small files alone
-        draft = served_spec(read_model(small)[0], how)
+        draft_folder, draft_config = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
+        draft = served_spec(read_model(draft_folder)[0], draft_config)
         check_draft(draft, spec)
         return wanted, DrafterMemory(draft.layers, taken + draft.weight_bytes, logits)
     if wanted.folder is not None:
@@ -75,20 +82,22 @@ def memory_of_drafters(
 def open_drafters(
     wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]], dummy: bool
 ) -> tuple[Speculation, DeviceDrafter]:
-    """The guest of the scheduler and the device drafter for a loaded target.
+    """The scheduler's Speculation and the device drafter, for a loaded target.
 
     Args:
-        encode: token ids of a text in the target's vocabulary.
-        dummy: a draft model gets random weights too.
+        encode: encodes a text with the target's tokenizer.
+        dummy: load random weights for a draft model.
     """
     if not wanted.most:
         return NO_SPECULATION, NoDrafter()
     device, traits = _open_device(wanted, target, dummy)
-    host = [_open_host(name, wanted, target, encode) for name in wanted.host]
-    asked = None if not host else host[0] if len(host) == 1 else FirstOf(host)
+    host_drafters = [_open_host(name, wanted, target, encode) for name in wanted.host]
+    host_drafter = (
+        None if not host_drafters else host_drafters[0] if len(host_drafters) == 1 else FirstOf(host_drafters)
+    )
     cuts = traits is not None and traits.cuts
     sizes = tuple(sorted({0, traits.max_nodes, wanted.most})) if traits is not None and cuts else wanted.sizes
-    return Speculator(asked, traits, Controller(sizes), LOGIT_ROWS), device
+    return Speculator(host_drafter, traits, Controller(sizes), LOGIT_ROWS), device
 
 
 def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:

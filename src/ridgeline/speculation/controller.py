@@ -1,13 +1,14 @@
-"""The controller: how many nodes to draft, and when to call the host drafter. A step that verifies n device nodes per row promises
+"""The controller chooses how many nodes to draft and when to call the host drafter. A step that verifies n device nodes per row
+yields
 
     rate(n) = (1 + a_1 + .. + a_n) / t(n)
 
 tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
 time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others
-are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns _SHARE
-of all time, and _GRANT with a new request. Each step that drafts adds the tokens it gained and takes the time it took. Nothing is
-drafted on an empty budget, and a probe must be affordable. So drafting that never pays costs _SHARE, _CAP steps and _GRANT per
-request.
+are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns the share
+_SHARE of all time, and _GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took.
+With an empty budget nothing is drafted, and the budget must cover the price of a probe. So drafting that never pays costs at most
+the share _SHARE of the time, _CAP steps, and _GRANT per request.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from ridgeline.speculation.state import Reading
 
 _SHARE, _CAP, _START, _GRANT, _DEAR = 0.0125, 5.0, 2.0, 0.75, 3.0  # budgets; t(n) from which on grants pay no probe
 _PROBE, _COLD, _CALLS, _LEAST_PRICE = 6, 2, 4, 0.3
-"""Steps of a probe; those at its begin without a representative time; calls of a host probe; least plain steps of a probe."""
+"""Steps of a probe; warm-up steps of a probe that are discarded; calls of a host probe; lowest price of a probe in plain steps."""
 _HOLD, _MAX_IDLE, _WARM_UP, _UNTIL_PROBE = 8, 64, 16, 24.0
-"""Steps between two decisions; of the longest idle period; before the first probe; before a probe beside a size that pays."""
+"""Steps between two decisions; longest idle period; plain steps before the first probe; steps before a probe while a size pays."""
 _MARGIN, _PRIOR = 1.03, 0.65  # least rate of a size in use; acceptance given the parent, before any reading
 _WEIGHT, _SURPRISE, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
-"""Weight of a reading; most expected times, and for a size without readings most plain steps, that a step counts as; plain steps,
-divided by the rows, by which first steps of shapes may exceed the expected time without regret."""
+"""Weight of a reading; a step counts at most this multiple of its expected time; the limit in plain steps for a size without
+readings; plain steps, divided by the rows, by which the first steps of new shapes may exceed the expected time free of charge."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Plain steps that drafting may lose. recent: what it gained since the last decision."""
+    """Balance of plain steps that drafting may lose. recent: plain steps gained since the last decision."""
 
     balance: float = _START
     recent: float = 0.0
@@ -45,10 +46,13 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Batch:
-    """Steps with about so many rows. plain: seconds of a plain one. times: t(n). node_time, call_time: plain steps that a host node
-    and a call add per row; verifying at all adds two nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps.
-    until_probe: plain steps to the next probe beside a size in use, after the one of `probed`. off: plain steps since the last one
-    that drafted; read_time: plain steps that a draft model takes for each token per row that it missed meanwhile."""
+    """State of the controller for steps with similar numbers of rows. Times are in plain steps, unless noted.
+
+    plain: seconds of a plain step. times: t(n). node_time, call_time: cost of a host node and of a host call per row; verification
+    costs two more nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps. until_probe: time to the next probe
+    while a size is in use; `probed` is the size of the last one. off: plain steps since the last step that drafted. read_time:
+    time of a draft model per token per row that it did not read meanwhile.
+    """
 
     build: float
     off: int = 0
@@ -72,7 +76,7 @@ class _Batch:
 
 
 class Controller:
-    """sizes: numbers of device nodes to choose from, ascending, 0 first. fixed: always the largest, for measurements."""
+    """Chooses draft sizes. sizes: numbers of device nodes, ascending, 0 first. fixed: always use the largest, for measurements."""
 
     def __init__(self, sizes: tuple[int, ...], fixed: bool = False) -> None:
         self.sizes, self.fixed = sizes, fixed
@@ -80,25 +84,26 @@ class Controller:
         self._kept = [_PRIOR ** (node + 1) for node in range(sizes[-1])]  # a_i
 
     def _of(self, rows: int) -> _Batch:
-        """Batches within a quarter are alike. A new one starts with the times of the next larger one, where nodes cost no less."""
+        """State for `rows`; counts of rows within a quarter share it. New state starts with the times of the next larger count,
+        where a node costs at least as much."""
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
         if key not in self._batches:
-            larger = [other for other, one in self._batches.items() if other > key and one.count >= _WARM_UP]
+            larger = [other for other, batch in self._batches.items() if other > key and batch.count >= _WARM_UP]
             like = self._batches[min(larger)] if larger else _Batch(0.0)
             new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0, off=0)
             self._batches[key] = replace(new, until_probe=_UNTIL_PROBE, device=_Budget(), host=_Budget())
         return self._batches[key]
 
     def admit(self, rows: int, new: int) -> None:
-        """Of so many rows some are new requests, whose text may be easier than the last."""
+        """Grant budget for `new` requests among `rows`: their text may be easier to predict."""
         batch, grant = self._of(rows), _GRANT * min(1.0, new / rows)
         cheapest = min([time for size, time in batch.times.items() if size], default=0.0)
         for budget in (batch.host, batch.device)[: 1 + (cheapest < _DEAR)]:
             budget.balance = max(budget.balance, min(_GRANT, budget.balance + grant))
 
     def expected(self, nodes: int) -> float:
-        """Tokens that a row is expected to gain by a step with so many nodes."""
+        """Expected tokens per row of a step with `nodes` nodes."""
         return 1 + sum(self._kept[:nodes])
 
     def choose(self, rows: int, most: int) -> int:
@@ -117,11 +122,11 @@ class Controller:
         known = [size for size in sizes if size in times]
         best = max(known, key=rates.__getitem__)
         if rates[best] < _MARGIN:
-            best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # a probe that gains goes on
+            best = min(batch.nodes, sizes[-1]) if budget.recent > 0 else 0  # continue a probe that gains
         if batch.read_time * batch.off > max(0.0, budget.balance):
-            best = 0  # a draft model would read more than it may gain
+            best = 0  # catching up costs a draft model more than the budget
         budget.recent, batch.nodes, batch.hold = 0.0, best, _HOLD
-        # Probe a size without readings if it may be best; beside 0 the best other one; else 0 and the neighbours in turns.
+        # Probe a size without readings if it may be best. Else probe the best other size beside 0, or 0 and the neighbours in turn.
         new = next((size for size in sizes if size not in times and rates[size] > rates[best]), 0)
         place = known.index(best) if best in known else 0
         near = {0, *known[max(1, place - 1) : place + 2]} - {best}
@@ -138,21 +143,22 @@ class Controller:
             batch.hold = max(_HOLD, min(_MAX_IDLE, budget.steps_to(price)))
 
     def observe(self, nodes: int, kept: list[int]) -> None:
-        """Of the first `nodes` nodes of a device draft those in `kept` were kept."""
+        """Update acceptance: of the first `nodes` nodes of a device draft those in `kept` were accepted."""
         self._drafts += 1
-        weight, every = max(_WEIGHT, 1 / (self._drafts + 4)), self._kept
-        every[:nodes] = [rate + weight * ((node in kept) - rate) for node, rate in enumerate(every[:nodes])]
-        ratio = every[nodes - 1] / max(every[nodes - 2] if nodes > 1 else 1.0, 0.01)
-        for node in range(nodes, len(every)):  # without readings: drifts up to what the last two suggest
-            hope = max(every[node], every[node - 1] * ratio)
-            every[node] = min(every[node - 1], every[node] + _WEIGHT / 4 * (hope - every[node]))
+        weight, acceptance = max(_WEIGHT, 1 / (self._drafts + 4)), self._kept
+        acceptance[:nodes] = [rate + weight * ((node in kept) - rate) for node, rate in enumerate(acceptance[:nodes])]
+        ratio = acceptance[nodes - 1] / max(acceptance[nodes - 2] if nodes > 1 else 1.0, 0.01)
+        for node in range(nodes, len(acceptance)):  # without readings: drifts up to the extrapolation of the last two
+            target = max(acceptance[node], acceptance[node - 1] * ratio)
+            acceptance[node] = min(acceptance[node - 1], acceptance[node] + _WEIGHT / 4 * (target - acceptance[node]))
 
     def may_call(self, rows: int) -> bool:
-        """Whether the host drafter may be called for a request where that pays."""
+        """Whether the budget allows calls of the host drafter."""
         return self.fixed or self._of(rows).host.balance > 0
 
     def probe_calls(self, rows: int, new: bool) -> int:
-        """Calls of a host probe for one request; 0 if unaffordable. new: its first probe; others leave room for one."""
+        """Calls of a host probe for one request; 0 if the budget is too small. new: the first probe of the request; later probes
+        leave budget for one more."""
         batch = self._of(rows)
         price = self._call_price(batch, rows) * (1 if new else 2)
         return _CALLS if self.fixed or (batch.count >= _WARM_UP and price <= batch.host.balance) else 0
@@ -161,20 +167,20 @@ class Controller:
         return min(_CAP, max(_LEAST_PRICE, _CALLS * batch.call_time) / rows)
 
     def host_nodes(self, rows: int, acceptance: float) -> int:
-        """Nodes of a host chain, the last of which is kept with a probability above its time."""
+        """Nodes of a host chain: the acceptance probability of the last one still exceeds its cost."""
         most, time = self.sizes[-1], min(0.5, max(self._of(rows).node_time, 0.01))
         depth = int(math.log(time) / math.log(min(0.99, max(acceptance, 0.01))))
         return most if self.fixed else min(most, max(1, depth))
 
     def idle_steps(self, rows: int, host: bool, device: bool) -> int:
-        """Plain steps until the next decision, after a step that drafts nothing."""
+        """Plain steps until the next decision, after a step without drafts."""
         batch = self._of(rows)
         call = max(_HOLD, batch.host.steps_to(2 * self._call_price(batch, rows))) if host else _MAX_IDLE
         steps, batch.hold = min(_MAX_IDLE, call, batch.hold if device else _MAX_IDLE), 0
         return steps
 
     def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
-        """So many plain steps, the last of which took `seconds`."""
+        """Account for `steps` plain steps, the last of which took `seconds`."""
         batch = self._of(rows)
         batch.count += steps
         batch.off += steps
@@ -183,16 +189,17 @@ class Controller:
         batch.earn(steps)
 
     def measure(self, step: Reading) -> tuple[float, float]:
-        """A step that drafts, verifies or called. Returns the seconds it saved, and the plain steps that each call took."""
+        """Account for a step that drafts, verifies or called the host drafter. Returns the seconds saved and the plain steps per
+        call."""
         batch, times, drafts = self._of(step.rows), self._of(step.rows).times, step.nodes or step.drafted
-        if not (step.nodes or step.host_nodes):  # a plain step takes less, or else its mean is out of date
+        if not (step.nodes or step.host_nodes):  # a plain step cannot take longer, so a higher mean is out of date
             batch.plain -= 4 * _WEIGHT * max(0.0, batch.plain - step.seconds)
         host = batch.call_time * step.calls + batch.node_time * (step.host_nodes and step.host_nodes + 2)
         known = times.get(step.nodes) if step.nodes or not step.drafted else None
         expected = (known or max(times.values())) + host
         batch.plain = batch.plain or step.seconds / expected
         took = step.seconds / batch.plain
-        if step.missed:  # it takes as long as it takes
+        if step.missed:  # not limited: the time of catching up varies
             batch.read_time += 4 * _WEIGHT * (max(0.0, took - expected) / step.missed - batch.read_time)
         else:
             took = min(took, _SURPRISE * expected if known else _UNKNOWN)

@@ -1,20 +1,20 @@
-"""Several host drafters for one request: the first draft is taken, and all of them observe the text."""
+"""Combines host drafters: the first non-empty draft is used, and all drafters observe the text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.speculation.host import HostDrafter, Proposer
 
 
 class FirstOf:
-    """drafters: in order of preference. A drafter that proposes only with confidence (speculation.ngram) comes before one that
+    """drafters: in order of preference. A drafter that proposes only with confidence (speculation.ngram) precedes one that
     always proposes (speculation.lookahead)."""
 
     def __init__(self, drafters: Sequence[HostDrafter]) -> None:
         self._drafters = tuple(drafters)
-        self.needs_repeat = all(one.needs_repeat for one in drafters)
+        self.needs_repeat = all(drafter.needs_repeat for drafter in drafters)
 
     def start(self, tokens: Sequence[int]) -> FirstProposer:
         return FirstProposer([drafter.start(tokens) for drafter in self._drafters])
@@ -31,9 +31,9 @@ class FirstProposer:
             draft = proposer.propose(nodes, depth)
             if draft.tokens:
                 return draft
-        return NOTHING
+        return EMPTY_DRAFT
 
     def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
-        """Each drafter recognises its own draft, and learns only the text from a draft of another."""
+        """Each drafter recognises its own draft. From a draft of another one it learns only the text."""
         for proposer in self._proposers:
             proposer.observe(tokens, draft, drawn)

@@ -1,7 +1,7 @@
-"""Speculation as the scheduler knows it: a guest that proposes drafts and observes what became of them.
+"""The interface between the scheduler and speculation, which proposes drafts and observes their results.
 
-The scheduler holds one guest and calls it before a step for each request (`skips`, `waits`, `propose`), when a step is planned
-(`begin_step`), and when it is committed (`observe` for each verified draft, `end_step`).
+The scheduler holds one Speculation and calls it before a step for each request (`skips`, `waits`, `propose`), when a step is
+planned (`begin_step`), and when it is committed (`observe` for each verified draft, `end_step`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import NO_STEP_DRAFTS, SpeculationState, StepDrafts
 
 
 class RequestView(Protocol):
-    """What speculation reads of a request. It writes to `speculation` alone."""
+    """The part of a request that speculation reads. It writes only to the field `speculation`."""
 
     @property
     def speculation(self) -> SpeculationState: ...
@@ -52,30 +52,31 @@ class Speculation:
     max_nodes = 0
     """Nodes of the largest draft."""
     slots_ahead = 0
-    """Slots behind all tokens that may be gained which drafting on the device writes."""
+    """Slots that device drafting writes beyond all tokens that a step may gain."""
     idle = False
-    """The next steps are plain decoding: the scheduler need not ask about any request."""
+    """The next steps decode without drafts: the scheduler need not call `skips`."""
 
     def waits(self, request: RequestView) -> bool:
         """Whether the request can be planned only after its last token is committed."""
         return False
 
     def skips(self, request: RequestView) -> bool:
-        """Whether the request's next step is plain decoding. May prepare the draft that `propose` returns."""
+        """Whether the request's next step has no draft. May prepare the draft that `propose` returns."""
         return not self.waits(request)
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
         """A draft of at most `nodes` nodes for the request's next step."""
-        return NOTHING
+        return EMPTY_DRAFT
 
     def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
-        """A step is planned. States in the plan what the device drafts. requests: in the order of the plan's rows."""
+        """A step is planned. Writes the number of nodes to draft on the device into the plan. requests: in the order of the plan's
+        rows."""
         return NO_STEP_DRAFTS
 
     def observe(
         self, request: RequestView, draft: Draft, tokens: Sequence[int], result: StepResult, place: int
     ) -> None:
-        """The request verified `draft` in a step, at index `place`, and gained `tokens`, which it knows by now."""
+        """The request verified `draft` in a step, at index `place`, and gained `tokens`, which `request.tokens` already has."""
 
     def end_step(
         self, drafts: StepDrafts, plan: StepPlan, requests: Sequence[RequestView], result: StepResult
@@ -85,7 +86,7 @@ class Speculation:
 
 
 class NoSpeculation(Speculation):
-    """Every request verifies nothing."""
+    """No request verifies drafts."""
 
     idle = True
 

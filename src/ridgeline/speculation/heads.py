@@ -1,10 +1,10 @@
-"""Medusa heads (Cai et al. 2024): candidates for the tokens after the next one, from the hidden state the next one comes from.
+"""Medusa heads (Cai et al. 2024): predict several future tokens from one hidden state.
 
-At place t the model's own head predicts token t + 1; head k = 1, 2, .. predicts token t + k + 1 without knowing those between.
-Each head is a stack of residual blocks h + SiLU(W h + b) before an unembedding: the model's own, which keeps heads small, or one
-of theirs. The first blocks of all heads are one matrix product.
+At place t the model's own head predicts token t + 1. Head k = 1, 2, .. predicts token t + k + 1 without the tokens between.
+Each head is a stack of residual blocks h + SiLU(W h + b) before an unembedding, which is the model's own or one of the head.
+The first blocks of all heads are one matrix product.
 
-Candidates become a draft through a static tree (`tree`): of all combinations of candidates those most often right.
+A static tree (`tree`) selects the combinations of candidates that are most often correct.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.table import Ops
 
 PUBLISHED = "medusa_lm_head.pt"
-"""The file that published heads lie in."""
+"""File name of published heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One node of a static tree. parent: index of the node it hangs on, -1 for the token the model has just drawn. head, rank:
-    it is that head's candidate of that rank, both counted from 0; head is also its depth."""
+    """One node of a static tree. parent: index of the parent node, -1 for the last drawn token. head, rank: the node is the
+    candidate of this rank of this head, both counted from 0. head is also the depth of the node."""
 
     parent: int
     head: int
@@ -41,14 +41,17 @@ class Candidate:
 
 
 def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, ...]:
-    """The at most `nodes` nodes that add most to the expected number of accepted tokens, in falling order of what they add, so
-    that every prefix is the best tree of its size (Cai et al. 2024, section 2.3.3).
+    """The tree of at most `nodes` nodes with the highest expected number of accepted tokens.
 
-    accuracies[head][rank]: how often that head's candidate of that rank is what the target says, falling in rank. A node adds the
-    chance that its whole path is right, which is taken for the product of its nodes' accuracies.
+    Nodes are in descending order of gain, so every prefix is the best tree of its size. The gain of a node is the probability that
+    its path is accepted, estimated as the product of the accuracies of its nodes.
+
+    Args:
+        accuracies: [head][rank], how often the candidate equals the target's token; descending in rank.
+    Source: Cai et al. 2024, section 2.3.3.
     """
-    found: list[Candidate] = []
-    # (minus what it adds, when it was found, node): of equals the one found first. A node leads to its sibling and its child.
+    chosen: list[Candidate] = []
+    # (negative gain, order of insertion, node): ties go to the earlier node. A chosen node adds its next sibling and first child.
     open_nodes: list[tuple[float, int, Candidate]] = []
     count = 0
 
@@ -60,19 +63,19 @@ def tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Candidate, 
 
     gains = {-1: 1.0}
     push(1.0, -1, 0, 0)
-    while open_nodes and len(found) < nodes:
-        minus, _, node = heapq.heappop(open_nodes)
-        here = len(found)
-        found.append(node)
-        gains[here] = -minus
+    while open_nodes and len(chosen) < nodes:
+        negative_gain, _, node = heapq.heappop(open_nodes)
+        index = len(chosen)
+        chosen.append(node)
+        gains[index] = -negative_gain
         push(gains[node.parent], node.parent, node.head, node.rank + 1)
-        push(gains[here], here, node.head + 1, 0)
-    return tuple(found)
+        push(gains[index], index, node.head + 1, 0)
+    return tuple(chosen)
 
 
 class MedusaHeads:
-    """Heads on a device. heads, layers: how many, and blocks in each. width: of the hidden states they read. accuracies: as `tree`
-    reads them, measured when the heads were trained; empty where the folder does not say."""
+    """Heads on a device. heads: their number. layers: blocks per head. width: of the hidden states. accuracies: see `tree`,
+    measured when the heads were trained; empty if the folder does not have them."""
 
     __slots__ = ("accuracies", "heads", "layers", "width", "_bias", "_first", "_linear", "_unembed", "_weight")
 
@@ -92,11 +95,11 @@ class MedusaHeads:
         self._weight = [stacked(f"{layer}.linear.weight") for layer in range(self.layers)]
         self._bias = [stacked(f"{layer}.linear.bias") for layer in range(self.layers)]
         self._first = ops.matmul.plain.pack(self._weight[0].flatten(0, 1).contiguous())
-        own = f"0.{self.layers}.weight" in tensors
-        self._unembed = stacked(f"{self.layers}.weight") if own else None
+        has_unembeddings = f"0.{self.layers}.weight" in tensors
+        self._unembed = stacked(f"{self.layers}.weight") if has_unembeddings else None
 
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
-        """hidden [S, D] -> what the first `heads` heads unembed, [S, heads, D]."""
+        """hidden [S, D] -> states of the first `heads` heads before their unembedding, [S, heads, D]."""
         rows = hidden.shape[0]
         inner = self._linear(hidden, self._first, self._bias[0].flatten()).view(rows, self.heads, self.width)
         out = hidden.unsqueeze(1) + F.silu(inner[:, :heads])
@@ -108,11 +111,12 @@ class MedusaHeads:
     def candidates(
         self, hidden: torch.Tensor, top: Sequence[int], logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The likeliest tokens of each head, int32 [S, len(top), max(top)], the likeliest first.
+        """The most probable tokens of the first len(top) heads, int32 [S, len(top), max(top)], the most probable first.
 
-        hidden [S, D]: the final states, normed, from which the last known tokens were drawn. top: candidates wanted of each head
-        from the first on; a head gives max(top) whatever its own number is. logits_of: hidden [N, D] -> logits [N, V], the model's
-        head.
+        Args:
+            hidden: [S, D], final states after the norm, from which the last known tokens were drawn.
+            top: number of candidates needed of each head; every head returns max(top).
+            logits_of: hidden [N, D] -> logits [N, V], the model's head.
         """
         states = self.states(hidden, len(top))
         if self._unembed is None:
@@ -132,7 +136,7 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path} ({error}): give a folder with Medusa heads.") from None
-    tensors = {name.removeprefix("medusa_head."): one for name, one in _read(folder).items()}
+    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in _read(folder).items()}
     heads, layers = _counts(tensors)
     for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
         if config.get(key, count) != count:
@@ -144,12 +148,12 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
             )
     for name, shape in _expected(heads, layers, spec, f"0.{layers}.weight" in tensors).items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            found = list(tensors[name].shape) if name in tensors else "missing"
+            actual = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use heads that were "
+                f"{folder}: tensor {name} is {actual}, but the served model needs {list(shape)}: use heads that were "
                 "trained for this model."
             )
-    moved = {name: one.to(device, dtype) for name, one in tensors.items()}
+    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     accuracies = read_accuracies(folder, config)
     if len(accuracies) not in (0, heads):
         raise ConfigError(f"{path}: accuracies must have one row for each of the {heads} heads.")
@@ -157,7 +161,7 @@ def load_heads(folder: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, devi
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the folder, whichever of the two files it holds."""
+    """Read the tensors of the folder from the file that it has."""
     stored = folder / "model.safetensors"
     if not stored.is_file() and (folder / "medusa_lm_head.safetensors").is_file():
         stored = folder / "medusa_lm_head.safetensors"
@@ -165,8 +169,8 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
         if stored.is_file():
             return load_file(stored)
         if (folder / PUBLISHED).is_file():
-            found: dict[str, torch.Tensor] = torch.load(folder / PUBLISHED, map_location="cpu", weights_only=True)
-            return found
+            tensors: dict[str, torch.Tensor] = torch.load(folder / PUBLISHED, map_location="cpu", weights_only=True)
+            return tensors
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ConfigError(
             f"Cannot read the weights of the Medusa heads in {folder} ({error}): download them again."
@@ -175,32 +179,32 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _counts(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """(heads, blocks of each) by the names of the tensors."""
+    """(number of heads, blocks per head), from the names of the tensors."""
     parts = [name.split(".") for name in tensors]
-    blocks = [(int(one[0]), int(one[1])) for one in parts if one[2:] == ["linear", "weight"] and one[0].isdigit()]
-    if not blocks or any(len(one) not in (3, 4) or not one[0].isdigit() for one in parts):
+    blocks = [(int(part[0]), int(part[1])) for part in parts if part[2:] == ["linear", "weight"] and part[0].isdigit()]
+    if not blocks or any(len(part) not in (3, 4) or not part[0].isdigit() for part in parts):
         odd = sorted(tensors)[:4]
         raise UnsupportedModel(f"The tensors {odd} are not Medusa heads, which have names such as 0.0.linear.weight.")
     return 1 + max(head for head, _ in blocks), 1 + max(layer for _, layer in blocks)
 
 
-def _expected(heads: int, layers: int, spec: ModelSpec, own: bool) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of heads for `spec`. own: they bring unembeddings."""
+def _expected(heads: int, layers: int, spec: ModelSpec, has_unembeddings: bool) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor. has_unembeddings: the heads have their own unembeddings."""
     width = spec.d_model
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         for layer in range(layers):
             shapes[f"{head}.{layer}.linear.weight"] = (width, width)
             shapes[f"{head}.{layer}.linear.bias"] = (width,)
-        if own:
+        if has_unembeddings:
             shapes[f"{head}.{layers}.weight"] = (spec.vocab_size, width)
     return shapes
 
 
 def read_accuracies(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
-    """What config.json in `folder` says of them, as `tree` reads it; empty where it says nothing. Raises ConfigError."""
+    """The accuracies of config.json in `folder`, see `tree`; empty if there are none. Raises ConfigError."""
     rows = config.get("accuracies", [])
-    fine = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
-    if not fine or not all(isinstance(one, int | float) and 0 <= one <= 1 for row in rows for one in row):
+    valid = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
+    if not valid or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for row in rows for rate in row):
         raise ConfigError(f"{folder / 'config.json'}: accuracies must be a list of lists of numbers from 0 to 1.")
     return tuple(tuple(row) for row in rows)

@@ -19,7 +19,7 @@ class Proposer(Protocol):
         """The request gained `tokens` (at least one).
 
         Args:
-            draft: what that step verified.
+            draft: the draft that the step verified.
             drawn: the target's draws behind the last known token and behind each node, 1 + len(draft.tokens) ids.
         """
 

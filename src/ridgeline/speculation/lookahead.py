@@ -1,44 +1,52 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"): the target
-drafts for itself, with no second model and no text to copy from.
+drafts for itself, without a second model and without reference text.
 
-Two parts share one draft tree. The *window* guesses `columns` tokens ahead and refines them by Jacobi iteration: each step
-replaces a guess by what the target says behind it. A column keeps its last `ngram - 1` guesses, its levels; with the target's
-word behind the last of them they are an n-gram that the target would say. The *pool* collects n-grams by their first token;
-those that begin with the last known token are the candidates, verified in the same step.
+Two parts share one draft tree. The *window* guesses `columns` future tokens and refines them by Jacobi iteration: each step
+replaces a guess by the token that the target draws after it. A column keeps its last `ngram - 1` guesses, its levels. These and the
+token drawn after the last of them are an n-gram that the target would generate. The *pool* stores n-grams by their first token.
+Those that begin with the last known token are the candidates, which the same step verifies.
 
-The mask of the paper (figure 2b) is the mask of a tree: the oldest level of all columns is a chain behind the last known token,
-a column's further levels are a chain behind its own node of that, and candidates hang on the last known token. Position is
-depth. Equal tokens behind one node are one node.
+The mask of the paper (figure 2b) is the mask of a tree: the oldest level of all columns is a chain after the last known token, the
+further levels of a column are a chain after its node in that chain, and candidates are children of the last known token. The
+position of a node is its depth. Equal children of a node are merged.
 
-A step moves the window by one place, also if it gained more tokens: the guesses then stand further ahead than they were said
-to, which the target mends within a step. Dropping them instead, and beginning new columns, was measured and gains no more.
+A step moves the window by one place, even if it gained more tokens. Then the guesses are too far ahead, which the target corrects
+within a step. Starting new columns instead was measured and gains no more.
 
-Sampling has a fixed point as well: the draw at a position is a function of the seed and of the tokens before it.
+With sampling the iteration has a fixed point as well, because the draw at a position depends only on the seed and the tokens before
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.core.draft import NOTHING, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import ConfigError
 
 COLUMNS = 1
 NGRAM = 3
 CANDIDATES = 3
-"""For a device where each query token costs a few per cent of a step. Where it costs next to nothing more pays: 8, 5 and 8
-gained a third more tokens a step with the shipped model's greedy answers, a seventh with sampled ones, for eight to nine
-times the nodes."""
+"""Defaults of the paper's W, N and G for a device where a query token costs a few per cent of a step. Where it costs almost
+nothing,
+larger values pay: 8, 5 and 8 gained a third more tokens per step with greedy answers of the shipped model, a seventh with sampled
+answers, for eight to nine times the nodes."""
 POOL_KEYS = 8192
-"""First tokens the pool knows at most; the one it has known longest is forgotten first."""
+"""Most first tokens in the pool. The oldest one is evicted first."""
 SEEDED = 4096
-"""Tokens of a prompt whose n-grams enter the pool, counted from its end: 0.5 us each."""
+"""Number of last prompt tokens whose n-grams enter the pool, at 0.5 us each."""
 
 
 class Lookahead:
-    """The drafter. columns: guesses ahead (the paper's W); with none there is only the pool of what was said. ngram: tokens of
-    an n-gram (N). candidates: n-grams that are kept for a first token, and verified at once (G). A draft has at most
-    (columns + candidates) * (ngram - 1) nodes, the candidates first. Raises ConfigError for sizes that make no draft."""
+    """The drafter.
+
+    Args:
+        columns: guessed future tokens (the paper's W). 0: only the pool, filled from the text.
+        ngram: tokens of an n-gram (N).
+        candidates: n-grams kept for a first token and verified in one step (G).
+
+    A draft has at most (columns + candidates) * (ngram - 1) nodes, the candidates first. Raises ConfigError for invalid sizes.
+    """
 
     def __init__(self, columns: int = COLUMNS, ngram: int = NGRAM, candidates: int = CANDIDATES) -> None:
         if columns < 0 or ngram < 2 or candidates < 1:
@@ -55,7 +63,7 @@ class Lookahead:
 
 
 class Pool:
-    """n-grams by their first token, of each first token the most recent ones."""
+    """Most recent n-grams by their first token."""
 
     __slots__ = ("_grams", "_most", "ngram")
 
@@ -65,26 +73,26 @@ class Pool:
         self._grams: dict[int, dict[tuple[int, ...], None]] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take every n-gram of a text."""
+        """Add every n-gram of a text."""
         for gram in zip(*(tokens[start:] for start in range(self.ngram)), strict=False):
             self.add(gram)
 
     def add(self, gram: tuple[int, ...]) -> None:
-        first, rest = gram[0], gram[1:]
-        known = self._grams.get(first)
-        if known is None:
+        first, continuation = gram[0], gram[1:]
+        continuations = self._grams.get(first)
+        if continuations is None:
             if len(self._grams) >= POOL_KEYS:
                 del self._grams[next(iter(self._grams))]
-            self._grams[first] = {rest: None}
+            self._grams[first] = {continuation: None}
             return
-        if rest in known:
-            del known[rest]
-        elif len(known) >= self._most:
-            del known[next(iter(known))]
-        known[rest] = None
+        if continuation in continuations:
+            del continuations[continuation]
+        elif len(continuations) >= self._most:
+            del continuations[next(iter(continuations))]
+        continuations[continuation] = None
 
     def behind(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow `token`, ngram - 1 tokens each, the most recent first."""
+        """Continuations of `token` (ngram - 1 tokens each), the most recent first."""
         return list(reversed(self._grams.get(token, ())))
 
     def __len__(self) -> int:
@@ -100,17 +108,17 @@ class Window:
         self._recent = list(tokens[-pool.ngram :])
         self._columns = [[token] for token in _spread(tokens, columns)]
         self._ends: list[int] = []
-        """By column: the node of its last level in the draft proposed last."""
-        self._proposed = NOTHING
+        """By column: node of its last level in the last proposed draft."""
+        self._proposed = EMPTY_DRAFT
 
     def propose(self, nodes: int, depth: int) -> Draft:
         tree = _Tree(nodes, depth)
         for gram in self._pool.behind(self._recent[-1]):
-            tree.hang(-1, 0, gram)
+            tree.add_path(-1, 0, gram)
         self._ends = []
         chain = -1
         for above, column in enumerate(self._columns):
-            end = tree.hang(chain, above, column)
+            end = tree.add_path(chain, above, column)
             if end is None:
                 break
             self._ends.append(end)
@@ -131,12 +139,12 @@ class Window:
                     if len(column) == ngram:
                         self._pool.add(tuple(column))
                         del column[0]
-        self._proposed = NOTHING
+        self._proposed = EMPTY_DRAFT
         self._ends = []
 
 
 class _Tree:
-    """A draft that grows by paths; what it already has is not added again."""
+    """A draft tree built from paths. Existing nodes are reused."""
 
     __slots__ = ("_depth", "_nodes", "_parents", "_tokens", "child")
 
@@ -148,8 +156,9 @@ class _Tree:
         self.child: dict[tuple[int, int], int] = {}
         """(parent, token) -> node."""
 
-    def hang(self, node: int, above: int, path: Sequence[int]) -> int | None:
-        """Add what fits of a path behind `node`, which is `above` levels deep. The last node; None if not all of it fits."""
+    def add_path(self, node: int, above: int, path: Sequence[int]) -> int | None:
+        """Add a path after `node`, which has depth `above`, as far as it fits. Returns the last node; None if a part did not
+        fit."""
         for token in path[: self._depth - above]:
             child = self.child.get((node, token))
             if child is None:
@@ -167,5 +176,5 @@ class _Tree:
 
 
 def _spread(tokens: Sequence[int], count: int) -> list[int]:
-    """First guesses: tokens of the prompt at even distances, as good as any."""
+    """First guesses: tokens of the prompt at even distances. Their choice is arbitrary."""
     return [tokens[place * len(tokens) // count] for place in range(count)]

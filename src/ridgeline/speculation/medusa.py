@@ -10,12 +10,12 @@ from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.heads import MedusaHeads, tree
 
 UNMEASURED = ((0.6, 0.12, 0.06, 0.03), (0.4, 0.1, 0.05), (0.25, 0.08, 0.04), (0.15, 0.05))
-"""How often candidates are right, by head and rank, where a folder of heads does not say (the order of magnitude that Cai et
-al. report in figure 8); it shapes the tree and nothing else."""
+"""Accuracies by head and rank for a folder without them (the order of magnitude of figure 8 in Cai et al.). They only shape the
+tree."""
 
 
 class Medusa(DeviceDrafter):
-    """logits_of: the target's head. nodes: of the largest draft."""
+    """The drafter. logits_of: the target's head. nodes: most nodes of a draft."""
 
     def __init__(self, heads: MedusaHeads, logits_of: Callable[[torch.Tensor], torch.Tensor], nodes: int) -> None:
         self._heads, self._logits_of = heads, logits_of
@@ -23,12 +23,12 @@ class Medusa(DeviceDrafter):
         self.parents = tuple(node.parent for node in self._tree)
 
     def draft(self, behind: DraftRows, count: int, views: Views) -> None:
-        """All heads at once, then each node its candidate."""
+        """Compute the candidates of all heads at once, then write the candidate of each node."""
         nodes = self._tree[:count]
         top = [
-            max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({one.head for one in nodes})
+            max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({node.head for node in nodes})
         ]
-        found = self._heads.candidates(behind.hidden, top, self._logits_of)
-        tokens = torch.stack([found[:, node.head, node.rank] for node in nodes], dim=1)
+        candidates = self._heads.candidates(behind.hidden, top, self._logits_of)
+        tokens = torch.stack([candidates[:, node.head, node.rank] for node in nodes], dim=1)
         number = torch.arange(count, dtype=torch.int32, device=tokens.device)
         behind.write(behind.known.unsqueeze(1) + number, tokens)

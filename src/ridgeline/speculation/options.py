@@ -1,4 +1,4 @@
-"""What the option `speculate` names, and whether a draft model fits."""
+"""Parses the option `speculate` and checks that a draft model fits the target."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from ridgeline.core.spec import ModelSpec
 
 HOST = ("reference", "lookahead")
 MOST = {"reference": 11, "lookahead": 30, "recurrent": 7, "draft": 4, "medusa": 8, "recycling": 12}
-"""Nodes of the largest draft, untold."""
+"""Default nodes of the largest draft."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
-"""vLLM's names in a --speculative-config -> ours."""
+"""Method of vLLM's --speculative-config -> drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What `speculate` names. host: drafters of HOST, in order. documents: a text that the reference drafter may quote.
-    device: recurrent, draft, medusa, recycling or none; folder: of its weights. most: nodes of the largest draft. chains: they
-    may not branch."""
+    """The parsed option `speculate`.
+
+    host: host drafters, in order. documents: file with a text for the reference drafter. device: recurrent, draft, medusa,
+    recycling or "". folder: weights of the device drafter. most: nodes of the largest draft. chains: drafts may not branch.
+    """
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
@@ -33,31 +35,31 @@ class Wanted:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes that are tried: each one to 4, then every half step of a doubling."""
-        fine = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
-        return (*[size for size in fine if size < self.most], self.most)
+        """Draft sizes that the controller tries: each size up to 4, then two sizes per doubling."""
+        candidates = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
+        return (*[size for size in candidates if size < self.most], self.most)
 
 
-def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted:
-    """made_for_it: a recurrent draft of the model, which auto takes as well. Raises ConfigError for an option that names nothing
-    we have."""
+def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted:
+    """Parse the option. model_draft: folder of a recurrent draft for this model, which auto also uses. Raises ConfigError for an
+    invalid option."""
     text, most = config.speculate.strip(), config.draft_tokens
     if text.startswith("{"):
         text, most = _from_json(text, most)
     if text in ("", "off"):
         return Wanted()
-    if text == "auto":  # what gains most on the shipped model, and what needs nothing of any other
-        text = "reference" if made_for_it is None else f"reference+recurrent:{made_for_it}"
+    if text == "auto":  # the best drafters of the shipped model; for others, the one that needs no weights
+        text = "reference" if model_draft is None else f"reference+recurrent:{model_draft}"
     wanted = Wanted()
     for part in text.split("+"):
-        name, _, rest = part.partition(":")
+        name, _, argument = part.partition(":")
         if name in HOST:
-            documents = Path(rest) if rest else wanted.documents
+            documents = Path(argument) if argument else wanted.documents
             wanted = replace(wanted, host=(*wanted.host, name), documents=documents)
         elif name in MOST and not wanted.device:
-            if (name == "recycling") is bool(rest):
-                raise refusal(f"{part!r} must {'not ' if rest else ''}name a folder")
-            wanted = replace(wanted, device=name, folder=Path(rest) if rest else None)
+            if (name == "recycling") is bool(argument):
+                raise refusal(f"{part!r} must {'not ' if argument else ''}name a folder")
+            wanted = replace(wanted, device=name, folder=Path(argument) if argument else None)
         else:
             raise refusal(
                 f"{part!r} is unknown" if name not in MOST else f"{part!r} cannot be joined to {wanted.device!r}"
@@ -73,26 +75,26 @@ def read_wanted(config: EngineConfig, made_for_it: Path | None = None) -> Wanted
 
 
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
-    """A --speculative-config as vLLM's users write it."""
+    """Convert a --speculative-config of vLLM (JSON) to (option, number of draft tokens)."""
     try:
-        given = json.loads(text)
+        options = json.loads(text)
     except ValueError as error:
         raise refusal(f"the JSON cannot be read ({error})") from None
-    method = given.get("method", "draft_model" if "model" in given else "")
+    method = options.get("method", "draft_model" if "model" in options else "")
     if method not in METHODS:
         raise refusal(f"method {method!r} is unknown (known methods: {', '.join(METHODS)})")
-    name, count = METHODS[method], given.get("num_speculative_tokens")
+    name, count = METHODS[method], options.get("num_speculative_tokens")
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
         raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
     if name in HOST:
         return name, most or count
-    if "model" not in given:
+    if "model" not in options:
         raise refusal(f'method {method!r} needs the key "model"')
-    return f"{name}:{given['model']}", most or count
+    return f"{name}:{options['model']}", most or count
 
 
 def refusal(reason: str) -> ConfigError:
-    """An option that cannot be followed, and what can be."""
+    """The error for an invalid option, with the valid ones."""
     return ConfigError(
         f"--speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
         "medusa:FOLDER; reference and lookahead can be joined with one another and with one of the others by +.",
@@ -101,7 +103,7 @@ def refusal(reason: str) -> ConfigError:
 
 
 def check_files(wanted: Wanted) -> None:
-    """Raises ConfigError for a document or a folder of weights that does not exist. A draft model may be a name on the hub."""
+    """Raise ConfigError if the document or the folder of weights does not exist. A draft model may be a hub name."""
     if wanted.documents is not None and not wanted.documents.is_file():
         raise refusal(f"the document {wanted.documents} is not a file")
     if wanted.folder is not None and wanted.device != "draft" and not (wanted.folder / "config.json").is_file():
@@ -109,7 +111,7 @@ def check_files(wanted: Wanted) -> None:
 
 
 def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
-    """Raises ConfigError if the draft's tokens mean something else, or its context is too short."""
+    """Raise ConfigError if the draft model's vocabulary size differs or its context is too short."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"The vocabulary of the draft model has {draft.vocab_size} tokens, that of the served model {target.vocab_size}: use a "
@@ -125,18 +127,18 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
 
 
 def read_vocabulary(folder: Path, draft: ModelSpec) -> tuple[int, ...]:
-    """`draft_vocabulary` of a draft's config.json: the tokens that it may say, ascending; empty for all. Raises ConfigError."""
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
-    known = isinstance(found, list) and all(type(one) is int and 0 <= one < draft.vocab_size for one in found)
-    if not known or len(set(found)) < len(found):
+    """`draft_vocabulary` of a draft model's config.json: the tokens it may propose, ascending; empty: all. Raises ConfigError."""
+    ids = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("draft_vocabulary", [])
+    valid = isinstance(ids, list) and all(type(token) is int and 0 <= token < draft.vocab_size for token in ids)
+    if not valid or len(set(ids)) < len(ids):
         raise ConfigError(
             f"draft_vocabulary in {folder / 'config.json'} must list distinct token ids below {draft.vocab_size}. Without "
             "the key the draft may propose every token.",
             param="speculate",
         )
-    if found and not draft.tied:
+    if ids and not draft.tied:
         raise ConfigError(
             f"draft_vocabulary in {folder / 'config.json'} requires tied embeddings (tie_word_embeddings): remove the key.",
             param="speculate",
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ids))

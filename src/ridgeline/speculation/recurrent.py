@@ -1,14 +1,14 @@
-"""A recurrent draft: a small network that goes on from the hidden state which the target drew its last token from.
+"""Recurrent draft: a small network that starts from the hidden state from which the target drew its last token.
 
 z = mix(state) + embedding(token), y = z + out(attention(query(z'))), state <- norm(y + down(act(gate y') * up y')), ' being norms.
-The next token is drawn from head(state), and drawn token and state lead on to those after it; what is drafted is a fixed tree of
-the likeliest draws. It begins with the target's final hidden state, which it imitates (as the features of EAGLE, Li et al. 2024;
-recurrent drafts: Zhang et al. 2024, "Recurrent Drafter"; heads that know the token before: Ankner et al. 2024, "Hydra"). It attends
-to keys and values that one of the target's layers has written (Du et al. 2024, "GliDe with a CaPE"): to those of all tokens before
-the last known one, at every place of a draft. So nothing of its own is kept from step to step: a draft reads no prompt, catches up
-on nothing and has no pages, and a level of the tree is six products with a few million weights, stored in integers.
+The next token is drawn from head(state). Token and state are the input of the next level. The draft is a fixed tree of the most
+probable draws. The network imitates the target's final hidden state (as the features of EAGLE, Li et al. 2024; recurrent drafts:
+Zhang et al. 2024, "Recurrent Drafter"; heads that see the previous token: Ankner et al. 2024, "Hydra"). It attends to keys and
+values that one layer of the target has written (Du et al. 2024, "GliDe with a CaPE"): at every node to those of all tokens before
+the last known one. So it keeps no state between steps: it reads no prompt, needs no catch-up and has no pages. A level of the tree
+is six matrix products with a few million weights, stored as integers.
 
-It draws with the target's own noise, see ops.verify.
+It samples with the target's noise, see ops.verify.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views, draw_d
 from ridgeline.speculation.heads import Candidate, read_accuracies
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
-"""Each stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups], or [out] where there is
-one: weight = (code - 2^(bits - 1)) * scale. `formats` in config.json names the bits and the inputs of a group of each; those that
-it does not, as the embedding, are as ROWS says, 8 bits and one scale for all inputs."""
+"""Each is stored as NAME.codes uint8, rows of ops.reference.pack_bits, and NAME.scales float16 [out, groups], or [out] for one
+group: weight = (code - 2^(bits - 1)) * scale. `formats` in config.json gives bits and group size by name. The default is ROWS: 8
+bits and one scale per row."""
 NORMS = ("query_norm", "inner_norm", "norm")
 ROWS = (8, 1 << 20)
 UNMEASURED = ((0.45, 0.12, 0.06, 0.04), (0.48, 0.12, 0.06), (0.52, 0.12), (0.55,), (0.6,), (0.6,))
-"""How often the draw of a rank is what the target says, by depth, where a folder does not say: about what the shipped one says."""
+"""Accuracies by depth and rank for a folder without them; about those of the shipped draft."""
 UNMEASURED_CUT = DraftCut(node_cost=0.08, min_chance=0.15, sizes=(2, 3, 5))
-"""Where a folder does not say: the shipped draft's, measured on two CPU cores."""
+"""Default for a folder without `verification`: the shipped draft, measured on two CPU cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What a folder holds. matrices: by name, as ops.reference.int_pack lays them out. norms: float32 [d_model]. ids: int32 [N],
-    the tokens that the head is for. layer: of the target, to which it attends. accuracies[depth][rank]: how often that draw is
-    what the target says where those above it are. cut: which of its nodes a CPU verifies."""
+    """Content of a draft folder.
+
+    matrices: by name, in the layout of ops.reference.int_pack. norms: float32 [d_model]. ids: int32 [N], the tokens of the head.
+    layer: index of the target's layer that it attends to. accuracies[depth][rank]: how often a draw equals the target's token if
+    its ancestors do. cut: which nodes a CPU verifies.
+    """
 
     matrices: dict[str, IntMatrix]
     norms: dict[str, Tensor]
@@ -61,12 +64,12 @@ class RecurrentWeights:
     cut: DraftCut = UNMEASURED_CUT
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A matrix in floating point, [out, in]."""
+        """The dequantized matrix `name`, [out, in]."""
         return int_plain(self.matrices[name]).to(device, dtype)
 
 
 def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
-    """The draft in `folder` for the target `spec`. Raises ConfigError where files are missing, broken or fit another model."""
+    """Read the draft in `folder` for the target `spec`. Raises ConfigError if files are missing, broken or for another model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
@@ -84,9 +87,9 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
         wanted[f"{name}.scales"] = (out, -(-width // group)) if group < width else (out,)
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            found = list(tensors[name].shape) if name in tensors else "missing"
+            actual = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(
-                f"{folder}: tensor {name} is {found}, but the served model needs {list(shape)}: use a draft that was trained for "
+                f"{folder}: tensor {name} is {actual}, but the served model needs {list(shape)}: use a draft that was trained for "
                 "this model.",
                 param="speculate",
             )
@@ -96,7 +99,7 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
             param="speculate",
         )
     return RecurrentWeights(
-        {name: _held(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
+        {name: _int_matrix(tensors, name, shape, forms[name]) for name, shape in shapes.items()},
         {name: tensors[name].float() for name in NORMS},
         tensors["ids"].int(),
         config["attended_layer"],
@@ -107,14 +110,16 @@ def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:
 
 def _read_cut(folder: Path, config: Mapping[str, Any]) -> DraftCut:
     """`verification` of a draft's config.json: node_cost (> 0), min_chance (0 to 1) and sizes, see DraftCut. Raises ConfigError."""
-    given = config.get("verification", {})
+    options = config.get("verification", {})
     try:
-        cut = replace(UNMEASURED_CUT, **given)
+        cut = replace(UNMEASURED_CUT, **options)
         cut = replace(cut, sizes=tuple(cut.sizes))
-        fine = cut.node_cost > 0 and 0 <= cut.min_chance <= 1 and all(type(one) is int and one > 0 for one in cut.sizes)
+        valid = (
+            cut.node_cost > 0 and 0 <= cut.min_chance <= 1 and all(type(size) is int and size > 0 for size in cut.sizes)
+        )
     except TypeError:
-        fine = False
-    if not fine:
+        valid = False
+    if not valid:
         raise ConfigError(
             f"{folder / 'config.json'}: verification must have node_cost (above 0), min_chance (0 to 1) and sizes (a list of node "
             "counts).",
@@ -123,15 +128,19 @@ def _read_cut(folder: Path, config: Mapping[str, Any]) -> DraftCut:
     return cut
 
 
-def _held(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], form: tuple[int, int]) -> IntMatrix:
-    return IntMatrix(tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *form, *shape)
+def _int_matrix(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], number_format: tuple[int, int]
+) -> IntMatrix:
+    return IntMatrix(
+        tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *number_format, *shape
+    )
 
 
 def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of every matrix; numbers that config.json lacks are 0, which no tensor has."""
+    """Shape of every matrix. Sizes missing in config.json are 0, so that no tensor matches."""
     inner, outputs = (config.get(name) or 0 for name in ("intermediate_size", "draft_vocabulary_size"))
     at, width = config.get("attended_layer"), spec.d_model
-    queries = sum(one.n_heads * one.head_dim for number, one in enumerate(spec.layers) if number == at)
+    queries = sum(layer.n_heads * layer.head_dim for number, layer in enumerate(spec.layers) if number == at)
     return {
         "embedding": (spec.vocab_size, width),
         "mix": (width, width),
@@ -144,7 +153,7 @@ def _shapes(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, tuple[int, 
 
 
 class Recurrent(DeviceDrafter):
-    """spec: of the target, whose norms and activation the draft has. nodes: Candidates of its largest draft."""
+    """The drafter. spec: of the target, whose norm parameters and activation it uses. nodes: Candidates of the largest draft."""
 
     def __init__(
         self,
@@ -179,7 +188,7 @@ class Recurrent(DeviceDrafter):
 
         def by_nodes() -> RunRecurrent:
             self._matrices = {name: ops.matmul.plain.pack(weights.plain(name, dtype, device)) for name in MATRICES}
-            self._norms = {name: one.to(device, dtype) for name, one in weights.norms.items()}
+            self._norms = {name: norm.to(device, dtype) for name, norm in weights.norms.items()}
             return self._node_by_node
 
         self._run = ops.programs.recurrent(parts, by_nodes)
@@ -188,36 +197,36 @@ class Recurrent(DeviceDrafter):
         return self._run(behind, count, views)
 
     def _node_by_node(self, behind: DraftRows, count: int, views: Views) -> Tensor | None:
-        """One grown node after the other: the states that its children's tokens are drawn from, and the likeliest draws."""
+        """Draft eagerly, one parent after the other: compute its state and draw its children's tokens from it."""
         known, nodes = behind.known, self._nodes[:count]
         last = behind.rows * behind.state.tokens.shape[1] + known - 1
-        states, said = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
+        states, tokens = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
             before = states[-2 if above < 0 else nodes[above].parent]
-            states[above] = self._next(before, said[above], known + (depth - 1), behind, views)
+            states[above] = self._next(before, tokens[above], known + (depth - 1), behind, views)
             logits = self._ops.matmul.plain.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
                 token = draw_draft(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
-                    said[children[rank]] = token
+                    tokens[children[rank]] = token
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(place, torch.stack([said[node] for node in range(count)], dim=1))
+        behind.write(place, torch.stack([tokens[node] for node in range(count)], dim=1))
         return None
 
     def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: DraftRows, views: Views) -> Tensor:
-        """States [S, D], and tokens int32 [S] at places int32 [S] of their rows -> the states behind them."""
+        """The states after tokens int32 [S] at places int32 [S] of their rows. state: [S, D], the states before them."""
         matmul, matrices, norms = self._ops.matmul.plain, self._matrices, self._norms
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
         mixed = matmul.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
         q = matmul.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
         q = rotate(q.view(len(q), -1, self._layer.head_dim), self._turn, place)
-        # As if it were asked by the last token whose key is there; a row of padding reads the scratch page.
-        held = behind.state.ints.index_select(0, behind.rows)[:, Int.LENGTH].clamp(min=1)
+        # Attend as the last token whose key is written. A padding row reads the scratch page.
+        lengths = behind.state.ints.index_select(0, behind.rows)[:, Int.LENGTH].clamp(min=1)
         number = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        step = StepInputs(behind.rows, number, held, place, number[:-1], 1, behind.longest)
+        step = StepInputs(behind.rows, number, lengths, place, number[:-1], 1, behind.longest)
         [view] = views(torch.zeros(len(behind.state.tables), len(q), dtype=torch.int64, device=q.device))
         mixed = matmul.linear_add(
             self._ops.attention.attend(q, q, q, view, step)[0].flatten(1), matrices["out"], None, mixed

@@ -1,8 +1,7 @@
-"""Which requests verify drafts in a step, whose drafts, and how many nodes.
+"""The Speculator decides which requests verify drafts in a step, of which drafter, and with how many nodes.
 
-Drafting pays while the time that it adds to a step is worth less than the tokens it gains. The controller measures both. So
-speculation is off where it does not pay, and on again where it does (Leviathan et al. 2023, section 3.3, use the same sums with
-given rates).
+Drafting pays if the tokens it gains are worth more than the time it adds to a step. The controller measures both and switches
+speculation off and on (Leviathan et al. 2023, section 3.3, use the same formulas with known rates).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ridgeline.core.draft import DEVICE, NOTHING, Draft
+from ridgeline.core.draft import DEVICE, EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.guest import RequestView, Speculation
@@ -22,31 +21,31 @@ _TEMPERATURE = attrgetter("sampling.temperature")
 _WEIGHT = 0.2
 """Weight of a new draft in the moving averages of a request."""
 _IDLE_STRIDE = 8
-"""While speculation is idle, one measured step stands for so many."""
+"""While speculation is idle, one step in _IDLE_STRIDE is measured."""
 _PROBE_INTERVAL = 32
-"""Tokens of a request after a probe of the host drafter until the next one."""
+"""Tokens of a request between two probes of the host drafter."""
 _REPEAT_STRIDE, _REPEAT_GAIN = 4, 0.5
-"""Idle steps between two looks for repeated text; tokens that a call of the host drafter is expected to gain there."""
+"""Idle steps between two searches for repeated text; expected tokens gained by a call of the host drafter on repeated text."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What the host must know of a device drafter."""
+    """Properties of a device drafter that the host needs."""
 
     max_nodes: int
     parents: tuple[int, ...] = ()
     """Parents of the largest draft's nodes; empty for chains."""
     reads_tokens: bool = False
-    """It keeps keys and values of its own, so it must read every token once."""
+    """It has its own keys and values, so it must read every token once."""
     cuts: bool = False
-    """It says how many of its nodes are worth verifying."""
+    """It returns how many of its nodes are worth verifying."""
 
     def draft(self, nodes: int) -> Draft:
         return Draft((DEVICE,) * nodes, self.parents[:nodes])
 
     @property
     def chain_nodes(self) -> int:
-        """Leading nodes of the largest draft that are a chain."""
+        """Number of leading nodes of the largest draft that form a chain."""
         branches = (node for node, parent in enumerate(self.parents) if parent != node - 1)
         return next(branches, self.max_nodes)
 
@@ -55,7 +54,7 @@ class Speculator(Speculation):
     """Proposes drafts of a host drafter, of a device drafter, or of both; a draft of the host goes first.
 
     Args:
-        controller: says how many nodes pay, and when to call the host drafter, in greedy steps.
+        controller: chooses draft sizes and calls of the host drafter in greedy steps.
         logit_rows: largest number of logit rows of a step with drafts.
         sampled: the controller of steps that sample; None: one of the same sizes.
     """
@@ -79,18 +78,18 @@ class Speculator(Speculation):
         self._rows, self._next_nodes, self._logit_rows = 1, 0, logit_rows
         self._idle_steps = self._waiting = self._new = 0
         self._plain = controller, 0, 0
-        """Plain steps in a row that no controller has counted yet: their controller, rows and number."""
+        """Consecutive steps without drafts that are not yet measured: (controller, rows, number)."""
         self._asked: list[SpeculationState] = []
         self._probe_gain = 0.0
         """Moving average of `call_gain` over probes: the expectation for a new request."""
 
     def waits(self, request: RequestView) -> bool:
-        """The host drafter is called while that pays, and now and then as a probe."""
+        """Whether the host drafter will be called: while calls pay, and from time to time as a probe."""
         if self._host is None or self.idle:
             return False
         state, known = request.speculation, len(request.tokens)
         if state.probe_until < 0:
-            # Where text repeats, a request's own calls decide: in a batch one probe alone would bear the cost of all rows.
+            # On repeated text a request is called without a probe: in a batch one probe would carry the cost of all rows.
             gain = max(self._probe_gain, _REPEAT_GAIN if self._host.needs_repeat else 0.0)
             state.probe_until, state.call_gain = 0, gain
         if self._host.needs_repeat and not (self._controller.fixed or state.last_gain or repeats(request.tokens)):
@@ -104,7 +103,7 @@ class Speculator(Speculation):
         return asks
 
     def skips(self, request: RequestView) -> bool:
-        # A draft model writes behind the rows, in slots that only `Scheduler._give` leases.
+        # A draft model writes to slots beyond the known tokens, which only `Scheduler._give` leases.
         state = request.speculation
         state.proposal = None
         if self.slots_ahead or state.device_nodes:
@@ -113,16 +112,16 @@ class Speculator(Speculation):
             return True
         if request.in_flight:
             return False
-        # An empty proposal costs the call and no more.
+        # An empty proposal costs only the call.
         draft = self._ask(self._host, request)
         state.proposal = draft if draft.tokens else None
         return not draft.tokens
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
-        # A device draft is verified by the next step or never: afterwards other tokens stand in its places.
+        # Only the next step can verify a device draft: later, other tokens are in its places.
         state = request.speculation
         offered, state.device_nodes = min(nodes, state.device_nodes), 0
-        # The host does not know what the device drafted, so no grammar could approve it.
+        # The host does not know the device draft, so a grammar cannot check it.
         if request.constraint is not None:
             offered = 0
         draft, state.proposal = state.proposal, None
@@ -133,11 +132,11 @@ class Speculator(Speculation):
             if not offered or expected > self._controller.expected(offered) - 1:
                 return draft
         if request.sampling.penalized:  # see _ask
-            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else NOTHING
-        return self._drafts[offered] if offered else NOTHING
+            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else EMPTY_DRAFT
+        return self._drafts[offered] if offered else EMPTY_DRAFT
 
     def _ask(self, host: HostDrafter, request: RequestView) -> Draft:
-        """A draft of the host drafter, which observes only now what other steps gained."""
+        """Call the host drafter. First it observes the tokens that other steps gained."""
         state, tokens = request.speculation, request.tokens
         self._asked.append(state)
         state.last_gain = 0
@@ -145,12 +144,12 @@ class Speculator(Speculation):
             state.proposer = host.start(tokens)
         elif state.observed < len(tokens):
             news = tokens[state.observed :]
-            state.proposer.observe(news, NOTHING, news[:1])
+            state.proposer.observe(news, EMPTY_DRAFT, news[:1])
         state.observed = len(tokens)
-        room = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
-        nodes = min(room, self._controller.host_nodes(self._rows, state.acceptance))
-        draft = state.proposer.propose(nodes, nodes) if nodes > 0 else NOTHING
-        # Penalties count the tokens of a row from its start on, which only a chain keeps in order.
+        capacity = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
+        nodes = min(capacity, self._controller.host_nodes(self._rows, state.acceptance))
+        draft = state.proposer.propose(nodes, nodes) if nodes > 0 else EMPTY_DRAFT
+        # Penalties count the tokens of a row from its start, which requires a chain.
         return draft.chain() if request.sampling.penalized else draft
 
     def begin_step(self, plan: StepPlan, requests: Sequence[RequestView]) -> StepDrafts:
@@ -180,22 +179,22 @@ class Speculator(Speculation):
         return StepDrafts(nodes, asked, active)
 
     def _finds_repeat(self, requests: Sequence[RequestView]) -> bool:
-        """Whether some text repeats, so that a call of the host drafter is worth it before the idle steps are over."""
+        """Whether the text of a request repeats, so that a call of the host drafter may pay before the idle steps end."""
         host = self._host
         due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
         if not (due and self._controller.may_call(self._rows)):
             return False
-        return any(one.speculation.call_gain > 0 and repeats(one.tokens) for one in requests)
+        return any(request.speculation.call_gain > 0 and repeats(request.tokens) for request in requests)
 
     def _offer(self, plan: StepPlan, requests: Sequence[RequestView], device: DeviceTraits) -> None:
-        """Note what the step drafts for each of its requests."""
+        """Record what the device drafts in the step for each request."""
         first = 0
         for place, (request, n_draft) in enumerate(zip(requests, plan.n_draft, strict=True)):
             state, samples = request.speculation, plan.samples[place]
             state.device_nodes = plan.ahead if samples else 0
             if device.reads_tokens:
-                own = n_draft > 0 and plan.drafts[first] == DEVICE
-                state.unread = _unread(state.unread, plan, place, own)
+                verifies_own = n_draft > 0 and plan.drafts[first] == DEVICE
+                state.unread = _unread(state.unread, plan, place, verifies_own)
                 if samples and plan.ahead:
                     plan.unread.append(min(state.unread, len(request.tokens) + 1))
                     state.unread = 0
@@ -236,11 +235,13 @@ class Speculator(Speculation):
         return self._measure(drafts, plan, result, seconds, controller)
 
     def _cut(self, requests: Sequence[RequestView], result: StepResult) -> None:
-        """Offer no more of the device's drafts than it found worth verifying."""
+        """Limit the device drafts to the nodes that the device found worth verifying."""
         for place, worth in result.worth.items():
             state = requests[place].speculation
             state.cut_nodes = 0
-            if worth < state.device_nodes and not requests[place].in_flight:  # else a later step drafts for it
+            if (
+                worth < state.device_nodes and not requests[place].in_flight
+            ):  # otherwise a later step has drafted for it
                 if not worth:
                     self._controllers[requests[place].sampling.temperature > 0].observe(state.device_nodes, [])
                 state.cut_nodes, state.device_nodes = worth and state.device_nodes - worth, worth
@@ -248,9 +249,9 @@ class Speculator(Speculation):
     def _measure(
         self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float, controller: Controller
     ) -> float:
-        """Tell the controller what a step with drafts took and gained. Returns the seconds saved."""
+        """Report time and gain of a step with drafts to the controller. Returns the seconds saved."""
         rows, asked = len(plan.rows), drafts.asked
-        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(one.last_gain for one in asked)
+        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(state.last_gain for state in asked)
         step = Reading(
             rows,
             seconds,
@@ -272,21 +273,21 @@ class Speculator(Speculation):
 
 
 def _host_drafts_suffice(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
-    """Whether host drafts gain so much for all requests that a device draft beside them would seldom be verified."""
+    """Whether host drafts gain so much for all requests that a device draft would seldom be verified."""
     if not plan.drafts or min(plan.drafts) < 0:
         return False
     return min(request.speculation.call_gain for request in requests) > 1
 
 
-def _unread(before: int, plan: StepPlan, place: int, own: bool) -> int:
-    """Tokens of a request that a draft model has not read once the step's own are drawn, if it drafts nothing in the step.
+def _unread(before: int, plan: StepPlan, place: int, verifies_own: bool) -> int:
+    """Number of tokens of a request that a draft model has not read after the step, if it drafts nothing in the step.
 
-    before: the same before the step. own: the step verifies drafts of the draft model.
+    before: the number before the step. verifies_own: the step verifies drafts of the draft model.
     """
     n_query, n_draft = plan.n_query[place], plan.n_draft[place]
-    if n_query > 1 + n_draft:  # it reads along with the target
+    if n_query > 1 + n_draft:  # a prompt chunk: the draft model reads it in the same step
         return plan.samples[place]
-    if own:
-        # Its own drafts but for the last one are read, and then what was drawn behind them.
+    if verifies_own:
+        # It has not read its last node and the token drawn after the draft.
         return before + 2
     return before + 1 + n_draft

@@ -1,4 +1,4 @@
-"""Records of speculation: of a request, of a step between its plan and its commit, and of a committed step."""
+"""Records of speculation: per request, per step in flight, and per committed step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.speculation.host import Proposer
 
 @dataclass(slots=True)
 class SpeculationState:
-    """One request's part of speculation. The scheduler owns it and reads the two counters; all else belongs to the speculator."""
+    """Speculation state of a request. The scheduler reads the first two counters; the other fields belong to the speculator."""
 
     drafted: int = 0
     """Draft nodes verified."""
@@ -24,9 +24,9 @@ class SpeculationState:
     proposal: Draft | None = None
     """Draft of the host drafter for the next step, made before that step was planned."""
     acceptance: float = 0.7
-    """Moving average: share of host nodes kept, given that the node above was kept."""
+    """Moving average: acceptance of host nodes, given that the parent was accepted."""
     call_gain: float = 0.0
-    """Moving average: tokens that a call of the host drafter gains, less those that plain steps gain in the time it costs."""
+    """Moving average: tokens gained by a call of the host drafter, minus those that plain steps gain in the time of the call."""
     last_gain: int = 0
     """Tokens gained by the last call of the host drafter."""
     probe_until: int = -1
@@ -35,7 +35,7 @@ class SpeculationState:
     device_nodes: int = 0
     """Nodes that the device drafts for the request at the end of its last planned step."""
     cut_nodes: int = 0
-    """Nodes behind these that the device found not worth verifying."""
+    """Further nodes that the device found not worth verifying."""
     unread: int = 0
     """Tokens that a draft model has not read (an upper bound)."""
 
@@ -45,33 +45,33 @@ class SpeculationState:
         self.accepted += accepted
 
     def reset_device(self) -> None:
-        """The request gets a new row: the device holds no drafts for it."""
+        """The request gets a new row, for which the device holds no drafts."""
         self.device_nodes = self.unread = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """Speculation's record of a step in flight. The default is a step of plain decoding."""
+    """Speculation's record of a step in flight. The default is a step without drafts."""
 
     nodes: int = 0
-    """Device nodes per row that were chosen for verification in the step."""
+    """Device nodes per row that the step verifies."""
     asked: list[SpeculationState] = field(default_factory=list)
     """Requests for which the host drafter was called."""
     active: bool = False
-    """Something is drafted, asked or verified."""
+    """The step drafts, verifies drafts, or called the host drafter."""
 
 
 NO_STEP_DRAFTS = StepDrafts()
 
 
 UNREAD_TAIL = 2
-"""Tokens of a row that a draft model reads as it begins to draft: the last one drawn, and the one before it."""
+"""Tokens of a row that a draft model reads when it starts to draft: the last two."""
 
 
 class Reading(NamedTuple):
     """A committed step. Tokens gained, nodes verified and calls of the host drafter are per row. drafted: device nodes for the next
-    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time says nothing of later ones. missed:
-    tokens per row that a draft model also reads, because it was off."""
+    step. host_tokens: gained by host nodes. fresh: the first step of its shape, whose time is not representative. missed:
+    tokens per row that a draft model also read, because it was off."""
 
     rows: int
     seconds: float
