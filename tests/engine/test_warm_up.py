@@ -65,7 +65,7 @@ def test_work_after_ready_is_counted_and_named(caplog: pytest.LogCaptureFixture)
             clock.now += 1.5
             runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="split_kernel"))
     finally:
-        late.rest()
+        late.pause()
     assert late.take() == [LateWork("compile", "split_kernel", 1.5)]
     assert late.take() == []
     assert "compile of split_kernel took 1.500 s while requests waited" in caplog.text and len(caplog.records) == 1
@@ -78,7 +78,7 @@ def test_an_engine_that_starts_is_not_late_for_the_one_before_it() -> None:
     try:
         knobs.runtime.jit_post_compile_hook(key="k", fn=SimpleNamespace(name="split_kernel"))
         assert [work.name for work in first.take()] == ["split_kernel"] and not second.take()
-        second.rest()
+        second.pause()
         assert knobs.runtime.jit_cache_hook is None and knobs.runtime.jit_post_compile_hook is None
     finally:
-        second.rest()
+        second.pause()

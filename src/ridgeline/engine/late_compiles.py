@@ -24,7 +24,7 @@ class LateCompiles:
         self._compiles: list[LateWork] = []
         self._began: dict[str, float] = {}
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Start-up begins: remove hooks that an earlier engine of this process set."""
         _set_hooks(None, None)
 

@@ -84,7 +84,7 @@ class Runner:
         """On a GPU, warm up: compile kernels, allocate buffers and capture graphs before requests arrive."""
         if not self._cuda:
             return
-        self.late.rest()
+        self.late.pause()
         with torch.inference_mode():
             warm_up(self._step, self.executor, self._sizes, progress)
         torch.cuda.synchronize(self.device)
