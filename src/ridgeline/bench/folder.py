@@ -27,7 +27,7 @@ def save(outcome: Outcome, out: str) -> Path:
     """Write an outcome into the folder `out`, by default `default_folder`. Raises ConfigError if that fails."""
     folder = Path(out or default_folder())
     try:
-        if len(outcome.runs) == 1:
+        if outcome.single:
             write_run(outcome.runs[0], folder, _with_whys(run_json(outcome.runs[0]), outcome))
         else:
             for number, run in enumerate(outcome.runs, 1):

@@ -54,6 +54,8 @@ class Outcome:
     """A curve over concurrency."""
     note: str = ""
     """The result in a sentence."""
+    single: bool = False
+    """A run by itself: its files and its JSON are those of the run, not a list of runs."""
     whys: Sequence[Mapping[str, Any]] = ()
     """The server's explanations of slow requests."""
 

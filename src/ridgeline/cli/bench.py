@@ -95,7 +95,7 @@ async def run_once(
     async with Session(settings, options.get("target"), progress) as session:
         run = await session.measure()
         whys = await session.whys(run)
-    return Outcome(f"Benchmark of {run.name}", [run], whys=whys), show.run_table(run)
+    return Outcome(f"Benchmark of {run.name}", [run], single=True, whys=whys), show.run_table(run)
 
 
 async def run_sweep(
@@ -336,7 +336,7 @@ def _end(settings: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
     """Write and print the results. Returns exit status 1 if a run is not valid, otherwise 0."""
     folder = save(outcome, settings.result.out)
     if settings.result.json:
-        _print_json(run_json(outcome.runs[0]) if len(outcome.runs) == 1 else summary(outcome))
+        _print_json(run_json(outcome.runs[0]) if outcome.single else summary(outcome))
     else:
         Console().print(table, highlight=False)
     print(f"\nreport: {folder / REPORT_FILE}", file=sys.stderr)
