@@ -114,7 +114,7 @@ def _row_attention(
     scores = scores.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == float("-inf"), 0.0))
-    # A slot nobody sees may hold anything, NaN included (stale pages behind a window).
+    # A masked slot may hold anything, NaN included (stale pages behind a window).
     values = values.masked_fill(~mask.any(0).unsqueeze(-1), 0.0)
     return torch.einsum("hns,hsd->nhd", weights, values), lse.transpose(0, 1)
 

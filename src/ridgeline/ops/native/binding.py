@@ -67,7 +67,7 @@ Call = tuple["Foreign", tuple[Any, ...]]
 
 
 class CallLog:
-    """calls: those of the library that were made since somebody began to record, in order; None while nobody does."""
+    """calls: the library's calls since recording began, in order; None while nothing is recorded."""
 
     __slots__ = ("calls",)
 

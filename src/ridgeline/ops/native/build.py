@@ -44,7 +44,7 @@ def build(folder: Path | None = None) -> Path:
     if (reason := why_not()) is not None or command is None:
         raise RidgelineError(f"The native operations cannot be built: {reason}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, so that the last step is one rename and nobody ever opens half a library.
+    # In the same folder, so that the last step is one rename and no process opens half a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         units = [source for source in sources() if source.suffix == ".cpp"]

@@ -183,7 +183,7 @@ def stream_of(out_ptr, group, n, ADD: tl.constexpr, ROWS: tl.constexpr):
     """What the stream holds where a group's outputs go, [ROWS] in its dtype, so that nothing waits for it until it is added;
     zeros unless they join it.
 
-    A pipelined loop fetches loads of four bytes and more some turns ahead, and so before the wait for whoever writes the
+    A pipelined loop fetches loads of four bytes and more some turns ahead, and so before the wait for the kernel that writes the
     stream. These must stay single numbers: the kernel is not told of what n is a multiple, so any of them could be masked.
     """
     residual = tl.zeros((ROWS,), out_ptr.dtype.element_ty)

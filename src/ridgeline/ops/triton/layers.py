@@ -84,7 +84,7 @@ def _fetch(
 
 @jit
 def _arrive(counter_ptr):
-    """All that this program wrote is there for whoever awaits it."""
+    """Publish all that this program wrote to the programs that wait for it."""
     gl.thread_barrier()
     gl.atomic_add(counter_ptr, 1, sem="release")
 
@@ -279,7 +279,7 @@ def layers_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
-    # What one form does not need, it may not have: memory of barriers that nobody uses goes to others, and wrongs them.
+    # A form must not declare what it does not need: the memory of unused barriers is given to others, which then go wrong.
     tickets = ()
     if FORM[0]:
         DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])

@@ -7,7 +7,7 @@ exact, and 16 bits of the input cost what 8 would. A code of 8 bits is multiplie
 and one operation for four of them. A group's sum leaves the integers once, times the step and the group's scale.
 
 A warp has one of eight pieces of each row. What a program's rows sum up to in each piece waits in shared memory until the
-product ends; then each thread puts one row together, so that nobody waits for anybody within a product.
+product ends; then each thread adds up one row, so that threads do not wait for each other within a product.
 """
 
 # mypy: allow-untyped-defs

@@ -70,7 +70,7 @@ def _pages(pages_ptr, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr)
 
 @jit
 def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
-    """Which keys of a layer this program's ring brings, and the first pages, for which nobody waits yet."""
+    """Which keys of a layer this program's ring brings, and the first pages, which no program waits for yet."""
     row, length, table_stride = token
     window = gl.load(layer_ptr + WINDOW).to(gl.int32)
     head, _part, _parts, first, last, _start = share_of(length, window, SHAPE)
@@ -106,7 +106,7 @@ def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.c
 
 @jit
 def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Lines [LINES_OF_STAGE, PIECE] of a stage of keys or values, in registers; nobody waits for one that is not `real`."""
+    """Lines [LINES_OF_STAGE, PIECE] of a stage of keys or values, in registers; a stage that is not `real` is not waited for."""
     LINES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stage = at % STAGES
     mbarrier.wait(ring[1].index(stage), at // STAGES & 1, pred=real)

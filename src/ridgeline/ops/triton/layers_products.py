@@ -109,7 +109,7 @@ def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
         largest = gl.maximum(gl.max(gl.max(gl.abs(x_f32), 1), 0), 1e-12)
         scale = largest / 448.0
         x = x_f32 * (448.0 / largest)
-    # Whoever still reads the input before this one must be done.
+    # Readers of the previous input must have finished.
     gl.thread_barrier()
     shared_input._reinterpret(shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))
     fence_async_shared()
