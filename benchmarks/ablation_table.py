@@ -11,8 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 from ridgeline.ops.reference import qkv_write
+from ridgeline.ops.triton.attention_launch import AttentionShape
 from ridgeline.ops.triton.integer_shapes import IntStreamTile
-from ridgeline.ops.triton.registry import AttentionShape, Registry, Shape
+from ridgeline.ops.triton.products import ProductShape
+from ridgeline.ops.triton.registry import Registry
 
 PACKAGE = "ridgeline.ops.triton"
 SCALED = "cublasLt of 8 bits"
@@ -100,7 +102,7 @@ def _serving(serves: Callable[[Callable[[Any], Any], Any], Any]) -> Callable[[An
     )
 
 
-def _norms_apart(own: Callable[[Shape], Any], shape: Shape) -> Any:
+def _norms_apart(own: Callable[[ProductShape], Any], shape: ProductShape) -> Any:
     """No product norms its input."""
     return None if shape.norm else own(shape)
 

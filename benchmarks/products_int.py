@@ -38,7 +38,7 @@ from ridgeline.ops.triton.integer_stream import integer_stream_product
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.linears import INT_TRITON
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import Shape
+from ridgeline.ops.triton.products import ProductShape
 from ridgeline.ops.triton.table import TRITON
 
 DTYPE = torch.bfloat16
@@ -71,7 +71,7 @@ def shipped(role: Role, tokens: int, matrix: IntMatrix) -> Choice:
     """What ops.triton.kernels chooses."""
     x = (tokens, matrix.out, matrix.d_in, DTYPE, DTYPE, matrix.codes.device, True)
     for kind in dict.fromkeys((role.kind, None)):
-        shape = Shape(*x, kind=kind, bits=matrix.bits, group=matrix.group)
+        shape = ProductShape(*x, kind=kind, bits=matrix.bits, group=matrix.group)
         if (found := kernels.INTEGER.kernel_for(shape)) is not None:
             return Choice(found[1], kind is not None)
     return Choice(None)

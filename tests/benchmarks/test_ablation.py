@@ -15,8 +15,9 @@ from ablation_table import ENGINE, VARIANTS, Asked, Switch, Variant
 
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.triton import attention, kernels
+from ridgeline.ops.triton.attention_launch import AttentionShape
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import AttentionShape, Shape
+from ridgeline.ops.triton.products import ProductShape
 from tests.benchmarks.test_shapes import SMALL, small
 
 TINY, BF16 = "qwen3-4b", torch.bfloat16
@@ -70,8 +71,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.cuda, "available", lambda: True)
 
 
-def shape(tokens: int, n: int, k: int, **more: Any) -> Shape:
-    return Shape(tokens, n, k, BF16, BF16, torch.device("cuda"), aligned=True, **more)
+def shape(tokens: int, n: int, k: int, **more: Any) -> ProductShape:
+    return ProductShape(tokens, n, k, BF16, BF16, torch.device("cuda"), aligned=True, **more)
 
 
 def test_the_next_best_path_is_taken(hopper: None) -> None:

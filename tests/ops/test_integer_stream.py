@@ -24,7 +24,7 @@ from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntStreamTile, stream_for
 from ridgeline.ops.triton.integer_stream import Form, integer_stream_product
 from ridgeline.ops.triton.launch import is_hopper
-from ridgeline.ops.triton.registry import Shape
+from ridgeline.ops.triton.products import ProductShape
 from ridgeline.ops.triton.shapes import MEMORY, PROCESSORS
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
@@ -79,7 +79,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
         group = 128 if bits == 4 else 1 << 20
         given = {"aligned": True, "bits": bits, "group": group} | more
-        shapes = (Shape(count, 4096, 4096, dtype, dtype, device, **given) for count in tokens)
+        shapes = (ProductShape(count, 4096, 4096, dtype, dtype, device, **given) for count in tokens)
         return [found[0].removeprefix("integer_") for one in shapes if (found := kernels.INTEGER.kernel_for(one))]
 
     monkeypatch.setattr(kernels.cuda, "available", lambda: True)

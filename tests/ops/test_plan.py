@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from ridgeline.ops.triton import attention, tuning
+from ridgeline.ops.triton.attention_launch import AttentionShape
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
-from ridgeline.ops.triton.registry import AttentionShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

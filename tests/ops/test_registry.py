@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from ridgeline.ops.triton import attention, kernels
-from ridgeline.ops.triton.registry import Entry, Launch, Products, Registry, Shape, multiply
+from ridgeline.ops.triton.products import Launch, Products, ProductShape, multiply
+from ridgeline.ops.triton.registry import Entry, Registry
 
-SHAPE = Shape(3, 8, 4, torch.float32, torch.float32, torch.device("cpu"), aligned=True)
+SHAPE = ProductShape(3, 8, 4, torch.float32, torch.float32, torch.device("cpu"), aligned=True)
 
 
 def returning(name: str | None, seen: list[Any]) -> Launch:
@@ -25,9 +26,9 @@ def returning(name: str | None, seen: list[Any]) -> Launch:
 
 def test_the_first_that_serves_and_takes_the_operands_multiplies() -> None:
     seen: list[Any] = []
-    asked: list[Shape] = []
+    asked: list[ProductShape] = []
 
-    def serves(shape: Shape) -> str | None:
+    def serves(shape: ProductShape) -> str | None:
         asked.append(shape)
         return "tile" if shape.tokens > 2 else None
 

@@ -15,7 +15,7 @@ from ridgeline.ops.triton.fp8_shapes import Large
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.linears import W8A8_TRITON
-from ridgeline.ops.triton.registry import Shape, multiply
+from ridgeline.ops.triton.products import ProductShape, multiply
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.integer import IntFormat, round_to_nearest
 
@@ -120,7 +120,7 @@ def test_rings_and_small_products_agree_to_the_last_bit(outputs: int, inputs: in
         (_, k), n, found = given.values.shape, matrix.codes.shape[0], []
         for registry in (kernels.W8A8, kernels.W8A8.without("ring")):
             for added, add in ((bias, False), (bias, True), (None, True)):
-                shape = Shape(tokens, n, k, torch.int8, x.dtype, x.device, True, add=add, bias=added is not None)
+                shape = ProductShape(tokens, n, k, torch.int8, x.dtype, x.device, True, add=add, bias=added is not None)
                 found.append(multiply(registry, shape, given, matrix, added, onto.clone() if add else None))
         assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
 

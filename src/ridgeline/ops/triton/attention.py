@@ -14,10 +14,11 @@ import torch
 
 from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import hopper, tuning
-from ridgeline.ops.triton.attention_launch import AttentionLaunch, Split, chunks, hopper_chunks, split
+from ridgeline.ops.triton.attention_launch import AttentionLaunch, AttentionShape, Split, chunks, hopper_chunks, split
 from ridgeline.ops.triton.launch import is_hopper, processors
-from ridgeline.ops.triton.registry import AttentionShape, Entry, Registry
+from ridgeline.ops.triton.registry import Entry, Registry
 from ridgeline.ops.triton.tuning import Tile
+from ridgeline.ops.triton.walk_arguments import empty_results
 
 # --- rows of few query tokens -----------------------------------------------------------------------------------------
 
@@ -205,11 +206,7 @@ def attention(
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if lse_needed:  # the kernels do not write tokens of no row
-        out.zero_()
-        lse.fill_(float("-inf"))
+    out, lse = empty_results(q, lse_needed)
     if q.shape[0]:
         shape = shape_of(q, view, step, lse_needed)
         for registry in (SPLIT,) if shape.few else (SPLIT, CHUNK):

@@ -19,9 +19,64 @@ from ridgeline.ops.triton.chunk import UNIT_FIELDS as CHUNK_FIELDS
 from ridgeline.ops.triton.chunk import chunk_kernel, chunk_plan_kernel
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
-from ridgeline.ops.triton.registry import AttentionShape
 from ridgeline.ops.triton.tuning import Tile, class_of
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
+from ridgeline.ops.triton.walk_arguments import padded_width, walk_arguments
+
+
+class AttentionShape(NamedTuple):
+    """All that the choice of attention's kernels depends on: a step's rows, the heads, and how keys and values lie.
+
+    max_query: most query tokens of a row. long: some row may hold more than step.SHORT slots. dtype: of queries; cache: of keys and
+    values. window, softcap: see KvView. in_order: queries see slots in order; neither draft trees nor compacted slots. aligned: the
+    copy engine can address queries and cache; asked where rows may be chunks.
+    """
+
+    rows: int
+    max_query: int
+    long: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    dtype: torch.dtype
+    cache: torch.dtype
+    device: torch.device
+    processors: int
+    window: int | None = None
+    softcap: float | None = None
+    in_order: bool = True
+    aligned: bool = False
+    lse_needed: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Head size, padded."""
+        return padded_width(self.head_dim)
+
+    @property
+    def programs(self) -> int:
+        """Of the split kernel, if no row is split."""
+        return self.rows * self.kv_heads
+
+    @property
+    def few(self) -> bool:
+        """Whether the split kernel attends for all rows."""
+        return self.max_query * self.group <= tuning.LARGER_SPLIT_QUERIES[-1]
+
+    @property
+    def small(self) -> int:
+        """Packed queries (tokens times heads of a group) up to which a row is the split kernel's. Not the exact number: each would
+        be a kernel of its own."""
+        small = self.group if self.max_query == 1 else max(tuning.SPLIT_QUERIES, self.group)
+        packed = self.max_query * self.group
+        return tuning.class_of(packed, tuning.LARGER_SPLIT_QUERIES) if self.few and packed > small else small
+
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """The output [T, Hq, D] and the log-sum-exp float32 [T, Hq]."""
@@ -94,42 +149,6 @@ def _plan(config: Split, shape: AttentionShape, view: KvView, step: StepInputs) 
     return _Work(units, per_row, arrivals)
 
 
-def _shared(tile: Tile, shape: AttentionShape, q: torch.Tensor, view: KvView, step: StepInputs) -> dict[str, object]:
-    """Arguments that the split and the chunk kernel take by name."""
-    absent = step.position
-    return {
-        "q_ptr": q,
-        "kv_ptr": view.kv,
-        "table_ptr": view.table,
-        "position_ptr": step.position,
-        "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
-        "key_positions_ptr": absent if step.key_positions is None else step.key_positions,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "page_stride": view.kv.stride(0),
-        "kind_stride": view.kv.stride(1),
-        "head_stride": view.kv.stride(2),
-        "table_stride": view.table.stride(0),
-        "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
-        "scale": view.scale,
-        "cap": 0.0 if view.softcap is None else view.softcap,
-        "kv_heads": shape.kv_heads,
-        "group": shape.group,
-        "head_dim": shape.head_dim,
-        "page_tokens": shape.page_tokens,
-        "window": view.window or 0,
-        "TREE": step.ancestors is not None,
-        "COMPACTED": step.key_positions is not None,
-        "CAPPED": view.softcap is not None,
-        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
-        "KEYS": tile.keys,
-        "WIDTH": shape.width,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        **overlap(shape.device),
-    }
-
-
 def split(
     config: Split, shape: AttentionShape, q: torch.Tensor, view: KvView, step: StepInputs, results: Results
 ) -> None:
@@ -158,7 +177,7 @@ def split(
         maxnreg=config.registers,
         PACKED=packed,
         PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * width)),
-        **_shared(config.tile, shape, q, view, step),
+        **walk_arguments(config.tile, q, view, step),
     )
     if config.combined:
         # A row of more query tokens is not split.
@@ -230,5 +249,5 @@ def chunks(
         lse_ptr=results[1],
         units=units.shape[1],
         QUERIES=tile.queries,
-        **_shared(tile, shape, q, view, step),
+        **walk_arguments(tile, q, view, step),
     )

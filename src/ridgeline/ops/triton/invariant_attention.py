@@ -24,6 +24,7 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.tuning import PLAN_ROWS, Tile
 from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _seen, _tile_offsets
+from ridgeline.ops.triton.walk_arguments import empty_results, padded_width, walk_arguments
 
 PARTS_AT_ONCE = 8
 # Padded head size -> tile. As few queries as the matrix unit takes, because decoding rows fill few of them. The load of a
@@ -331,19 +332,6 @@ def _combine_kernel(
         tl.store(lse_ptr + line, lse)
 
 
-def _shared(q: torch.Tensor, view: KvView, step: StepInputs) -> dict[str, object]:
-    """What both kernels take by name."""
-    kv_heads, dim = view.kv.shape[2], q.shape[2]
-    return {
-        "batch": step.rows.shape[0],
-        "kv_heads": kv_heads,
-        "group": q.shape[1] // kv_heads,
-        "head_dim": dim,
-        "WIDTH": max(16, triton.next_power_of_2(dim)),
-        **overlap(q.device),
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class InvariantAttention:
     """See AttentionOps.attend. Results depend on `run` and `runs`, and not on `spare_programs`."""
@@ -365,16 +353,13 @@ class InvariantAttention:
         lse_needed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See AttentionOps. Query tokens of no row are left as they come unless lse_needed; head sizes up to 256."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        if lse_needed:  # the kernels do not write tokens of no row
-            out.zero_()
-            lse.fill_(float("-inf"))
+        out, lse = empty_results(q, lse_needed)
         if not q.shape[0]:
             return out, lse
-        rows, kv_heads, dim = step.rows.shape[0], view.kv.shape[2], q.shape[2]
-        group, shared = q.shape[1] // kv_heads, _shared(q, view, step)
-        tile = FLOAT32_TILE if q.dtype == torch.float32 else TILES[max(16, triton.next_power_of_2(dim))]
+        rows, heads, dim = step.rows.shape[0], q.shape[1], q.shape[2]
+        kv_heads, width = view.kv.shape[2], padded_width(dim)
+        group = heads // kv_heads
+        tile = FLOAT32_TILE if q.dtype == torch.float32 else TILES[width]
         # Packed queries of a row that may be split: one token's, or a few more where the host sees that there may be some.
         few = group if step.max_query == 1 else min(tile.queries, max(16, group))
         if group > tile.queries:
@@ -384,13 +369,31 @@ class InvariantAttention:
         part = torch.empty((count, kv_heads, queries, dim), dtype=torch.float32, device=q.device)
         best, weight = torch.empty((2, count, kv_heads, queries), dtype=torch.float32, device=q.device).unbind(0)
         parts = {"part_ptr": part, "part_best_ptr": best, "part_weight_ptr": weight, "part_queries": queries}
-        results = {"out_ptr": out, "lse_ptr": lse, **parts, **shared}
+        results = {"out_ptr": out, "lse_ptr": lse, "batch": rows, **parts}
         invariant_kernel[(count * kv_heads,)](
-            units_ptr=units, units=count, **self._walked(q, view, step, tile), **results
+            rows_ptr=step.rows,
+            q_start_ptr=step.q_start,
+            length_ptr=step.length,
+            units_ptr=units,
+            units=count,
+            RUN=self.run,
+            RUNS=self.runs,
+            QUERIES=tile.queries,
+            **results,
+            **walk_arguments(tile, q, view, step),
         )
         if few:
-            _combine_kernel[(rows, q.shape[1])](
-                per_row_ptr=per_row, q_start_ptr=step.q_start, PARTS=PARTS_AT_ONCE, num_warps=1, **results
+            _combine_kernel[(rows, heads)](
+                per_row_ptr=per_row,
+                q_start_ptr=step.q_start,
+                kv_heads=kv_heads,
+                group=group,
+                head_dim=dim,
+                PARTS=PARTS_AT_ONCE,
+                WIDTH=width,
+                num_warps=1,
+                **results,
+                **overlap(q.device),
             )
         return out, lse
 
@@ -431,39 +434,3 @@ class InvariantAttention:
         )
         step.derived[key] = units, per_row
         return units, per_row
-
-    def _walked(self, q: torch.Tensor, view: KvView, step: StepInputs, tile: Tile) -> dict[str, object]:
-        """What invariant_kernel takes by name beside that, but for its units and where results go."""
-        absent = step.position
-        return {
-            "q_ptr": q,
-            "kv_ptr": view.kv,
-            "table_ptr": view.table,
-            "rows_ptr": step.rows,
-            "q_start_ptr": step.q_start,
-            "length_ptr": step.length,
-            "position_ptr": step.position,
-            "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
-            "key_positions_ptr": absent if step.key_positions is None else step.key_positions,
-            "q_token_stride": q.stride(0),
-            "q_head_stride": q.stride(1),
-            "page_stride": view.kv.stride(0),
-            "kind_stride": view.kv.stride(1),
-            "head_stride": view.kv.stride(2),
-            "table_stride": view.table.stride(0),
-            "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
-            "scale": view.scale,
-            "cap": 0.0 if view.softcap is None else view.softcap,
-            "page_tokens": view.page_tokens,
-            "window": view.window or 0,
-            "TREE": step.ancestors is not None,
-            "COMPACTED": step.key_positions is not None,
-            "CAPPED": view.softcap is not None,
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-            "RUN": self.run,
-            "RUNS": self.runs,
-            "QUERIES": tile.queries,
-            "KEYS": tile.keys,
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-        }

@@ -30,7 +30,8 @@ from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntV
 from ridgeline.ops.triton.integer_shapes import ring_for as integer_ring_for
 from ridgeline.ops.triton.integer_vector import integer_vector_product
 from ridgeline.ops.triton.launch import gluon, is_hopper
-from ridgeline.ops.triton.registry import Entry, Launch, Products, Registry, Shape
+from ridgeline.ops.triton.products import Launch, Products, ProductShape
+from ridgeline.ops.triton.registry import Entry, Registry
 from ridgeline.ops.triton.ring_shapes import RingTile, ring8_for, ring_for
 from ridgeline.ops.triton.shapes import MatrixTile, ResidentTile, Tile, VectorTile, tile_for
 
@@ -46,17 +47,17 @@ def _on_gpu(device: torch.device) -> bool:
 # --- weights in floating point ----------------------------------------------------------------------------------------
 
 
-def _streams(shape: Shape) -> bool:
+def _streams(shape: ProductShape) -> bool:
     """Whether the kernels for few tokens run: 16-bit numbers that the copy engine addresses, on Hopper."""
     return shape.tokens > 0 and shape.aligned and shape.dtype in HALVES and is_hopper(shape.device)
 
 
-def _tile(shape: Shape, kind: type[Tile]) -> Tile | None:
+def _tile(shape: ProductShape, kind: type[Tile]) -> Tile | None:
     tile = tile_for(shape.tokens, shape.n, shape.k, shape.norm, shape.gate) if _streams(shape) else None
     return tile if isinstance(tile, kind) else None
 
 
-def _ring_serves(shape: Shape) -> RingTile | None:
+def _ring_serves(shape: ProductShape) -> RingTile | None:
     tile = ring_for(shape.tokens, shape.n, shape.k, shape.gate) if _streams(shape) and not shape.norm else None
     return None if tile is None or gluon(shape.device, "ring") is None else tile
 
@@ -66,17 +67,17 @@ def _ring(x: torch.Tensor, weight: torch.Tensor, bias: Bias, tile: RingTile, str
     return None if module is None else module.ring_product(x, weight, bias, tile, stream, kind)
 
 
-def _silu_alone(shape: Shape) -> bool:
+def _silu_alone(shape: ProductShape) -> bool:
     """Of kernels in CUDA C++ that make SiLU of gate times up."""
     return shape.kind == "silu" and not shape.bias and not shape.norm and shape.dtype == torch.bfloat16
 
 
-def _wide_sums_serves(shape: Shape) -> wide.Plan | None:
+def _wide_sums_serves(shape: ProductShape) -> wide.Plan | None:
     sums = shape.add and not shape.bias and shape.dtype == torch.bfloat16
     return wide.plan_for(shape.tokens, shape.n, shape.k, False) if sums else None
 
 
-def _gated_serves(shape: Shape) -> bool | None:
+def _gated_serves(shape: ProductShape) -> bool | None:
     enough = shape.tokens >= pairs.FEWEST and shape.k >= pairs.FEWEST_INPUTS
     return True if enough and _silu_alone(shape) else None
 
@@ -125,11 +126,11 @@ PLAIN: Products = Registry(
 # --- weights in integers ----------------------------------------------------------------------------------------------
 
 
-def _integer_serves(shape: Shape) -> bool:
+def _integer_serves(shape: ProductShape) -> bool:
     return shape.tokens > 0 and shape.dtype in HALVES and _on_gpu(shape.device)
 
 
-def _stream_serves(shape: Shape) -> IntStreamTile | None:
+def _stream_serves(shape: ProductShape) -> IntStreamTile | None:
     """A register of codes has one scale."""
     if not _integer_serves(shape) or not shape.aligned or not is_hopper(shape.device) or not cuda.available():
         return None
@@ -139,11 +140,11 @@ def _stream_serves(shape: Shape) -> IntStreamTile | None:
     return stream_for(shape.tokens, shape.n, shape.k, shape.gate, shape.bits, shape.group)
 
 
-def _integer_rings(shape: Shape) -> bool:
+def _integer_rings(shape: ProductShape) -> bool:
     return shape.aligned and gluon(shape.device, "integer_ring") is not None
 
 
-def _integer_vector_serves(shape: Shape) -> IntVectorTile | None:
+def _integer_vector_serves(shape: ProductShape) -> IntVectorTile | None:
     """With several tokens each program would norm every token by itself; streams want the norm done before."""
     apart = shape.norm and (shape.tokens > 1 or _stream_serves(shape) is not None)
     if not _integer_serves(shape) or apart:
@@ -151,7 +152,7 @@ def _integer_vector_serves(shape: Shape) -> IntVectorTile | None:
     return vector_for(shape.tokens, shape.n, shape.k, shape.bits, _integer_rings(shape))
 
 
-def _integer_ring_serves(shape: Shape) -> IntRingTile | None:
+def _integer_ring_serves(shape: ProductShape) -> IntRingTile | None:
     if not _integer_serves(shape) or shape.norm or not _integer_rings(shape):
         return None
     return integer_ring_for(shape.tokens, shape.n, shape.k, shape.gate, shape.bits)
@@ -204,16 +205,16 @@ class _Into(NamedTuple):
     out: torch.dtype
 
 
-def _into(shape: Shape, launch: Any) -> _Into | None:
+def _into(shape: ProductShape, launch: Any) -> _Into | None:
     return None if launch is None else _Into(launch, shape.n, shape.out)
 
 
-def _quantized(shape: Shape) -> bool:
+def _quantized(shape: ProductShape) -> bool:
     """Whether a product of quantized inputs, without an activation, is asked for."""
     return shape.tokens > 0 and shape.dtype.itemsize == 1 and not shape.gate
 
 
-def _fp8_vector_serves(shape: Shape) -> ResidentTile | None:
+def _fp8_vector_serves(shape: ProductShape) -> ResidentTile | None:
     supported = (
         shape.dtype in HALVES and shape.tokens == 1 and shape.aligned and fp8_vector.has_shared_memory(shape.device)
     )
@@ -222,14 +223,14 @@ def _fp8_vector_serves(shape: Shape) -> ResidentTile | None:
     return resident_for(shape.n, shape.k)
 
 
-def _ring8_serves(shape: Shape) -> _Into | None:
+def _ring8_serves(shape: ProductShape) -> _Into | None:
     if shape.dtype.itemsize > 1 or not shape.aligned or shape.out not in HALVES:
         return None
     tile = ring8_for(shape.tokens, shape.n, shape.k, shape.gate)
     return None if gluon(shape.device, "ring") is None else _into(shape, tile)
 
 
-def _cublas_serves(shape: Shape) -> bool | None:
+def _cublas_serves(shape: ProductShape) -> bool | None:
     many = _quantized(shape) and small_for(shape.tokens, shape.n) is None
     return True if many and shape.out == torch.bfloat16 and not (shape.n | shape.k) % 16 else None
 

@@ -24,7 +24,7 @@ from ridgeline.ops.triton.fp8 import pack as fp8_pack
 from ridgeline.ops.triton.fp8_vector import ALIGNED
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.norm import rms_norm
-from ridgeline.ops.triton.registry import Shape, multiply
+from ridgeline.ops.triton.products import ProductShape, multiply
 
 
 def _addressed(x: torch.Tensor) -> bool:
@@ -48,7 +48,7 @@ def _fused(
     (tokens, k), n, dtype = source.shape, weight.shape[0], source.dtype
     aligned = _addressed(source) and k % 8 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
     add, biased = stream is not None, bias is not None
-    shape = Shape(tokens, n, k, dtype, dtype, source.device, aligned, norm, kind, add, biased)
+    shape = ProductShape(tokens, n, k, dtype, dtype, source.device, aligned, norm, kind, add, biased)
     return multiply(kernels.PLAIN, shape, x, weight, bias, stream)
 
 
@@ -95,7 +95,7 @@ def _int_fused(
     source = x.x if isinstance(x, Normed) else x
     tokens, n, k, dtype = source.shape[0], matrix.out, matrix.d_in, source.dtype
     options = (norm, kind, stream is not None, bias is not None, matrix.bits, matrix.group)
-    shape = Shape(tokens, n, k, dtype, dtype, source.device, _addressed(source), *options)
+    shape = ProductShape(tokens, n, k, dtype, dtype, source.device, _addressed(source), *options)
     return multiply(kernels.INTEGER, shape, x, matrix, bias, stream)
 
 
@@ -155,7 +155,7 @@ def _quantizing(
     )
     (tokens, k), (stream, out) = source.shape, _target(into)
     options = (source.dtype, out, source.device, aligned, norm, kind, stream is not None, bias is not None)
-    return multiply(kernels.FP8, Shape(tokens, matrix.values.shape[0], k, *options), x, matrix, bias, stream)
+    return multiply(kernels.FP8, ProductShape(tokens, matrix.values.shape[0], k, *options), x, matrix, bias, stream)
 
 
 def _quantized(
@@ -173,11 +173,11 @@ def _target(into: torch.Tensor | torch.dtype) -> tuple[torch.Tensor | None, torc
 
 def _shape_of_8_bits(
     x: Scaled, weight: torch.Tensor, into: torch.Tensor | torch.dtype, kind: str | None, biased: bool
-) -> Shape:
+) -> ProductShape:
     (tokens, k), (stream, out) = x.values.shape, _target(into)
     aligned = not k % 16 and not (x.values.data_ptr() | weight.data_ptr()) % 16
     options = (x.values.dtype, out, weight.device, aligned, False, kind, stream is not None, biased)
-    return Shape(tokens, weight.shape[0], k, *options)
+    return ProductShape(tokens, weight.shape[0], k, *options)
 
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
