@@ -43,6 +43,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 `ridgeline.llm` (offline use) stands outside like bench: it knows the engine by its local client alone."""
 
 _GUEST = ("core", "speculation.guest", "speculation.state", "speculation.host")
+_CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
@@ -59,7 +60,8 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation.guest": _GUEST,
     "speculation.state": _GUEST,
     "speculation.host": _GUEST,
-    "speculation.controller": ("core", "speculation.state", "speculation.host"),
+    "speculation.controller": _CONTROLLER,
+    "speculation.batch_state": _CONTROLLER,
     "engine.virtual": ("core",),
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""

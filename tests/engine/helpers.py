@@ -132,6 +132,8 @@ class Bench:
 class Guesser(Speculation):
     """Drafts chains, or trees, whose nodes are right with a given chance if those above them are."""
 
+    idle = False
+
     def waits(self, request: Any) -> bool:
         return True
 

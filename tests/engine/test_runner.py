@@ -168,6 +168,7 @@ def test_seeds() -> None:
 class Guesser(Speculation):
     """Drafts of random length, each token right with probability `skill`; in a tree, wrong ones beside it."""
 
+    idle = False
     max_nodes = 12
 
     def __init__(self, answers: dict[str, list[int]], skill: float, *, trees: bool) -> None:

@@ -170,6 +170,8 @@ def test_tokens_follow_from_seed_and_position_and_never_end_unless_asked() -> No
 class Always(Speculation):
     """Drafts the same tree for every step of every request; tokens of the host's own, or unknown ones of the device."""
 
+    idle = False
+
     def __init__(self, parents: tuple[int, ...], *, device: bool) -> None:
         self.max_nodes, self._parents, self._device = len(parents), parents, device
 

@@ -34,8 +34,6 @@ class LateCompiles:
 
     def take(self) -> list[LateWork]:
         """Late compiles since the last call."""
-        if not self._compiles:
-            return []
         compiles, self._compiles = self._compiles, []
         return compiles
 

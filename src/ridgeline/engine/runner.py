@@ -50,12 +50,8 @@ def build_runner(
     """
     with torch.inference_mode():
         runner = Runner(model, layout, sizes, drafter)
-        runner.prepare(progress or _silent)
+        runner.prepare(progress or (lambda stage, done, total: None))
     return runner
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Ignores progress."""
 
 
 class Runner:

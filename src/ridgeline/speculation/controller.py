@@ -6,73 +6,28 @@ yields
 tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
 time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others
 are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns the share
-_SHARE of all time, and _GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took.
+SHARE of all time, and _GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took.
 With an empty budget nothing is drafted, and the budget must cover the price of a probe. So drafting that never pays costs at most
-the share _SHARE of the time, _CAP steps, and _GRANT per request.
+the share SHARE of the time, CAP steps, and _GRANT per request.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from ridgeline.speculation.batch_state import CAP, SHARE, UNTIL_PROBE, BatchState, Budget
 from ridgeline.speculation.state import Reading
 
-_SHARE, _CAP, _START, _GRANT, _DEAR = 0.0125, 5.0, 2.0, 0.75, 3.0  # budgets; t(n) from which on grants pay no probe
+_GRANT, _DEAR = 0.75, 3.0  # granted for a new request; t(n) from which on grants pay no probe
 _PROBE, _COLD, _CALLS, _LEAST_PRICE = 6, 2, 4, 0.3
 """Steps of a probe; warm-up steps of a probe that are discarded; calls of a host probe; lowest price of a probe in plain steps."""
-_HOLD, _MAX_IDLE, _WARM_UP, _UNTIL_PROBE = 8, 64, 16, 24.0
-"""Steps between two decisions; longest idle period; plain steps before the first probe; steps before a probe while a size pays."""
+_HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
+"""Steps between two decisions; longest idle period; plain steps before the first probe."""
 _MARGIN, _PRIOR = 1.03, 0.65  # least rate of a size in use; acceptance given the parent, before any reading
 _WEIGHT, _SURPRISE, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
 """Weight of a reading; a step counts at most this multiple of its expected time; the limit in plain steps for a size without
 readings; plain steps, divided by the rows, by which the first steps of new shapes may exceed the expected time free of charge."""
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Balance of plain steps that drafting may lose. recent: plain steps gained since the last decision."""
-
-    balance: float = _START
-    recent: float = 0.0
-
-    def book(self, gained: float, earned: float) -> None:
-        self.recent += gained
-        self.balance = min(_CAP, self.balance + gained + earned)
-
-    def steps_to(self, price: float) -> int:  # plain steps until it is affordable
-        return max(0, math.ceil((price - self.balance) / _SHARE))
-
-
-@dataclass(slots=True)
-class _Batch:
-    """State of the controller for steps with similar numbers of rows. Times are in plain steps, unless noted.
-
-    plain: seconds of a plain step. times: t(n). node_time, call_time: cost of a host node and of a host call per row; verification
-    costs two more nodes. build: see _BUILD. nodes: the size in use, for `hold` more steps. until_probe: time to the next probe
-    while a size is in use; `probed` is the size of the last one. off: plain steps since the last step that drafted. read_time:
-    time of a draft model per token per row that it did not read meanwhile.
-    """
-
-    build: float
-    off: int = 0
-    read_time: float = 0.0
-    times: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    node_time: float = 0.05
-    call_time: float = 0.15
-    plain: float = 0.0
-    count: int = 0
-    nodes: int = 0
-    hold: int = 0
-    probed: int = 0
-    until_probe: float = _UNTIL_PROBE
-    device: _Budget = field(default_factory=_Budget)
-    host: _Budget = field(default_factory=_Budget)
-
-    def earn(self, steps: float, device: float = 0.0, host: float = 0.0) -> None:
-        self.until_probe -= steps
-        self.device.book(device, _SHARE * steps)
-        self.host.book(host, _SHARE * steps)
 
 
 class Controller:
@@ -80,19 +35,19 @@ class Controller:
 
     def __init__(self, sizes: tuple[int, ...], fixed: bool = False) -> None:
         self.sizes, self.fixed = sizes, fixed
-        self._batches, self._drafts = dict[int, _Batch](), 0
+        self._batches, self._drafts = dict[int, BatchState](), 0
         self._kept = [_PRIOR ** (node + 1) for node in range(sizes[-1])]  # a_i
 
-    def _of(self, rows: int) -> _Batch:
+    def _of(self, rows: int) -> BatchState:
         """State for `rows`; counts of rows within a quarter share it. New state starts with the times of the next larger count,
         where a node costs at least as much."""
         bits = max(0, rows.bit_length() - 3)
         key = rows >> bits << bits
         if key not in self._batches:
             larger = [other for other, batch in self._batches.items() if other > key and batch.count >= _WARM_UP]
-            like = self._batches[min(larger)] if larger else _Batch(0.0)
+            like = self._batches[min(larger)] if larger else BatchState(0.0)
             new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0, off=0)
-            self._batches[key] = replace(new, until_probe=_UNTIL_PROBE, device=_Budget(), host=_Budget())
+            self._batches[key] = replace(new, until_probe=UNTIL_PROBE, device=Budget(), host=Budget())
         return self._batches[key]
 
     def admit(self, rows: int, new: int) -> None:
@@ -116,7 +71,7 @@ class Controller:
         batch.hold -= 1
         return min(batch.nodes, most)
 
-    def _decide(self, batch: _Batch, sizes: list[int]) -> None:
+    def _decide(self, batch: BatchState, sizes: list[int]) -> None:
         budget, times = batch.device, batch.times
         rates = {size: self.expected(size) / times.get(size, max(times.values())) for size in sizes}
         known = [size for size in sizes if size in times]
@@ -133,12 +88,12 @@ class Controller:
         turn = min(near, key=lambda size: (size <= batch.probed, size), default=0)
         other = new or (turn if best else max(known[1:], key=rates.__getitem__, default=0))
         price = max(_LEAST_PRICE, _PROBE * (1 - rates[other] / rates[best]) * times.get(other, 1.0))
-        price = min(_CAP, price + batch.read_time * (batch.off if not best else _PROBE * (not other)))
+        price = min(CAP, price + batch.read_time * (batch.off if not best else _PROBE * (not other)))
         if budget.balance <= 0 or batch.count < _WARM_UP:
             batch.nodes = 0
         elif other != best and price <= budget.balance and (new or not best or batch.until_probe <= 0):
             batch.nodes = batch.probed = other
-            batch.hold, batch.until_probe = _PROBE, price / _SHARE
+            batch.hold, batch.until_probe = _PROBE, price / SHARE
         elif not best:
             batch.hold = max(_HOLD, min(_MAX_IDLE, budget.steps_to(price)))
 
@@ -163,8 +118,8 @@ class Controller:
         price = self._call_price(batch, rows) * (1 if new else 2)
         return _CALLS if self.fixed or (batch.count >= _WARM_UP and price <= batch.host.balance) else 0
 
-    def _call_price(self, batch: _Batch, rows: int) -> float:
-        return min(_CAP, max(_LEAST_PRICE, _CALLS * batch.call_time) / rows)
+    def _call_price(self, batch: BatchState, rows: int) -> float:
+        return min(CAP, max(_LEAST_PRICE, _CALLS * batch.call_time) / rows)
 
     def host_nodes(self, rows: int, acceptance: float) -> int:
         """Nodes of a host chain: the acceptance probability of the last one still exceeds its cost."""

@@ -53,7 +53,7 @@ class Speculation:
     """Nodes of the largest draft."""
     slots_ahead = 0
     """Slots that device drafting writes beyond all tokens that a step may gain."""
-    idle = False
+    idle = True
     """The next steps decode without drafts: the scheduler need not call `skips`."""
 
     def waits(self, request: RequestView) -> bool:
@@ -85,10 +85,5 @@ class Speculation:
         return 0.0
 
 
-class NoSpeculation(Speculation):
-    """No request verifies drafts."""
-
-    idle = True
-
-
-NO_SPECULATION = NoSpeculation()
+NO_SPECULATION = Speculation()
+"""No request verifies drafts."""

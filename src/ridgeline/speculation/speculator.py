@@ -79,7 +79,7 @@ class Speculator(Speculation):
         self._idle_steps = self._waiting = self._new = 0
         self._plain = controller, 0, 0
         """Consecutive steps without drafts that are not yet measured: (controller, rows, number)."""
-        self._asked: list[SpeculationState] = []
+        self._called: list[SpeculationState] = []
         self._probe_gain = 0.0
         """Moving average of `call_gain` over probes: the expectation for a new request."""
 
@@ -138,7 +138,7 @@ class Speculator(Speculation):
     def _ask(self, host: HostDrafter, request: RequestView) -> Draft:
         """Call the host drafter. First it observes the tokens that other steps gained."""
         state, tokens = request.speculation, request.tokens
-        self._asked.append(state)
+        self._called.append(state)
         state.last_gain = 0
         if state.proposer is None:
             state.proposer = host.start(tokens)
@@ -164,19 +164,19 @@ class Speculator(Speculation):
             self._controller.admit(rows, self._new)
             self._new = 0
         nodes, self._next_nodes = self._next_nodes, 0
-        asked, self._asked = self._asked, []
+        called, self._called = self._called, []
         waiting, self._waiting = self._waiting, 0
         if device is not None and rows and not _host_drafts_suffice(plan, requests):
             most = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
             self._next_nodes = self._controller.choose(rows, most)
         plan.ahead = self._next_nodes
-        active = bool(nodes or plan.ahead or asked or plan.drafts)
+        active = bool(nodes or plan.ahead or called or plan.drafts)
         if device is not None and (active or device.reads_tokens):
             self._offer(plan, requests, device)
         if rows and not (active or waiting or plan.joins or self.slots_ahead):
             self._idle_steps = self._controller.idle_steps(rows, host=self._host is not None, device=device is not None)
             self.idle = self._idle_steps > 0
-        return StepDrafts(nodes, asked, active)
+        return StepDrafts(nodes, called, active)
 
     def _finds_repeat(self, requests: Sequence[RequestView]) -> bool:
         """Whether the text of a request repeats, so that a call of the host drafter may pay before the idle steps end."""
@@ -250,8 +250,8 @@ class Speculator(Speculation):
         self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float, controller: Controller
     ) -> float:
         """Report time and gain of a step with drafts to the controller. Returns the seconds saved."""
-        rows, asked = len(plan.rows), drafts.asked
-        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(state.last_gain for state in asked)
+        rows, called = len(plan.rows), drafts.called
+        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(state.last_gain for state in called)
         step = Reading(
             rows,
             seconds,
@@ -260,12 +260,12 @@ class Speculator(Speculation):
             plan.ahead,
             host_nodes / rows,
             host_tokens / rows,
-            len(asked) / rows,
+            len(called) / rows,
             result.fresh,
             sum(max(0, count - UNREAD_TAIL) for count in plan.unread) / rows,
         )
         saved, price = controller.measure(step)
-        for state in asked:
+        for state in called:
             state.call_gain += _WEIGHT * (state.last_gain - price - state.call_gain)
             if state.observed <= state.probe_until:  # the call was a probe
                 self._probe_gain += _WEIGHT / 4 * (state.last_gain - price - self._probe_gain)

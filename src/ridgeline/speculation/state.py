@@ -55,7 +55,7 @@ class StepDrafts:
 
     nodes: int = 0
     """Device nodes per row that the step verifies."""
-    asked: list[SpeculationState] = field(default_factory=list)
+    called: list[SpeculationState] = field(default_factory=list)
     """Requests for which the host drafter was called."""
     active: bool = False
     """The step drafts, verifies drafts, or called the host drafter."""
