@@ -7,7 +7,6 @@ import multiprocessing.forkserver
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,18 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ceilings_are_measured_once() -> Iterator[None]:
-    """Engines of one test process share one measurement of the machine: it takes up to half a second at each start. Keys are the
-    arguments; the results last as long as the process."""
-    from ridgeline.engine import account
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(account, "matmul_rate", cache(account.matmul_rate))
-        patch.setattr(account, "read_bandwidth", cache(account.read_bandwidth))
-        yield
 
 
 @pytest.fixture(scope="session")

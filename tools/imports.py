@@ -10,6 +10,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,7 +97,8 @@ class Import:
     """It is a call of import_module: it runs when the call runs, wherever the call stands."""
 
 
-def modules(root: Path) -> dict[str, ast.Module]:
+@cache
+def modules(root: Path) -> Mapping[str, ast.Module]:
     """Dotted name (without the package's) -> tree, of every module in src; the package itself is ""."""
     source = root / "src" / PACKAGE
     found = {}
@@ -116,8 +118,8 @@ def imports(tree: ast.AST, inside: bool = False) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             yield from (Import(f"{base}.{alias.name}", node.lineno, inside) for alias in node.names)
-        else:
-            hides = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Try)
+        elif not isinstance(node, ast.expr):  # no expression holds a statement, and most nodes are expressions
+            hides = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Try)
             yield from imports(node, inside or hides)
 
 
@@ -190,11 +192,10 @@ def dependencies(trees: Mapping[str, ast.Module]) -> dict[str, dict[str, int]]:
     return edges
 
 
-def all_imports(module: str, tree: ast.AST) -> Iterator[Import]:
-    """Import statements and calls of import_module."""
-    yield from imports(tree)
-    if module not in LOADERS:
-        yield from deferred_imports(tree)
+@cache
+def all_imports(module: str, tree: ast.AST) -> list[Import]:
+    """Import statements and calls of import_module. Two rules read them, so they are kept with the tree."""
+    return [*imports(tree), *(() if module in LOADERS else deferred_imports(tree))]
 
 
 def _targets(one: Import, trees: Mapping[str, ast.Module]) -> list[str]:

@@ -11,15 +11,10 @@ import torch
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.cost import CostModel, WorkMeter
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
-from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.hardware.bandwidth import measured_rates
 from ridgeline.hardware.power import Meter, power_counter
 from ridgeline.hardware.probe import probe
 from ridgeline.hardware.table import Accelerator
-
-GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
-"""Matrix sizes for the measurement of the FLOP rate."""
-GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
-"""Bytes read for the measurement of the memory bandwidth, many times the size of the caches."""
 
 
 class Accounted(NamedTuple):
@@ -69,11 +64,7 @@ def open_account(spec: ModelSpec, device: torch.device, calibration: str = "") -
     machine = probe()
     known = machine.device("auto" if cuda else "cpu").accelerator
     form = NUMBER_FORMATS.get(spec.quantization)
-    dtype = getattr(torch, spec.dtype)
-    measured = matmul_rate(device, dtype, GPU_PRODUCT if cuda else CPU_PRODUCT, 3)
-    read = read_bandwidth(device, GPU_BYTES if cuda else CPU_BYTES, 3)
-    if cuda:
-        torch.cuda.empty_cache()
+    measured, read = measured_rates(device, getattr(torch, spec.dtype))
     power = Meter(power_counter(device.type, known.watts if known else 0.0, device.index or 0))
     ceilings = {
         "measured_bytes": read,

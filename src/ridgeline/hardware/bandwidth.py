@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
+
+GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
+"""Matrix sizes with which `measured_rates` measures the FLOP rate."""
+GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
+"""Bytes that it reads, many times the size of the caches."""
+
+
+@cache
+def measured_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(FLOP/s of matrix products, bytes/s read) of a device. Measured once per process, which may load several models: it takes up
+    to half a second on a CPU."""
+    cuda = device.type == "cuda"
+    flops = matmul_rate(device, dtype, GPU_PRODUCT if cuda else CPU_PRODUCT, 3)
+    read = read_bandwidth(device, GPU_BYTES if cuda else CPU_BYTES, 3)
+    if cuda:
+        torch.cuda.empty_cache()
+    return flops, read
 
 
 def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int = 10) -> float:
