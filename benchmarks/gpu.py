@@ -43,7 +43,7 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Source]):
-    """One figure: how it is measured, its floor at the measured ceilings, and what vLLM 0.25.0 takes on the same card."""
+    """One figure: how it is measured, its floor at the measured ceilings, and what vLLM 0.33.0 takes (results/peers.json)."""
 
     name: str
     unit: str
@@ -170,29 +170,29 @@ def _prefill(bench: Bench) -> float:
 
 
 EMPTY_CARD: list[Row[Card]] = [
-    Row("8b-startup-s", "s", 58.6, None, 10.0, lambda c: c.startup_s(cold=False)),
-    Row("8b-startup-cold-s", "s", None, None, 25.0, lambda c: c.startup_s(cold=True)),
-    Row("attention-b64-4k-bandwidth-share", SHARE, 0.895, 1.0, 0.88, lambda c: c.attention_share(64, 4096)),
-    Row("attention-b1-32k-bandwidth-share", SHARE, 0.895, 1.0, 0.88, lambda c: c.attention_share(1, 32_768)),
+    Row("8b-startup-s", "s", None, None, 10.0, lambda c: c.startup_s(cold=False)),
+    Row("8b-startup-cold-s", "s", 75.0, None, 25.0, lambda c: c.startup_s(cold=True)),
+    Row("attention-b64-4k-bandwidth-share", SHARE, None, 1.0, 0.88, lambda c: c.attention_share(64, 4096)),
+    Row("attention-b1-32k-bandwidth-share", SHARE, None, 1.0, 0.88, lambda c: c.attention_share(1, 32_768)),
 ]
 # (model folder, quantization) -> its rows.
 TABLE: dict[tuple[str, str], list[Row[Bench]]] = {
     ("llama-3.1-8b", ""): [
         Row("8b-bf16-single128-tpot-ms", "ms", 4.96, 3.24, 3.75, lambda b: b.tpot_ms(1, 128)),
-        Row("8b-bf16-single4096-tpot-ms", "ms", 5.11, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
-        Row("8b-bf16-ttft128-ms", "ms", 8.96, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
-        Row("8b-bf16-batch64-tpot-ms", "ms", 6.14, 3.8, 4.9, lambda b: b.tpot_ms(64, 128)),
-        Row("8b-bf16-prefill-tok-s", "tok/s", 38_262, 47_000, 42_000, _prefill),
-        Row("8b-bf16-conv-req-s", "req/s", 22.2, 31.5, 26.0, _conv),
+        Row("8b-bf16-single4096-tpot-ms", "ms", 5.10, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
+        Row("8b-bf16-ttft128-ms", "ms", 9.06, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
+        Row("8b-bf16-batch64-tpot-ms", "ms", 6.08, 3.8, 4.9, lambda b: b.tpot_ms(64, 128)),
+        Row("8b-bf16-prefill-tok-s", "tok/s", 38_643, 47_000, 42_000, _prefill),
+        Row("8b-bf16-conv-req-s", "req/s", 22.37, 31.5, 26.0, _conv),
     ],
     ("llama-3.1-8b", "fp8"): [
-        Row("8b-fp8-single128-tpot-ms", "ms", 3.47, 1.74, 2.25, lambda b: b.tpot_ms(1, 128)),
-        Row("8b-fp8-prefill-tok-s", "tok/s", 54_942, 78_700, 62_000, _prefill),
-        Row("8b-fp8-conv-req-s", "req/s", 29.5, None, 36.0, _conv),
+        Row("8b-fp8-single128-tpot-ms", "ms", 3.50, 1.74, 2.25, lambda b: b.tpot_ms(1, 128)),
+        Row("8b-fp8-prefill-tok-s", "tok/s", 56_196, 78_700, 62_000, _prefill),
+        Row("8b-fp8-conv-req-s", "req/s", 29.9, None, 36.0, _conv),
     ],
     ("qwen3-0.6b", ""): [
-        Row("0.6b-bf16-single128-tpot-ms", "ms", 1.60, 0.26, 0.70, lambda b: b.tpot_ms(1, 128)),
-        Row("0.6b-bf16-nano-tok-s", "tok/s", 23_086, 34_500, 29_000, _nano),
+        Row("0.6b-bf16-single128-tpot-ms", "ms", 1.78, 0.26, 0.70, lambda b: b.tpot_ms(1, 128)),
+        Row("0.6b-bf16-nano-tok-s", "tok/s", 21_096, 34_500, 29_000, _nano),
     ],
 }
 
