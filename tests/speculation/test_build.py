@@ -18,8 +18,8 @@ from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
-from ridgeline.speculation.build import memory_of_drafters, wanted_by
-from ridgeline.speculation.options import read_wanted
+from ridgeline.speculation.build import DEVICE_DRAFTERS, HOST_DRAFTERS, memory_of_drafters, wanted_by
+from ridgeline.speculation.options import DRAFTERS, read_wanted
 from ridgeline.wire.messages import StepStats
 
 ASSETS = shipped_model().parent
@@ -185,3 +185,9 @@ def test_memory_is_planned_for_the_draft() -> None:
     assert asked == wanted(f"draft:{shipped_model()}")
     draft = read_model(shipped_model())[0]
     assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40
+
+
+def test_every_drafter_of_the_option_can_be_opened() -> None:
+    """An entry of one table without one of the other would be a name that the option accepts and nobody opens."""
+    assert {name for name, kind in DRAFTERS.items() if kind.on_host} == {*HOST_DRAFTERS}
+    assert {name for name, kind in DRAFTERS.items() if not kind.on_host} | {""} == {*DEVICE_DRAFTERS}

@@ -262,7 +262,7 @@ class BatchBuilder:
         return [branches(tuple(parents[ends[place] - self._n_draft[place] : ends[place]])) for place in self._where]
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """The Batch over the uploaded tensors `got`."""
+        """The Batch over the uploaded `tensors`."""
         return replace(
             unpack(tensors["step"], self._padded),
             inputs=NO_INPUTS if self._inputs is None else self._inputs.build(tensors),

@@ -138,7 +138,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         norm_eps=float(values["rms_norm_eps"]),
         activation=_activation(values),
         tied=bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"])),
-        embed_scale=values["hidden_size"] ** 0.5 if family.traits.get("norm_offset") else 1.0,
+        embed_scale=values["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
         query_scale=None if scalar is None else float(scalar) ** -0.5,
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),

@@ -20,7 +20,8 @@ class Family:
 
     windows: which layers have a sliding window. "all": every layer if `sliding_window` is set (Mistral). "listed": those in
     `layer_types`. Without that key every `pattern`-th layer is global and the others have a window; for pattern 0 the layers from
-    `max_window_layers` on have one if `use_sliding_window` is set (Qwen). None: the family has no windows.
+    `max_window_layers` on have one if `use_sliding_window` is set (Qwen). None: the family has no windows. scaled_embedding:
+    embeddings are multiplied by the root of the model's width.
     """
 
     label: str
@@ -28,6 +29,7 @@ class Family:
     fields: Mapping[str, Any]
     traits: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    scaled_embedding: bool = False
     windows: Literal["all", "listed"] | None = None
     pattern: int = 0
 
@@ -114,6 +116,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             _GEMMA_TRAITS,
             fixed=_GEMMA_FIXED,
+            scaled_embedding=True,
             windows="listed",
             pattern=2,
         ),
@@ -132,6 +135,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             {**_GEMMA_TRAITS, "qk_norm": True},
             fixed=_GEMMA_FIXED,
+            scaled_embedding=True,
             windows="listed",
             pattern=6,
         ),

@@ -21,7 +21,15 @@ from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.medusa import Medusa
 from ridgeline.speculation.ngram import NGram
-from ridgeline.speculation.options import MOST, Wanted, check_draft, check_files, read_vocabulary, read_wanted, refusal
+from ridgeline.speculation.options import (
+    DRAFTERS,
+    Wanted,
+    check_draft,
+    check_files,
+    read_vocabulary,
+    read_wanted,
+    refusal,
+)
 from ridgeline.speculation.recurrent import Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -90,8 +98,8 @@ def open_drafters(
     """
     if not wanted.most:
         return NO_SPECULATION, NoDrafter()
-    device, traits = _open_device(wanted, target, dummy)
-    host_drafters = [_open_host(name, wanted, target, encode) for name in wanted.host]
+    device, traits = DEVICE_DRAFTERS[wanted.device](wanted, target, wanted.folder or Path(), dummy)
+    host_drafters = [HOST_DRAFTERS[name](wanted, target, encode) for name in wanted.host]
     host_drafter = (
         None if not host_drafters else host_drafters[0] if len(host_drafters) == 1 else FirstOf(host_drafters)
     )
@@ -100,9 +108,7 @@ def open_drafters(
     return Speculator(host_drafter, traits, Controller(sizes), LOGIT_ROWS), device
 
 
-def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:
-    if name == "lookahead":
-        return Lookahead()
+def _ngram(wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:
     min_chance = NGRAM_MIN_CHANCE[target.decoder.embedding.device.type]
     if wanted.documents is None:
         return NGram(min_chance=min_chance)
@@ -113,23 +119,39 @@ def _open_host(name: str, wanted: Wanted, target: LoadedModel, encode: Callable[
     return NGram([encode(text)], min_chance=min_chance)
 
 
-def _open_device(wanted: Wanted, target: LoadedModel, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits | None]:
+def _draft_model(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
+    folder, config = draft_model(wanted, target.spec, "dummy" if dummy else "auto")
+    model = build(folder, model=config, ops=target.ops, device=target.decoder.embedding.device)
+    return DraftModel(model, read_vocabulary(folder, model.spec)), DeviceTraits(wanted.most, reads_tokens=True)
+
+
+def _recurrent(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     spec, place = target.spec, target.decoder.embedding.device
-    if wanted.device == "draft":
-        folder, config = draft_model(wanted, spec, "dummy" if dummy else "auto")
-        model = build(folder, model=config, ops=target.ops, device=place)
-        return DraftModel(model, read_vocabulary(folder, model.spec)), DeviceTraits(wanted.most, reads_tokens=True)
-    if wanted.device == "recurrent" and wanted.folder is not None:
-        weights = load_recurrent(wanted.folder, spec)
-        rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
-        nodes = tree(rates, min(wanted.most, MOST["recurrent"]))
-        recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
-        return recurrent, DeviceTraits(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
-    if wanted.device == "medusa" and wanted.folder is not None:
-        heads = load_heads(wanted.folder, spec, target.ops, DTYPES[spec.dtype], place)
-        medusa = Medusa(heads, target.decoder.logits, wanted.most)
-        return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
-    if wanted.device == "recycling":
-        recycling = Recycling(spec.vocab_size, place)
-        return recycling, DeviceTraits(min(wanted.most, len(recycling.parents)), recycling.parents)
-    return NoDrafter(), None
+    weights = load_recurrent(folder, spec)
+    rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
+    nodes = tree(rates, min(wanted.most, DRAFTERS["recurrent"].nodes))
+    recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
+    return recurrent, DeviceTraits(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
+
+
+def _medusa(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
+    spec, place = target.spec, target.decoder.embedding.device
+    heads = load_heads(folder, spec, target.ops, DTYPES[spec.dtype], place)
+    medusa = Medusa(heads, target.decoder.logits, wanted.most)
+    return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
+
+
+def _recycling(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
+    recycling = Recycling(target.spec.vocab_size, target.decoder.embedding.device)
+    return recycling, DeviceTraits(min(wanted.most, len(recycling.parents)), recycling.parents)
+
+
+HOST_DRAFTERS = {"reference": _ngram, "lookahead": lambda wanted, target, encode: Lookahead()}
+DEVICE_DRAFTERS = {
+    "": lambda wanted, target, folder, dummy: (NoDrafter(), None),
+    "draft": _draft_model,
+    "recurrent": _recurrent,
+    "medusa": _medusa,
+    "recycling": _recycling,
+}
+"""Name in options.DRAFTERS -> function that opens the drafter; folder: its weights, if it has any. "": no device drafter."""

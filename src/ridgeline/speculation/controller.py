@@ -19,15 +19,18 @@ from dataclasses import replace
 from ridgeline.speculation.batch_state import CAP, SHARE, UNTIL_PROBE, BatchState, Budget
 from ridgeline.speculation.state import Reading
 
-_GRANT, _DEAR = 0.75, 3.0  # granted for a new request; t(n) from which on grants pay no probe
+_GRANT, _DEAR = 0.75, 3.0
+"""Plain steps granted for a new request; t(n) from which on a grant pays no device probe."""
 _PROBE, _COLD, _CALLS, _LEAST_PRICE = 6, 2, 4, 0.3
 """Steps of a probe; warm-up steps of a probe that are discarded; calls of a host probe; lowest price of a probe in plain steps."""
 _HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
 """Steps between two decisions; longest idle period; plain steps before the first probe."""
-_MARGIN, _PRIOR = 1.03, 0.65  # least rate of a size in use; acceptance given the parent, before any reading
-_WEIGHT, _SURPRISE, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
-"""Weight of a reading; a step counts at most this multiple of its expected time; the limit in plain steps for a size without
-readings; plain steps, divided by the rows, by which the first steps of new shapes may exceed the expected time free of charge."""
+_MARGIN, _PRIOR = 1.03, 0.65
+"""Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
+_WEIGHT, _OUTLIER, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
+"""Weight of a reading in a moving average; largest time of a step that is counted, as a multiple of the expected time; the same in
+plain steps for a size without readings; plain steps, divided by the rows, by which first steps of new shapes may exceed the expected
+time without being booked."""
 
 
 class Controller:
@@ -139,8 +142,8 @@ class Controller:
         batch = self._of(rows)
         batch.count += steps
         batch.off += steps
-        batch.plain = min(batch.plain or seconds, _SURPRISE * seconds)  # the first step of a process may take seconds
-        batch.plain += max(_WEIGHT, steps / batch.count) * (min(seconds, _SURPRISE * batch.plain) - batch.plain)
+        batch.plain = min(batch.plain or seconds, _OUTLIER * seconds)  # the first step of a process may take seconds
+        batch.plain += max(_WEIGHT, steps / batch.count) * (min(seconds, _OUTLIER * batch.plain) - batch.plain)
         batch.earn(steps)
 
     def measure(self, step: Reading) -> tuple[float, float]:
@@ -157,7 +160,7 @@ class Controller:
         if step.missed:  # not limited: the time of catching up varies
             batch.read_time += 4 * _WEIGHT * (max(0.0, took - expected) / step.missed - batch.read_time)
         else:
-            took = min(took, _SURPRISE * expected if known else _UNKNOWN)
+            took = min(took, _OUTLIER * expected if known else _UNKNOWN)
         building = min(max(0.0, took - expected), batch.build) if step.fresh else 0.0
         readable = not (step.missed or (step.fresh and batch.build))
         batch.build, took = batch.build - building, took - building

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 
-HOST = ("reference", "lookahead")
-MOST = {"reference": 11, "lookahead": 30, "recurrent": 7, "draft": 4, "medusa": 8, "recycling": 12}
-"""Default nodes of the largest draft."""
+
+class DrafterKind(NamedTuple):
+    """A drafter that the option can name."""
+
+    on_host: bool
+    """It reads tokens on the host, and can be joined to others. Otherwise it runs on the device, at the end of a step."""
+    nodes: int
+    """Default number of nodes of its largest draft."""
+    argument: str = ""
+    """What follows its name: "", an optional "[:FILE]", or a required ":FOLDER"."""
+    chains: bool = False
+    """It can propose chains only, which --deterministic requires."""
+
+
+DRAFTERS: Mapping[str, DrafterKind] = {
+    "reference": DrafterKind(on_host=True, nodes=11, argument="[:FILE]"),
+    "lookahead": DrafterKind(on_host=True, nodes=30),
+    "recycling": DrafterKind(on_host=False, nodes=12),
+    "recurrent": DrafterKind(on_host=False, nodes=7, argument=":FOLDER", chains=True),
+    "draft": DrafterKind(on_host=False, nodes=4, argument=":FOLDER", chains=True),
+    "medusa": DrafterKind(on_host=False, nodes=8, argument=":FOLDER"),
+}
+"""Name in the option -> drafter. build.py opens them."""
 METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
 """Method of vLLM's --speculative-config -> drafter."""
 
@@ -22,8 +44,8 @@ METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lo
 class Wanted:
     """The parsed option `speculate`.
 
-    host: host drafters, in order. documents: file with a text for the reference drafter. device: recurrent, draft, medusa,
-    recycling or "". folder: weights of the device drafter. most: nodes of the largest draft. chains: drafts may not branch.
+    host: names of host drafters, in order. documents: file with a text for the reference drafter. device: name of the device
+    drafter, or "". folder: weights of the device drafter. most: nodes of the largest draft. chains: drafts may not branch.
     """
 
     host: tuple[str, ...] = ()
@@ -53,25 +75,30 @@ def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted
     wanted = Wanted()
     for part in text.split("+"):
         name, _, argument = part.partition(":")
-        if name in HOST:
-            documents = Path(argument) if argument else wanted.documents
-            wanted = replace(wanted, host=(*wanted.host, name), documents=documents)
-        elif name in MOST and not wanted.device:
-            if (name == "recycling") is bool(argument):
-                raise refusal(f"{part!r} must {'not ' if argument else ''}name a folder")
-            wanted = replace(wanted, device=name, folder=Path(argument) if argument else None)
+        kind = DRAFTERS.get(name)
+        if kind is None:
+            raise refusal(f"{part!r} is unknown")
+        if kind.argument == ":FOLDER" and not argument:
+            raise refusal(f"{part!r} must name a folder")
+        if argument and not kind.argument:
+            raise refusal(f"{part!r} must not name a folder")
+        path = Path(argument) if argument else None
+        if kind.on_host:
+            wanted = replace(wanted, host=(*wanted.host, name), documents=path or wanted.documents)
+        elif wanted.device:
+            raise refusal(f"{part!r} cannot be joined to {wanted.device!r}")
         else:
-            raise refusal(
-                f"{part!r} is unknown" if name not in MOST else f"{part!r} cannot be joined to {wanted.device!r}"
-            )
+            wanted = replace(wanted, device=name, folder=path)
     names = (*wanted.host, *filter(None, [wanted.device]))
-    if config.deterministic and names not in (("draft",), ("recurrent",)):
+    if config.deterministic and not (len(names) == 1 and DRAFTERS[names[0]].chains):
+        able = " or ".join(f"{name}{kind.argument}" for name, kind in DRAFTERS.items() if kind.chains)
         raise ConfigError(
-            "With --deterministic only --speculate draft:FOLDER or recurrent:FOLDER is possible, because the other drafters "
-            "propose trees: use one of the two, or leave --speculate out.",
+            f"With --deterministic only --speculate {able} is possible, because the other drafters propose trees: use one of the "
+            "two, or leave --speculate out.",
             param="speculate",
         )
-    return replace(wanted, most=min(MAX_DRAFT, most or max(MOST[name] for name in names)), chains=config.deterministic)
+    largest = most or max(DRAFTERS[name].nodes for name in names)
+    return replace(wanted, most=min(MAX_DRAFT, largest), chains=config.deterministic)
 
 
 def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
@@ -86,7 +113,7 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
     name, count = METHODS[method], options.get("num_speculative_tokens")
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
         raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
-    if name in HOST:
+    if DRAFTERS[name].on_host:
         return name, most or count
     if "model" not in options:
         raise refusal(f'method {method!r} needs the key "model"')
@@ -95,9 +122,11 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
 
 def refusal(reason: str) -> ConfigError:
     """The error for an invalid option, with the valid ones."""
+    *names, last = [f"{name}{kind.argument}" for name, kind in DRAFTERS.items()]
+    joined = " and ".join(name for name, kind in DRAFTERS.items() if kind.on_host)
     return ConfigError(
-        f"--speculate: {reason}. Use auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER or "
-        "medusa:FOLDER; reference and lookahead can be joined with one another and with one of the others by +.",
+        f"--speculate: {reason}. Use auto, {', '.join(names)} or {last}; {joined} can be joined with one another and with one of "
+        "the others by +.",
         param="speculate",
     )
 
