@@ -19,8 +19,6 @@ from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.report import Outcome
 from ridgeline.bench.server_process import serving
 from ridgeline.bench.session import BenchConfig, Session
-from ridgeline.bench.show import run_table
-from ridgeline.cli.bench import _end
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
 
@@ -235,13 +233,11 @@ def test_what_an_action_cannot_follow_is_refused(
 
 
 def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--concurrency", "2", "--num-prompts", "2", "--timeout-s", "0.3"]
     with mock() as url:
-        run = measured(BenchConfig(TargetConfig(), SMALL, LoadConfig(concurrency=1)), url)
-    silent = replace(run, rows=[replace(row, error="no complete answer within 1 s") for row in run.rows])
-    asked = BenchConfig(result=ResultConfig(out=str(tmp_path / "out")))
-    _end(asked, Outcome("one", [run], single=True), run_table(run))
-    assert "no request was answered" not in capsys.readouterr().err
-    assert _end(asked, Outcome("one", [silent], single=True), run_table(silent)) == 1
+        main(["bench", "run", url, *load, "--output-len", "2", "--out", str(tmp_path / "answered")])
+        assert "no request was answered" not in capsys.readouterr().err
+        assert main(["bench", "run", url, *load, "--output-len", "2000", "--out", str(tmp_path / "silent")]) == 1
     assert "no request was answered" in capsys.readouterr().err
 
 

@@ -71,8 +71,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.cuda, "available", lambda: True)
 
 
-def shape(tokens: int, n: int, k: int, **more: Any) -> ProductShape:
-    return ProductShape(tokens, n, k, BF16, BF16, torch.device("cuda"), aligned=True, **more)
+def shape(tokens: int, n: int, k: int, dtype: torch.dtype = BF16, **more: Any) -> ProductShape:
+    return ProductShape(tokens, n, k, dtype, BF16, torch.device("cuda"), aligned=True, **more)
 
 
 def test_the_next_best_path_is_taken(hopper: None) -> None:
@@ -83,7 +83,7 @@ def test_the_next_best_path_is_taken(hopper: None) -> None:
         found = kernels.PLAIN.kernel_for(shape(*given, **more))
         return None if found is None else found[0]
 
-    eight = shape(16, 6144, 4096)._replace(dtype=torch.float8_e4m3fn)
+    eight = shape(16, 6144, 4096, torch.float8_e4m3fn)
     assert (chosen(96, 28_672, 4096, kind="silu"), chosen(16, 6144, 4096)) == ("wide (gates)", "ring")
     assert [kernels.FP8.kernel_for(eight)[0], chosen(1, 6144, 1024, norm=True)] == ["ring", "resident"]
     with of["wide"].off(), of["ring"].off(), of["ring of 8 bits"].off():

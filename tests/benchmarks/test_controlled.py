@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from tests.benchmarks.test_ledger import LLAMA
 def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for room, name in ((build, "wanted_by"), (assemble, "open_drafters")):
         monkeypatch.setattr(room, name, getattr(room, name))  # what `start` puts there goes with the test
+    runners = Mock(side_effect=assemble.build_runner)
+    monkeypatch.setattr(assemble, "build_runner", runners)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": PLACES}))
     config = EngineConfig(device="cpu", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory=1 << 24)
     script = Script.write(3, PLACES + 64, LLAMA["vocab_size"], torch.device("cpu"))
     with dictated(script):
         engine = start(tmp_path, None, config, script)
-        sizes = engine.local.engine.loop.runner._sizes
+        _, _, sizes, *_ = runners.call_args.args
         assert sizes.drafts == (0, 1, 2, 3, NODES), "what start-up captures and warms up"
         engine.use((0, NODES), fixed=True, share=1.0)
         assert engine.decode(2, 8, 1, output=24).gained > NODES

@@ -81,7 +81,10 @@ class Grammars:
 
 
 def make(**options: Any) -> Engine:
-    bench = Bench(**options)
+    return engine_of(Bench(**options))
+
+
+def engine_of(bench: Bench) -> Engine:
     setup = Setup(256, VOCAB, (5,), "toy", 7, {"model": "toy"}, cast(Any, Grammars()))
     return Engine(bench.loop, setup)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,14 +30,16 @@ def test_stages_are_told_and_kept(tmp_path: Path) -> None:
     assert told[-1][1] == told[-1][2]
 
 
-def test_a_stage_takes_the_time_since_the_one_before() -> None:
-    ticks = iter((10.0, 11.0, 13.0, 16.0, 20.0))
-    stages = module._Stages(0.0, lambda stage, done, total: None, lambda: next(ticks))
-    stages.ends("device")
-    stages.progress("kernels", 1, 2)
-    stages.progress("kernels", 2, 2)
-    stages.ends("rest")
-    assert stages.seconds == {"device": 1.0, "kernels": 5.0, "rest": 4.0}
+def test_a_stage_takes_the_time_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves on by a second with every reading, and it is read at each report of progress and at each stage's end."""
+    save("llama-gqa", tmp_path)
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=partial(next, count(10.0))))
+    config = EngineConfig(device="cpu", kv_cache_memory=1 << 24)
+    seconds = assemble(ModelConfig(str(tmp_path)), config, lambda *what: told.append(what)).setup.facts["startup_s"]
+    assert len(told) > 1
+    assert seconds.pop("weights") == len(told) + 1
+    assert seconds == dict.fromkeys(("device", "config", "ceilings", "runner", "grammar"), 1.0)
 
 
 def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

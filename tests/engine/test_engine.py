@@ -7,21 +7,24 @@ import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ridgeline.core.events import LateWork, StepCounts, Update
+from ridgeline.core.events import LateWork, News, StepCounts, Update
+from ridgeline.engine import process
 from ridgeline.engine.account import Accounted
+from ridgeline.engine.engine import Engine
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
 from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, StepStats
-from tests.engine.constrained import make, submit
-from tests.engine.helpers import VOCAB, oracle
+from tests.engine.constrained import engine_of, make, submit
+from tests.engine.helpers import VOCAB, Bench, oracle
 
 
 def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
@@ -32,6 +35,19 @@ def test_a_request_runs_to_its_end_and_its_news_are_complete() -> None:
     assert news[0].cached == 0
     assert news[-1].finish == "length" and news[-1].times is not None
     assert all(not delta.finish for delta in news[:-1])
+
+
+def turned(engine: Engine, steps: int, last_step: int) -> Any:
+    """The frame of a turn that commits so many steps, changes no other figure and ends with `last_step`."""
+    scheduler = engine.loop.scheduler
+    scheduler.last_step = last_step - steps
+
+    def turn() -> News:
+        scheduler.last_step += steps
+        return News()
+
+    engine.loop.turn = turn  # type: ignore[method-assign]
+    return engine.turn()
 
 
 def test_a_record_has_each_figure_in_its_place() -> None:
@@ -51,27 +67,29 @@ def test_a_record_has_each_figure_in_its_place() -> None:
     parts: Any = {"account": SimpleNamespace(step=lambda *_: account), "late": SimpleNamespace(take=lambda: late)}
     engine.setup = dataclasses.replace(engine.setup, **parts)
     loop.plan_s, loop.commit_s, engine.reply_s, loop.device_s, loop.idle_s = (float(next(figures)) for _ in range(5))
-    engine._waste_inside, engine._waste_between = 0.25, 0.5
-    record = engine._stats(1)
+    scheduler.leases.waste_inside = lambda running: 0.25  # type: ignore[method-assign]
+    reply_s = engine.reply_s
+    frame = turned(engine, steps=1, last_step=32)  # the waste is read in every 32nd step
+    record = frame.stats
     expected = {
         **{name: getattr(counts, name) for name in names},
-        **account._asdict(),
+        **{name: getattr(account, name) for name in ("flops", "bytes", "predicted_s", "joules")},
         **{name: getattr(loop, name) for name in ("plan_s", "commit_s", "device_s", "idle_s")},
         **{f"blocks_{name}": getattr(pool, name) for name in ("used", "cached", "total")},
         "step": scheduler.last_step,
         "running": len(scheduler.running),
         "waiting": scheduler.queued,
         "waste_inside": 0.25,
-        "waste_between": 0.5,
-        "host_s": loop.plan_s + loop.commit_s + engine.reply_s,
-        "reply_s": engine.reply_s,
+        "waste_between": scheduler.layout.padding,
+        "host_s": loop.plan_s + loop.commit_s + reply_s,
+        "reply_s": reply_s,
         "steps": 1,
         "late": late,
     }
     assert {name: getattr(record, name) for name in StepStats.__struct_fields__} == expected
     assert len({expected[name] for name in ("step", "running", "waiting", "steps")}) == 4
-    scheduler.counts = StepCounts()
-    idle = engine._stats(0)
+    engine.handle(Cancel("4"))  # the queue changes, and no step follows
+    idle = turned(engine, steps=0, last_step=32).stats
     assert (idle.steps, idle.idle_s, idle.flops, idle.late) == (0, 0.0, 0.0, late)
 
 
@@ -180,28 +198,30 @@ def test_who_waits_for_a_batch_is_counted_before_it_opens() -> None:
     assert engine.turn() is None and 9 < engine.loop.wait_seconds() < 10
 
 
-def test_the_local_engine_sleeps_until_a_batch_opens() -> None:
-    engine = make(batching="dynamic:2,2500")
-    clock = engine.loop._clock
+def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(batching="dynamic:2,2500")
+    engine = engine_of(bench)
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
-        clock.now += seconds  # type: ignore[attr-defined]
+        bench.clock.now += seconds
 
-    news = list(LocalEngine(engine, sleep=sleep).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
+    monkeypatch.setattr(time, "sleep", sleep)
+    news = list(LocalEngine(engine).run([submit("a", [1, 2], max_tokens=2, ignore_eos=True)]))
     assert news[-1].finish == "length"
     assert len(slept) <= 2 and 2.4 < sum(slept) < 2.5
     assert engine.loop.wait_seconds() == math.inf
 
 
-def test_a_long_step_does_not_stop_the_pulse() -> None:
+def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats go out while the loop is held up in one step, and tell that it does not turn."""
+    monkeypatch.setattr(process, "BEAT_S", 0.005)
     ours, theirs = socket.socketpair()
     engine = make()
     launch, go = engine.loop.runner.launch, threading.Event()
     engine.loop.runner.launch = lambda plan: (go.wait(20), launch(plan))[1]  # type: ignore[method-assign]
-    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs), 0.005), daemon=True)
+    thread = threading.Thread(target=serve, args=(engine, Inbox(theirs)), daemon=True)
     thread.start()
     ours.settimeout(20)
     ours.sendall(encode(submit("a", [1, 2, 3], max_tokens=1, ignore_eos=True)))

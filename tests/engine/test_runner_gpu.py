@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from ridgeline.engine.device import DeviceStep
 from ridgeline.ops.noise import row_key, words
 from tests.engine.runners import DeviceBench, alone
 
@@ -78,20 +79,19 @@ def test_noise_is_the_same_on_every_device() -> None:
     assert torch.equal(words(key, tokens), words(key.cuda(), tokens.cuda()).cpu())
 
 
-def test_out_of_memory_ends_the_step_alone() -> None:
+def test_out_of_memory_ends_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = DeviceBench(device="cuda", depth=1)
-    step = bench.runner._step
-    forward = step.forward
+    forward = DeviceStep.forward
 
     def greedy_for_memory(*arguments: object) -> torch.Tensor:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         return forward(*arguments)  # type: ignore[arg-type]
 
-    step.forward = greedy_for_memory  # type: ignore[method-assign]
-    bench.submit("unlucky")
-    bench.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceStep, "forward", greedy_for_memory)
+        bench.submit("unlucky")
+        bench.run()
     assert "memory" in bench.errors["unlucky", 0]
-    step.forward = forward  # type: ignore[method-assign]
     bench.submit("next")
     bench.run()
     assert bench.tokens["next", 0] == alone()

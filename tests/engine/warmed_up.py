@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from ridgeline.core.plan import Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import runner, warm_up
+from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.executor import Executor
 from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.shape import Sizes
@@ -109,18 +109,22 @@ class ZeroedIndices(TorchFunctionMode):
 
 def open_runner(
     model_facts: dict[str, Any], quantization: str, captured: bool, drafts: tuple[int, ...] = (), quotes: int = 0
-) -> runner.Runner:
+) -> tuple[runner.Runner, DeviceStep, Sizes]:
+    """A runner, the step that it runs and its sizes."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODEL | model_facts))
         config = ModelConfig(load_format="dummy", quantization=quantization)
         model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
     sizes = Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
+    steps: list[DeviceStep] = []
+
+    def executor(step: DeviceStep) -> Executor:
+        steps.append(step)
+        return GraphExecutor(step, sizes, Uncaptured) if captured else Executor(step)
+
+    runner.CapturedExecutor = executor  # that of a CPU
     made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
-    if captured:
-        made.executor = GraphExecutor(made._step, sizes, Uncaptured)
-    else:
-        made.executor = Executor(made._step)
-    return made
+    return made, steps[0], sizes
 
 
 def plans(
@@ -194,13 +198,13 @@ def missed(case: str, every: bool = False) -> list[str]:
     found: list[str] = []
     with torch.inference_mode(), ZeroedIndices():
         drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
-        made = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
+        made, device_step, sizes = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
         with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
-            warm_up.launch_all(made._step.one_layer_of_each_kind(), made.executor, made._sizes)
+            warm_up.launch_all(device_step.one_layer_of_each_kind(), made.executor, sizes)
             assert len(found) > 10, "warm-up launched nothing"
-            if isinstance(held := made.executor, GraphExecutor):  # warm-up has run what their capture runs first
-                for key in held.all_keys():
-                    held._captured[key] = Uncaptured(partial(held.work(key), made._step))
+            found.clear()
+            made.executor.capture(lambda *_: None)
+            assert not found, "a capture runs what warm-up has run"
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]

@@ -13,8 +13,13 @@ import pytest
 from ridgeline import LLM, SamplingParams
 from ridgeline.core.errors import ConfigError, EngineFailed, RequestError
 from ridgeline.core.sampling import Grammar
+from ridgeline.engine import assemble, runner
+from ridgeline.engine.engine import Engine
+from ridgeline.engine.runner import Runner
+from ridgeline.models.build import LoadedModel
 from ridgeline.models.hub import shipped_model
 from ridgeline.wire.messages import Control, Reply
+from tests.engine.opened import opened_engines
 
 from .honest import PERSON
 from .served import Served
@@ -25,16 +30,28 @@ MESSAGES = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    model = LLM(dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_memory=5_000_000, threads=1)
-    yield model
+def opened() -> Iterator[tuple[LLM, Engine]]:
+    """A model and the engine that it runs."""
+    with opened_engines() as engines:
+        model = LLM(dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_memory=5_000_000, threads=1)
+    yield model, engines[0]
     model.close()
 
 
+@pytest.fixture(scope="module")
+def llm(opened: tuple[LLM, Engine]) -> LLM:
+    return opened[0]
+
+
+@pytest.fixture(scope="module")
+def engine(opened: tuple[LLM, Engine]) -> Engine:
+    return opened[1]
+
+
 @pytest.fixture(autouse=True)
-def nothing_held(llm: LLM) -> Iterator[None]:
+def nothing_held(engine: Engine) -> Iterator[None]:
     yield
-    (reply,) = llm._engine.engine.handle(Control("after", "stats"))
+    (reply,) = engine.handle(Control("after", "stats"))
     assert isinstance(reply, Reply)
     assert (reply.facts["running"], reply.facts["waiting"], reply.facts["used"]) == (0, 0, 0)
     assert reply.facts["free"] == reply.facts["total"]
@@ -112,15 +129,15 @@ def test_stream(llm: LLM):
     )
 
 
-def test_closing_a_stream_cancels(llm: LLM):
+def test_closing_a_stream_cancels(llm: LLM, engine: Engine):
     stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
-    step = llm._engine.engine.loop.scheduler
+    scheduler = engine.loop.scheduler
     assert next(stream)
-    before = step.last_step
+    before = scheduler.last_step
     with pytest.raises(RequestError, match="close"):
         llm.generate(PROMPT)
     stream.close()
-    assert llm._engine.engine.idle and step.last_step <= before + 2
+    assert engine.idle and scheduler.last_step <= before + 2
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5))[0].choices[0].finish == "length"
 
 
@@ -291,17 +308,22 @@ def test_nothing_allowed_is_refused():
         SamplingParams(allowed_token_ids=())
 
 
-def test_a_closed_engine_has_given_all_back() -> None:
+def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def build_runner(loaded: LoadedModel, *given: Any) -> Runner:
+        made = runner.build_runner(loaded, *given)
+        held.extend(weakref.ref(one) for one in (made, loaded.decoder.embedding, made.rows.tokens))
+        return made
+
+    monkeypatch.setattr(assemble, "build_runner", build_runner)
     model = LLM(shipped_model(), max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
-    runner = model._engine.engine.loop.runner
-    held = [weakref.ref(one) for one in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
-    del runner
     stream = model.stream(PROMPT)
     assert next(stream)
     model.close()
     assert list(stream) == []
-    assert [one() for one in held] == [None] * 3
+    assert [one() for one in held] == [None] * 3, "runner, weights, rows"
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)

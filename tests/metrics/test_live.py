@@ -189,7 +189,7 @@ def test_rows_are_found_by_both_ids_and_the_newest_wins() -> None:
     for index in range(4, 7):
         rows.add(replace(GOOD, id=f"cmpl-{index}"))
     assert rows.find("mine") is None and rows.find("cmpl-1") is None and len(rows) == 3
-    assert not rows._by_request_id and len(rows._by_id) == 3
+    assert [rows.find(f"cmpl-{index}") is None for index in range(7)] == [True] * 4 + [False] * 3
 
 
 def test_percentiles_of_the_slo_are_judged_over_all_offered_requests() -> None:

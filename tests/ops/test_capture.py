@@ -22,8 +22,10 @@ from ridgeline.ops.native import capture
 from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
 from ridgeline.ops.native.capture import CallListCapture, CapturedCalls
 from ridgeline.ops.table import Normed, Ops
+from ridgeline.speculation.recycling import Recycling
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
+from tests.engine.opened import opened_controllers
 from tests.engine.runners import Recorded
 
 pytestmark = pytest.mark.skipif(unsupported() is not None, reason="the library does not run here")
@@ -167,7 +169,6 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, Local
         # In float32, where tokens do not depend on how many nodes a step verifies.
         model = ModelConfig(dtype="float32")
         found = LocalEngine.start(model, config)
-        assert isinstance(found.engine.loop.runner._step.ops.capture(print), CapturedCalls)  # type: ignore[attr-defined]
         loaded = native_cpu.load
         patch.setattr(native_cpu, "load", lambda *given, **named: _plainly(loaded(*given, **named)))
         plain = LocalEngine.start(model, config)
@@ -232,7 +233,7 @@ def test_requests_that_follow_are_served_by_what_was_captured(
         {"temperature": 0.8, "seed": 3},
     ]
     fresh = [fresh_steps(number, **options) for number, options in enumerate(asked)]
-    if engine.engine.loop.scheduler._speculation.max_nodes:  # else it depends on times how many nodes are verified
+    if engine.engine.setup.facts["speculate"]:  # else it depends on times how many nodes are verified
         return
     assert fresh == [2, 0, 0, 2, 0, 0, 0]
     monkeypatch.setattr(executor, "MOST_SHAPES", 1)
@@ -248,9 +249,11 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
     uneven: list[bool] = []
     for speculate in ("", "reference"):
         config = EngineConfig(device="cpu", speculate=speculate, max_num_seqs=8)
-        engine = LocalEngine.start(ModelConfig(dtype="float32"), config)
+        with opened_controllers() as controllers:
+            engine = LocalEngine.start(ModelConfig(dtype="float32"), config)
         runner = engine.engine.loop.runner
-        for controller in getattr(engine.engine.loop.scheduler._speculation, "_controllers", ()):
+        assert bool(controllers) is bool(speculate)
+        for controller in controllers:
             controller.fixed = True
         steps = runner.executor  # type: ignore[attr-defined]
 
@@ -274,17 +277,16 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
     assert any(uneven), "done again"
 
 
-def test_a_drafter_learns_from_steps_of_its_own() -> None:
+def test_a_drafter_learns_from_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wish decides whether a step is done again as it was recorded, in the first request and in the next."""
     config = EngineConfig(device="cpu", speculate="recycling", max_num_seqs=8)
     engine = LocalEngine.start(ModelConfig(), config)
-    drafter = engine.engine.loop.runner._step.drafter  # type: ignore[attr-defined]
     seen: list[int] = []
-    see = drafter.see
-    drafter.see = lambda *given: (seen.append(1), see(*given))
+    see = Recycling.see
+    monkeypatch.setattr(Recycling, "see", lambda *given: (seen.append(1), see(*given)))
     wishes = iter([False] * 20 + [True] * 30 + [False] * 1000)
-    drafter.learns = lambda: next(wishes)
-    drafter.draft = lambda *given: None
+    monkeypatch.setattr(Recycling, "learns", lambda drafter: next(wishes))
+    monkeypatch.setattr(Recycling, "draft", lambda *given: None)
     for number, (steps, learned) in enumerate(((30, 10), (40, 20))):
         seen.clear()
         sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)

@@ -104,12 +104,13 @@ def test_vectors_at_odd_places_are_not_taken() -> None:
 def test_inputs_and_ring_fit(sizes: tuple[int, int, int], form: str) -> None:
     """And what warps exchange of attention: twice 16 heads, then 64 values of each warp for the heads of a group."""
     parts = layer(*sizes, form)
-    held, digits = tables.input_lines(one_token._layer(parts)), 2 if form.startswith("int") else 1
+    of = one_token._layer(parts)
+    held, digits = tables.input_lines(of), 2 if form.startswith("int") else 1
     for lines, (_, k) in zip(held, ((0, sizes[1]), (0, sizes[0]), (0, sizes[2])), strict=False):
         assert lines * 128 >= k * (2 if form == "bf16" else 1) and lines & (lines - 1) == 0
     group, dim = max(1, parts.shape.n_heads // parts.shape.n_kv_heads), parts.shape.head_dim
     assert held[3] * 128 * digits >= max(2 * 16 * dim * 2, 4 * 8 * 64 * group)
-    stages = forms.stages_of(one_token._layer(parts))
+    stages = forms.stages_of(of)
     assert max(held) * 128 * digits + stages * tables.STAGE <= tables.MEMORY
 
 
@@ -149,6 +150,11 @@ def test_which_caches_the_copy_engine_brings() -> None:
 def described(number: str, blocks: Any) -> str:
     """A descriptor's type in a kernel's signature."""
     return f"tensordesc<{number}[{','.join(map(str, blocks.block_shape))}],{blocks.layout!r}>"
+
+
+def unexpected(*_: object) -> torch.Tensor:
+    """In the place of the layers one after the other, which nothing here needs."""
+    raise AssertionError("the kernel took nothing")
 
 
 def compile_for_hopper(
@@ -333,7 +339,7 @@ def test_layers_of_one_token(
     views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in layers] for _ in range(2))
     stream = torch.randn(1, model, device=DEVICE).to(torch.bfloat16)
     want = one_after_the_other(layers, stream[0].double(), twins, case.step)
-    run, found = kernels.Layers([one_token._layer(one) for one in layers]), []
+    run, found = one_token.OneToken(layers, unexpected), []
     for _ in range(3):
         got = run(stream.clone(), views, case.step)
         assert off(got[0], want) < (6e-2 if form == "fp8" else 1e-2)
@@ -358,7 +364,7 @@ def test_every_launch_gives_the_same(
     shape = replace(shape, norm_offset=False, cos_sin=shape.cos_sin.repeat(26, 1, 1))
     layers = [random_layer(model, features, shape, form, bias=False) for _ in range(3)]
     views = [replace(case.view, kv=case.view.kv.clone()) for _ in layers]
-    run, stream = kernels.Layers([one_token._layer(one) for one in layers]), torch.randn(1, model, device=DEVICE)
+    run, stream = one_token.OneToken(layers, unexpected), torch.randn(1, model, device=DEVICE)
     found = torch.cat([run(stream.to(torch.bfloat16), views, case.step) for _ in range(1000)])
     assert (found == found[0]).all()
 

@@ -72,8 +72,9 @@ class _Row:
 class FakeEngine:
     """One engine for one connection."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
+    def __init__(self, behaviour: Behaviour, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.behaviour = behaviour
+        self._reader, self.writer = reader, writer
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.finishes: list[Finish] = []
@@ -86,23 +87,20 @@ class FakeEngine:
         self._sequence = 0
         self._step = 0
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._listen()), loop.create_task(self._run())]
 
     @classmethod
     async def connect(cls, behaviour: Behaviour) -> tuple[FakeEngine, asyncio.StreamReader, asyncio.StreamWriter]:
         """The engine, and the service's end of the stream."""
         ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        engine = cls(behaviour)
-        engine._reader, engine._writer = reader, writer
-        loop = asyncio.get_running_loop()
-        engine._tasks = [loop.create_task(engine._listen()), loop.create_task(engine._run())]
+        engine = cls(behaviour, *await asyncio.open_connection(sock=theirs))
         service_reader, service_writer = await asyncio.open_connection(sock=ours)
         return engine, service_reader, service_writer
 
     def send(self, message: Down) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
+        if not self.writer.is_closing():
+            self.writer.write(encode(message))
 
     def ready(self) -> None:
         b = self.behaviour
@@ -112,13 +110,13 @@ class FakeEngine:
 
     async def die(self) -> None:
         """End as a process does that was killed, or with a last word."""
-        if self.behaviour.last_word and not self._writer.is_closing():
+        if self.behaviour.last_word and not self.writer.is_closing():
             self.send(Failed(self.behaviour.last_word))
-            await self._writer.drain()
+            await self.writer.drain()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        self._writer.close()
+        self.writer.close()
 
     @property
     def open(self) -> int:
@@ -170,7 +168,7 @@ class FakeEngine:
             self._step += 1
             self._sequence += 2 if self.behaviour.skip_frame and self._step == 2 else 1
             self.send(Deltas(self._sequence, deltas, self._stats(sum(len(delta.tokens) for delta in deltas))))
-            await self._writer.drain()
+            await self.writer.drain()
             if self.behaviour.die_after is not None and self.said >= self.behaviour.die_after:
                 await self.die()
                 return

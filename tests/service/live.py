@@ -102,9 +102,10 @@ def behaviour(script: Any, **changes: Any) -> Behaviour:
 class FakeProcess:
     """A fake engine as a supervisor sees an engine's process."""
 
-    def __init__(self, engine: FakeEngine, client: EngineClient) -> None:
+    def __init__(self, engine: FakeEngine, client: EngineClient, writer: asyncio.StreamWriter) -> None:
         self.engine = engine
         self.client = client
+        self.writer = writer  # of the client
         self.killed = False
 
     async def stop(self) -> None:
@@ -130,7 +131,7 @@ class FakeEngines:
             self.allowed.clear()
         engine, reader, writer = await FakeEngine.connect(self._plan)
         client = EngineClient(reader, writer, on_step=self._metrics.on_step, timeouts=self._plan.timeouts)
-        self.processes.append(FakeProcess(engine, client))
+        self.processes.append(FakeProcess(engine, client, writer))
         return self.processes[-1]
 
 

@@ -8,13 +8,13 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from ridgeline.core.errors import BodyTooLarge, Overloaded
-from ridgeline.service import bodies
 from ridgeline.service.bodies import _check_cost, _costs, _MemoryBudget
 from ridgeline.service.json_values import decode_json
 
@@ -122,12 +122,28 @@ async def test_a_body_that_finds_no_room_is_told_to_come_back() -> None:
 
 def test_small_bodies_need_no_room() -> None:
     with live(behaviour(counts), max_body_mb=64) as server:
-        body = b'{"prompt": "' + b"a" * (bodies._LARGE + 100)
-        sock = _begin(server, 64 * MIB, body)
-        server.until(lambda: server.server.front.bodies._budget._free == 0)
+        large = b'{"prompt": "' + b"a" * (MIB // 4 + 100)
+        sock = _begin(server, 64 * MIB, large)
+        _until(lambda: not _answered(server, large + b'"}'))
         assert server.complete(max_tokens=1).status == 200
         sock.close()
-        server.until(lambda: server.server.front.bodies._budget._free == 64 * MIB)
+        _until(lambda: _answered(server, large + b'"}'))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+
+
+def _answered(server: Live, body: bytes) -> bool:
+    """Whether a body is answered soon, as one is that need not wait for room."""
+    with _begin(server, len(body), body) as sock:
+        sock.settimeout(0.5)
+        try:
+            return sock.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+        except TimeoutError:
+            return False
 
 
 def _begin(server: Live, length: int, body: bytes) -> socket.socket:

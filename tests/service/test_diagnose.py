@@ -41,6 +41,11 @@ def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.Captur
     assert main(["diagnose", folder]) == 0
     told = capsys.readouterr().out
     assert "Bottleneck: client" in told and "the client was busy" in told
+    state["latencies"] = {}
+    file.write_text(json.dumps(held))
+    assert main(["diagnose", folder, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "NaN" not in text and json.loads(text)["advice"][0]["gain"] is None, "JSON has no number for an unknown gain"
     held["ridgeline"]["facts"]["server"] = None
     file.write_text(json.dumps(held))
     assert main(["diagnose", folder]) == 2

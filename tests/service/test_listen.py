@@ -58,7 +58,7 @@ async def test_a_port_that_was_taken_after_it_was_bound_names_the_option() -> No
     listeners = bind("127.0.0.1", 0)
     config = ServiceConfig(port=listeners[0].getsockname()[1])
     engine, reader, writer = await FakeEngine.connect(behaviour(counts))
-    process = FakeProcess(engine, EngineClient(reader, writer))
+    process = FakeProcess(engine, EngineClient(reader, writer), writer)
     server = Server(config, Supervisor(process, lambda: None, config), Metrics("m"))
     with bind("127.0.0.1", config.port)[0] as other:
         other.listen()

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from jsonschema import Draft202012Validator
 
+from ridgeline.service.app import make_app
 from ridgeline.service.fields import TABLE, Field, Route
 from ridgeline.service.readers import Refused
 from ridgeline.service.schemas import body_schema, field_schema, reader_schema
@@ -53,8 +54,7 @@ def test_every_reference_leads_somewhere(api: dict[str, Any]) -> None:
 
 
 def test_every_route_is_described(polite: Live, api: dict[str, Any]) -> None:
-    assert polite.server._runner is not None
-    app = polite.server._runner.app
+    app = make_app(polite.server.front)
     for route in app.router.routes():
         if route.method == "HEAD":
             continue

@@ -96,7 +96,7 @@ def test_after_a_restart_all_works_and_nothing_of_the_lost_engine_is_left() -> N
 
         assert server.run(readers()) == 1
         first = server.engines.processes[0]
-        assert first.killed and first.client._writer.is_closing()
+        assert first.killed and first.writer.is_closing()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -244,8 +244,8 @@ def test_the_server_stops_while_the_engine_is_restarted(loading: bool) -> None:
             plan.loading = True
             server.loop.call_soon_threadsafe(server.engines.allowed.set)
             server.until(lambda: len(server.engines.processes) == 2)
-    assert all(process.client._writer.is_closing() for process in server.engines.processes)
-    assert server.engines.processes[-1].engine._writer.is_closing()
+    assert all(process.writer.is_closing() for process in server.engines.processes)
+    assert server.engines.processes[-1].engine.writer.is_closing()
 
 
 def test_a_drain_ends_although_the_engine_is_lost_in_it() -> None:

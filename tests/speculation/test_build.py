@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,13 +15,16 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import Grammar
 from ridgeline.engine import device
+from ridgeline.engine.engine import Engine
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import shipped_model
 from ridgeline.speculation.build import DEVICE_DRAFTERS, HOST_DRAFTERS, memory_of_drafters, wanted_by
+from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.options import DRAFTERS, read_wanted
-from ridgeline.wire.messages import StepStats
+from ridgeline.wire.messages import Deltas, StepStats
+from tests.engine.opened import opened_controllers, opened_engines
 
 ASSETS = shipped_model().parent
 WAYS = (
@@ -52,9 +56,23 @@ KINDS = (
 )
 
 
+class Opened(NamedTuple):
+    """A model, the engine that it runs and the controllers of its drafts."""
+
+    llm: LLM
+    engine: Engine
+    controllers: list[Controller]
+
+
 @cache
+def opened(way: str) -> Opened:
+    with opened_engines() as engines, opened_controllers() as controllers:
+        llm = LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8)
+    return Opened(llm, engines[0], controllers)
+
+
 def engine(way: str) -> LLM:
-    return LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8)
+    return opened(way).llm
 
 
 @cache
@@ -77,11 +95,20 @@ def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
             assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def always_drafting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
+def always_drafting(way: str, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
     """Draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
-    local, steps = llm._engine, []
-    monkeypatch.setattr(local, "_on_step", steps.append)
-    for controller in local.engine.loop.scheduler._speculation._controllers:
+    steps: list[StepStats] = []
+    _, running, controllers = opened(way)
+    turn = running.turn
+
+    def recorded() -> Deltas | None:
+        frame = turn()
+        if frame is not None and frame.stats is not None:
+            steps.append(frame.stats)
+        return frame
+
+    monkeypatch.setattr(running, "turn", recorded)
+    for controller in controllers:
         monkeypatch.setattr(controller, "fixed", True)
     return steps
 
@@ -90,9 +117,8 @@ def always_drafting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepStats
 def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On text that repeats itself every way is right at times; what it drafted and kept is counted. Always drafted: whether that
     pays depends on who else uses the machine."""
-    llm = engine(way)
-    steps = always_drafting(llm, monkeypatch)
-    llm.generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
+    steps = always_drafting(way, monkeypatch)
+    engine(way).generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
     assert accepted == sum(sum(one.accepted_at) for one in steps)
@@ -102,7 +128,7 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
     llm, heads, penalties = engine("reference"), [], []
-    steps = always_drafting(llm, monkeypatch)
+    steps = always_drafting("reference", monkeypatch)
     logits, apply = Decoder.logits, device.apply_penalties
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: heads.append(len(hidden)) or logits(self, hidden))
     monkeypatch.setattr(device, "apply_penalties", lambda rows, how: penalties.append(len(rows)) or apply(rows, how))
@@ -121,7 +147,7 @@ def test_what_auto_means() -> None:
     assert wanted_by(auto, replace(spec, quantization="int4"), shipped_model(), "cpu") == wanted("auto")
     found = wanted_by(auto, spec, shipped_model(), "cpu")
     assert (found.host, found.device, found.folder) == (("reference",), "recurrent", own)
-    assert engine("auto")._engine.engine.setup.facts["speculate"] == ["reference", "recurrent"]
+    assert opened("auto").engine.setup.facts["speculate"] == ["reference", "recurrent"]
     assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """The processes that the test starts."""
+    found: list[subprocess.Popen[str]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: found.append(popen(*given, **named)) or found[-1])
+    return found
+
+
+@pytest.fixture
 def worker(folder: Path) -> Iterator[GrammarWorker]:
     worker = GrammarWorker(folder, vocab_size=471, end_ids=[2])
     yield worker
@@ -44,19 +54,21 @@ def test_verdicts(worker: GrammarWorker) -> None:
     assert f"more than {MAX_SOURCE}" in worker.judge(Grammar("regex", "a" * (MAX_SOURCE + 1)))
 
 
-def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_judged(worker: GrammarWorker) -> None:
+def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_judged(
+    worker: GrammarWorker, started: list[subprocess.Popen[str]]
+) -> None:
     assert worker.judge(INTERSECTED) == (
         "This schema is too large: shorten its patterns, enums and limits, and combine fewer of them."
     )
-    process = worker._process
     assert worker.judge(INTERSECTED) and worker.judge(Grammar("json_schema", '{"type": "integer"}')) == ""
-    assert worker._process is process, "what was read of the model is not read again"
+    assert len(started) == 1, "what was read of the model is not read again"
 
 
-def test_a_process_that_was_killed_is_no_verdict_and_is_started_again(worker: GrammarWorker) -> None:
+def test_a_process_that_was_killed_is_no_verdict_and_is_started_again(
+    worker: GrammarWorker, started: list[subprocess.Popen[str]]
+) -> None:
     worker.judge(Grammar("regex", "a"))
-    assert worker._process is not None
-    worker._process.kill()
+    started[0].kill()
     with pytest.raises(EngineFailed, match="killed: send the request again"):
         worker.judge(Grammar("regex", "a"))
     assert worker.judge(Grammar("regex", "a")) == ""
@@ -74,9 +86,10 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
         GrammarWorker(tmp_path, vocab_size=471, end_ids=[2]).judge(Grammar("regex", "a"))
 
 
-def test_closing_ends_a_compilation_and_the_process(worker: GrammarWorker) -> None:
+def test_closing_ends_a_compilation_and_the_process(
+    worker: GrammarWorker, started: list[subprocess.Popen[str]]
+) -> None:
     worker.judge(Grammar("regex", "a"))
-    process = worker._process
     errors: list[Exception] = []
 
     def judge() -> None:
@@ -90,7 +103,7 @@ def test_closing_ends_a_compilation_and_the_process(worker: GrammarWorker) -> No
     time.sleep(0.1)
     worker.close()
     thread.join(10)
-    assert process is not None and process.wait(10) != 0
+    assert len(started) == 1 and started[0].wait(10) != 0
     assert not thread.is_alive() and len(errors) <= 1
     with pytest.raises(EngineFailed):
         worker.judge(Grammar("regex", "b"))

@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 
 class _Stages:
     """Measures the stages of the start-up in seconds. A stage begins where the stage before it ends. A stage that reports progress
-    ends with its last report. clock: monotonic seconds."""
+    ends with its last report."""
 
-    def __init__(self, imports_s: float, tell: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, imports_s: float, tell: Progress) -> None:
         self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
-        self._tell, self._clock, self._last = tell, clock, clock()
+        self._tell, self._last = tell, time.perf_counter()
 
     def ends(self, name: str) -> None:
         """All time since the last end was spent on `name`."""
-        now = self._clock()
+        now = time.perf_counter()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
 

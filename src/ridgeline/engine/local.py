@@ -19,17 +19,12 @@ from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepSta
 class LocalEngine:
     """Runs requests in the caller's thread: call `submit` at any time, iterate `news` until all requests have ended.
 
-    on_step: called with the record of every step. sleep: waits for the given seconds.
+    on_step: called with the record of every step.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_step: Callable[[StepStats], None] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, engine: Engine, on_step: Callable[[StepStats], None] | None = None) -> None:
         self._engine: Engine | None = engine
-        self._on_step, self._sleep = on_step, sleep
+        self._on_step = on_step
         self._open: dict[str, int] = {}
 
     @classmethod
@@ -69,7 +64,7 @@ class LocalEngine:
                 while self._open:
                     frame = uninterrupted(self.engine.turn)
                     if frame is None:
-                        self._sleep(self.engine.wait_seconds())
+                        time.sleep(self.engine.wait_seconds())
                         continue
                     for delta in self._deltas(frame):
                         if delta.finish:

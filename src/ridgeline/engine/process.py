@@ -48,10 +48,10 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
     return 0
 
 
-def serve(engine: Engine, inbox: Inbox, beat_s: float = BEAT_S) -> None:
-    """Run the loop while there is work, sleep while there is none, and send a Beat every beat_s seconds."""
+def serve(engine: Engine, inbox: Inbox) -> None:
+    """Run the loop while there is work, sleep while there is none, and send a Beat every BEAT_S seconds."""
     ended = threading.Event()
-    pulse = threading.Thread(target=_beat, args=(engine, inbox, ended, beat_s), daemon=True)
+    pulse = threading.Thread(target=_beat, args=(engine, inbox, ended), daemon=True)
     pulse.start()
     try:
         while not (engine.stopped or inbox.gone):
@@ -64,14 +64,14 @@ def serve(engine: Engine, inbox: Inbox, beat_s: float = BEAT_S) -> None:
                 inbox.send(news)
                 engine.reply_s += time.perf_counter() - started
             elif (wait_seconds := engine.wait_seconds()) > 0:
-                inbox.wait(min(wait_seconds, beat_s))
+                inbox.wait(min(wait_seconds, BEAT_S))
     finally:
         ended.set()
         pulse.join()
     engine.close()
 
 
-def _beat(engine: Engine, inbox: Inbox, ended: threading.Event, beat_s: float) -> None:
-    """Send a Beat with the number of turns every beat_s seconds, also during a long step."""
-    while not ended.wait(beat_s):
+def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
+    """Send a Beat with the number of turns every BEAT_S seconds, also during a long step."""
+    while not ended.wait(BEAT_S):
         inbox.send(Beat(engine.loop.turns, not engine.idle))

@@ -29,8 +29,8 @@ _MARGIN, _PRIOR = 1.03, 0.65
 """Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
 _WEIGHT, _OUTLIER, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
 """Weight of a reading in a moving average; largest time of a step that is counted, as a multiple of the expected time; the same in
-plain steps for a size without readings; plain steps, divided by the rows, by which first steps of new shapes may exceed the expected
-time without being booked."""
+plain steps for a size without readings; plain steps, divided by the rows, by which first steps of new shapes may exceed the
+expected time without being booked."""
 
 
 class Controller:
