@@ -172,9 +172,9 @@ def test_what_users_of_vllm_write() -> None:
         (
             "lookahead",
             {"deterministic": True},
-            "With --deterministic only --speculate draft:FOLDER or recurrent:FOLDER",
+            "With --deterministic only --speculate recurrent:FOLDER or draft:FOLDER",
         ),
-        ("auto", {"deterministic": True}, "With --deterministic only --speculate draft:FOLDER or recurrent:FOLDER"),
+        ("auto", {"deterministic": True}, "With --deterministic only --speculate recurrent:FOLDER or draft:FOLDER"),
     ],
 )
 def test_refusals(speculate: str, options: dict[str, object], words: str) -> None:
