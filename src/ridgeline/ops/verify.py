@@ -74,18 +74,18 @@ def verify(
     """Verify the drafts of device rows int32 [S] and append the tokens drawn along the accepted path. Rows that are done do not
     change. drawn int32 [N]: one token for each row of logits that `drafted` describes.
 
-    -> int32 [S, 2 + wide]: tokens gained, flag, those tokens. For trees int32 [S, 2 + 3 wide]: also the token drawn behind each
-    node, and the path. The path is also the second result, int64 [S, wide]; None for chains. Entries beyond a row's tokens are
-    undefined.
+    -> int32 [S, 2 + columns]: tokens gained, flag, those tokens. For trees int32 [S, 2 + 3 columns]: also the token drawn behind
+    each node, and the path. The path is also the second result, int64 [S, columns]; None for chains. Entries beyond a row's tokens
+    are undefined.
     """
-    wide, n_draft, parent = drafted.wide, drafted.count, drafted.parent
-    node = torch.arange(wide, dtype=torch.int32, device=rows.device)
+    columns, n_draft, parent = drafted.columns, drafted.count, drafted.parent
+    node = torch.arange(columns, dtype=torch.int32, device=rows.device)
     drawn = drawn[drafted.first.unsqueeze(1) + torch.minimum(node, n_draft.unsqueeze(1))]
     ints, row_index = state.ints.index_select(0, rows), rows.unsqueeze(1)
     place = ints[:, Int.KNOWN].unsqueeze(1) + node
     at = (row_index * state.tokens.shape[1] + place).long().flatten()
     # Read the drafts before the drawn tokens overwrite them: both use the same places.
-    drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
+    drafts = state.tokens.view(-1).index_select(0, at).view(-1, columns)[:, :-1]
     tokens, path = drawn, None
     if parent is None:
         accepted = accept(drawn, drafts, n_draft)
@@ -93,7 +93,7 @@ def verify(
         accepted, path = accept_path(drawn, drafts, n_draft, parent)
         tokens = drawn.gather(1, path)
     live = 1 - ints[:, Int.DONE]
-    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), tokens.flatten()).view(-1, wide)
+    flags = ends(state, row_index.expand(-1, columns).flatten(), place.flatten(), tokens.flatten()).view(-1, columns)
     count = until_end(flags > 0, accepted).mul_(live)
     flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
     state.tokens.view(-1).index_copy_(0, at, tokens.flatten())

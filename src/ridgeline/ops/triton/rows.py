@@ -1,4 +1,4 @@
-"""Kernels that gather a step's query tokens and write drawn tokens back. See ops.rows."""
+"""Kernels that gather a step's query tokens and write drawn tokens back to the rows. See ops.rows."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops import rows as plain
+from ridgeline.ops import rows as torch_rows
 from ridgeline.ops.rows import Gathered, Int, RowState, Spread
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 64
-WRITTEN, MOST_WRITTEN = 1024, 1 << 16
-"""Numbers that a program copies to the host, and the most that are copied by this kernel."""
+COPIED, LARGEST_COPIED = 1024, 1 << 16
+"""Elements that a program copies to the host, and the largest tensor that this kernel copies."""
 POSITION, LENGTH, KNOWN, DONE = (
     tl.constexpr(int(column)) for column in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE)
 )
@@ -155,10 +155,10 @@ def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """See ops.rows.to_host. A kernel writes to host memory, because the copy engine adds 13 us to a step."""
     count = tensor.numel()
-    if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= MOST_WRITTEN:
-        return plain.to_host(tensor)
+    if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= LARGEST_COPIED:
+        return torch_rows.to_host(tensor)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    _copy_kernel[(triton.cdiv(count, WRITTEN),)](tensor, host, count, tensor.shape[1], *tensor.stride(), BLOCK=WRITTEN)
+    _copy_kernel[(triton.cdiv(count, COPIED),)](tensor, host, count, tensor.shape[1], *tensor.stride(), BLOCK=COPIED)
     return host
 
 
