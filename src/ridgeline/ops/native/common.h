@@ -116,9 +116,8 @@ struct Team {
         if (meeting) return meeting->wait(who, of);
 #pragma omp barrier
     }
-    // The team that fills so many rows. If there is memory for the rows of all threads, each thread fills its own copy, which is
-    // faster than a barrier and reads of the others' parts. Its copy begins at row who - by().who threads, and its `wait` does
-    // nothing.
+    // The team that fills so many rows. If `room` holds the rows of all threads, each thread fills its own copy, which is faster
+    // than a barrier and reads of the others' parts. Its copy follows those of who - by().who threads, and its `wait` does nothing.
     Team by(index rows, index room) const { return rows * of <= room ? Team{0, 1} : *this; }
 };
 
