@@ -1,6 +1,6 @@
-"""The row operations (ops.rows, ops.verify) as one foreign call each: see native/rows.cpp.
+"""The row operations (ops.rows, ops.verify) as one foreign call each; see native/rows.cpp.
 
-The call's arguments are packed into the struct that it reads: for so many of them that is the cheapest way out of Python.
+The arguments of a call are packed into the struct that it reads, which is the cheapest way to pass so many from Python.
 """
 
 from __future__ import annotations
