@@ -353,8 +353,7 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
 
 
 def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, str]:
-    """(operations, batch-invariant if `fixed`, what they are) where a library for this CPU was built, else (None, why not and
-    what to do)."""
+    """Load the library of this CPU: (operations, instruction set), or (None, reason and remedy). fixed: batch-invariant."""
     if (reason := unsupported()) is not None:
         return None, reason
     path = library_path(folder)

@@ -94,8 +94,8 @@ def draw_with(sample: Callable[..., torch.Tensor]) -> DrawRows:
 
         Args:
             knobs: float32 [R, KNOBS], columns as in Knob.
-            logits: [N, V], behind the rows' last known tokens and their drafts.
-            depth: int32 [N], the drawn token's place behind the first unknown one; None: 0.
+            logits: [N, V], after the rows' last known tokens and draft nodes.
+            depth: int32 [N], offset of the drawn token from the first unknown one; None: 0.
         """
         ints, row_knobs = state.ints.index_select(0, rows), knobs.index_select(0, rows)
         temperature, top_p, min_p = (row_knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))

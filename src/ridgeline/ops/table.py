@@ -293,14 +293,14 @@ def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
 
 @dataclass(frozen=True, slots=True)
 class DraftCut:
-    """How many nodes of a draft are verified: those whose expected tokens exceed their cost."""
+    """Rule for the number of draft nodes to verify: those whose expected tokens exceed their cost."""
 
     node_cost: float
     """Cost of verifying one node of one row, in tokens that the row gains meanwhile by plain decoding."""
     min_chance: float
     """A further level is drafted if some node of the last level is kept with more than this probability."""
     sizes: tuple[int, ...]
-    """Numbers of nodes that may be verified, beside 0 and all. Each size is a step shape of its own."""
+    """Node counts that may be verified, in addition to 0 and all. Each is a separate step shape."""
 
 
 @dataclass(frozen=True, slots=True)

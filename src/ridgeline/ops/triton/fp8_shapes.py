@@ -22,7 +22,7 @@ class Vector:
 @dataclass(frozen=True, slots=True)
 class Small:
     """Launch of the split-K product. outputs, inputs: of a tile; programs: wanted grid size, reached by splitting the inputs.
-    asked: bytes of each weight row that are prefetched if a program reads so many. exact: see PROMOTE in fp8._small_kernel."""
+    prefetch_bytes: of each weight row, if a program reads so many. exact: see PROMOTE in fp8._small_kernel."""
 
     outputs: int
     inputs: int

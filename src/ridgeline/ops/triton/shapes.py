@@ -48,7 +48,7 @@ class ResidentTile:
 
 @dataclass(frozen=True, slots=True)
 class MatrixTile:
-    """batch, rows, block: tokens, weight rows and elements of a row per tile. asked: bytes of each row prefetched before x is
+    """batch, rows, block: tokens, weight rows and elements of a row per tile. prefetch_bytes: of each row, prefetched before x is
     ready. splits: programs that share a tile's sum (split-K)."""
 
     batch: int
