@@ -51,6 +51,7 @@ def gated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
 
 @triton.jit
 def _activate_kernel(x_ptr, out_ptr, x_stride, size, KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """x [T, 2 size] (gate, up) -> out [T, size]. Each program computes BLOCK features of one token; the grid is [T, blocks]."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,6 +74,7 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
 
 @triton.jit
 def _cap_kernel(x_ptr, out_ptr, size, cap, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """out float32 [size] = cap * tanh(x / cap), BLOCK elements per program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(PDL)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)

@@ -42,8 +42,8 @@ def _vector_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS outputs of one token per program. ADD: the result is added to out, which holds the residual stream. The first weights
-    are loaded before the PDL wait."""
+    """ROWS outputs of one token per program: x e4m3 [inputs], w e4m3 [outputs, inputs], scales float32 [1] and [outputs]. ADD: the
+    result is added to out, which holds the residual stream. The first weights are loaded before the PDL wait."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < outputs
     w_row = w_ptr + tl.where(real, row, 0).to(tl.int64)[:, None] * inputs
@@ -109,7 +109,7 @@ def _finish(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Scale a tile of sums [outputs, tokens], add the bias and what out holds, round and store."""
+    """Scale a tile of sums [outputs, tokens], add the bias and, with ADD, the values of out; then round and store."""
     real = (row < outputs)[:, None] & (token < tokens)[None, :]
     w_scale = tl.load(w_scale_ptr + row, mask=row < outputs, other=0.0)
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)

@@ -23,7 +23,8 @@ def _norm_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """RMS norm of one token per program. ADD: the norm is rounded and then added to out, which holds the residual stream."""
+    """RMS norm of x [T, size] to out [T, size], one token per program. ADD: the norm is rounded and then added to out, which holds
+    the residual stream."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size

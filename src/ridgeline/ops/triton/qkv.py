@@ -124,7 +124,8 @@ def _qkv_kernel(
     PDL: tl.constexpr,
 ):
     """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS) per program; the grid is [tokens, KV
-    heads / KV_HEADS]. q and k are rotated in place; k and v also go to the cache. All loads precede all stores."""
+    heads / KV_HEADS]. qkv [tokens, (n_heads + 2 n_kv_heads) * head_dim]: q and k are rotated in place; k and v also go to the cache
+    at slots int64 [tokens]. cos_sin float32 [positions, 2, half]. All loads precede all stores."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group: tl.constexpr = n_heads // n_kv_heads

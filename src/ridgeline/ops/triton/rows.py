@@ -46,6 +46,12 @@ def _gather_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Gather BLOCK query tokens, and the lengths of BLOCK rows, per program.
+
+    Inputs: device_rows, n_query int32 [batch]; row_of, place int32 [queries]; the RowState's tokens, ints and tables. Outputs:
+    token, position int32 [queries]; slots int64 [groups, queries]; length int32 [batch]. SPREAD: rows may have several query
+    tokens.
+    """
     await_inputs(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < batch
@@ -121,7 +127,8 @@ def _advance_kernel(
     PDL: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Process one row per program. Row 0 is done, so programs that share it write the values it already has."""
+    """Append drawn int32 [rows] to one row per program; packed int32 [rows, 3]. Row 0 is done, so programs that share it write the
+    values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
@@ -147,6 +154,7 @@ def _advance_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns", "stride", "step"])
 def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl.constexpr):
+    """Copy an int32 matrix with strides (stride, step) to contiguous target [count], BLOCK elements per program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = source_ptr + at // columns * stride + at % columns * step
     tl.store(target_ptr + at, tl.load(source, mask=at < count), mask=at < count)

@@ -140,6 +140,8 @@ def _last_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy BLOCK elements of a row's last hidden state per program; the grid is [rows, blocks]. hidden [N, width], out [rows,
+    width]."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     node = tl.maximum(tl.load(packed_ptr + row * packed_stride) - 1, 0).to(tl.int64)
