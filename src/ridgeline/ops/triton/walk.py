@@ -233,10 +233,10 @@ def split_kernel(
 ):
     """Attention of one work unit and one KV head per program: all query tokens of a row over one part of its slots (split-KV).
 
-    The grid is units * kv_heads. q [tokens, heads, head_dim]; kv: paged cache; table int32 [device rows, pages]; units: see plan. out
-    like q, lse float32 [tokens, heads]. A row with several parts stores them to part [units * kv_heads, part_queries, head_dim] and
-    part_lse, float32. With AHEAD > 0 the loop's first loads precede the PDL wait; see _await_unit. FUSED: the last program of a row
-    and head to arrive combines the parts; otherwise combine_kernel does.
+    The grid is units * kv_heads. q [tokens, heads, head_dim]; kv: paged cache; table int32 [device rows, pages]; units: see plan.
+    out like q, lse float32 [tokens, heads]. A row with several parts stores them to part [units * kv_heads, part_queries, head_dim]
+    and part_lse, float32. With AHEAD > 0 the loop's first loads precede the PDL wait; see _await_unit. FUSED: the last program of a
+    row and head to arrive combines the parts; otherwise combine_kernel does.
     """
     head = tl.program_id(0) % kv_heads
     unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
